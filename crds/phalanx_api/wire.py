@@ -1,0 +1,176 @@
+"""Frames of the link between a router and a group's leader, and of the socket between the HTTP process and rank 0.
+
+One WebSocket per router and leader carries them as msgpack; each message is one frame. A router sends `Submit`,
+`Abort` and `Fetch`; a leader sends `Welcome` first, then `Tokens` (one per engine step, with the tokens of all of that
+router's requests), `Refused`, `Load`, `State` and `Assets`. The engine socket speaks the same `Submit`, `Abort`,
+`Tokens`, `Refused` and `Load`.
+
+Requests are named by a small integer handle that the sender of `Submit` chooses, unique on its connection. Every token
+is (request, epoch, index, token): a receiver delivers it only if the epoch is current and the index is next.
+
+Structs are arrays on the wire: a field is added only at the end and with a default.
+"""
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Version of the link. The handshake refuses a peer of another version."""
+
+LINK_PATH = "/link"
+"""Path of the WebSocket on the leader's HTTP port. The upgrade carries `Authorization: Bearer <service token>`."""
+
+FinishReason = Literal["stop", "length"]
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
+    """How tokens of one request are drawn and when it ends. Already validated by the door.
+
+    `temperature` 0 is greedy. `top_k` None keeps every token. `stop_token_ids` ends the request with reason "stop"
+    after the token was delivered; the door puts the model's end-of-sequence ids there unless `ignore_eos` was asked.
+    The draw of token t at output index j depends on (seed, j, t) alone, so that a replay gives equal tokens.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count."""
+
+    id: str
+    epoch: int
+    prompt: list[int]
+    delivered: list[int]
+    sampling: Sampling
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Start this request under this handle."""
+
+    handle: int
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Forget these requests. Unknown handles are no error: the request may just have ended."""
+
+    handles: list[int]
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Send the `Assets` of this hash."""
+
+    assets_hash: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First frame of a router."""
+
+    protocol_version: int
+    router: str
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """First frame of a leader, in answer to `Hello`."""
+
+    protocol_version: int
+    group: str
+    revision: str
+    page_size: int
+    assets_hash: str
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The request ended by itself; its last token is in the same frame or an earlier one."""
+
+    handle: int
+    epoch: int
+    reason: FinishReason
+    cached_tokens: int = 0
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+    """All tokens of one engine step, as parallel lists, in order of index within each request."""
+
+    handles: list[int]
+    epochs: list[int]
+    indices: list[int]
+    tokens: list[int]
+    finished: list[Finished]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The request does not run here. `status` is the HTTP status for the client, `code` the machine-readable reason."""
+
+    handle: int
+    epoch: int
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """What the engine has in hand. `outstanding_tokens` counts prompt tokens not yet computed and output tokens still allowed."""
+
+    waiting: int
+    running: int
+    outstanding_tokens: int
+    free_pages: int
+    total_pages: int
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost."""
+
+    serving: bool
+    incarnation: int
+    reason: str = ""
+
+
+class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):
+    """What a door needs of a model: files by name (tokenizer, chat template, generation config) and limits.
+
+    `content_hash` is `make_assets` of the rest, so a door may keep it for ever.
+    """
+
+    content_hash: str
+    files: dict[str, bytes]
+    served_names: list[str]
+    max_model_len: int
+    eos_token_ids: list[int]
+
+
+ToLeader = Hello | Submit | Abort | Fetch
+FromLeader = Welcome | Tokens | Refused | Load | State | Assets
+ToEngine = Submit | Abort
+FromEngine = Tokens | Refused | Load
+
+encode = msgspec.msgpack.Encoder().encode
+"""Bytes of any frame."""
+decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode
+"""A frame that a router sent. Raises msgspec.DecodeError."""
+decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
+"""A frame that a leader sent. Raises msgspec.DecodeError."""
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+"""A frame for the engine. Raises msgspec.DecodeError."""
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+"""A frame from the engine. Raises msgspec.DecodeError."""
+
+
+def make_assets(files: dict[str, bytes], served_names: list[str], max_model_len: int, eos_token_ids: list[int]) -> Assets:
+    """Assets with their content hash: SHA-256 over files sorted by name, names and limits."""
+    hasher = hashlib.sha256()
+    for name in sorted(files):
+        hasher.update(encode([name, files[name]]))
+    hasher.update(encode([served_names, max_model_len, eos_token_ids]))
+    return Assets(hasher.hexdigest(), files, served_names, max_model_len, eos_token_ids)

@@ -1,0 +1,1 @@
+"""Kubernetes objects as dicts, from a spec: pure functions."""

@@ -1,0 +1,1 @@
+"""The OpenAI door: schemas, chat templates, text, streaming, errors. Two programs mount it over their backends."""

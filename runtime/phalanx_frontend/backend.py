@@ -1,0 +1,55 @@
+"""The seam between the door and what generates: token ids and sampling parameters in, indexed tokens out.
+
+The runtime implements it over its local engine, the router over the fleet of groups.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx_api import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that follow those delivered before: the first has output index `index`. The last delta carries `finish`."""
+
+    index: int
+    tokens: list[int]
+    finish: wire.FinishReason | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Nothing new, but the request lives: the door may send a comment so that proxies keep the connection."""
+
+
+class BackendError(Exception):
+    """The request has no (further) answer. `status` is the HTTP status if nothing was sent yet, `code` the reason in one word."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Backend(Protocol):
+    """What a door stands before."""
+
+    def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
+        """Deltas in order of index, each index once, ending with one that has `finish`.
+
+        Closing the iterator early aborts the request. Raises BackendError.
+        """
+        ...
+
+    def assets(self) -> wire.Assets:
+        """What the door needs of the model. Raises BackendError 503 while nothing has told it yet."""
+        ...
+
+    def not_ready(self) -> str | None:
+        """Why no request can be served now, or None when it can. Feeds /readyz."""
+        ...

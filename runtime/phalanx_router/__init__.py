@@ -1,0 +1,1 @@
+"""The router: the frontend over the fleet of groups of one service."""

@@ -1,0 +1,1 @@
+"""Which group gets a request: pure functions over frozen records."""

@@ -1,0 +1,1 @@
+"""The runtime: one tensor-parallel group that serves a model."""

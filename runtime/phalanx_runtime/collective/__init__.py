@@ -1,0 +1,1 @@
+"""Sums and gathers between the ranks of a group, behind one Protocol."""

@@ -1,0 +1,38 @@
+"""The seam between tensor-parallel code and the way bytes move between ranks."""
+
+from typing import Protocol
+
+import torch
+
+
+class Collective(Protocol):
+    """Operations over all ranks of one group; every rank calls the same ones in the same order.
+
+    Sums run in rank order, so all ranks hold the same bits. Each raises `phalanx_runtime.errors.PeerLost` when a peer is gone.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place; gives the same tensor back. Contiguous float tensor, same shape everywhere."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors joined along `dim` in rank order; their sizes along `dim` may differ."""
+        ...
+
+    def gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
+        """As all_gather, on rank 0 only; the others get None."""
+        ...
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank. Others pass None and wait, blocked, for as long as it takes."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of sockets and shared memory."""
+        ...

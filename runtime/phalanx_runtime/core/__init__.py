@@ -1,0 +1,1 @@
+"""Scheduling decisions: requests, pages, admission, step plans. No torch, no clock, no threads."""

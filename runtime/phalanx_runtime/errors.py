@@ -1,0 +1,9 @@
+"""Errors of the runtime, by who can act on them."""
+
+
+class PeerLost(Exception):
+    """Another rank of the group is gone: this process leaves, and the group starts a new incarnation."""
+
+
+class ModelError(Exception):
+    """The model cannot be loaded: what, where, what was expected. The user must change the model or the flags."""

@@ -1,0 +1,1 @@
+"""One process per device: runs step plans with torch."""
