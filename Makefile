@@ -1,0 +1,59 @@
+# Every command sets up what it needs, in a cache outside the checkout (PHALANX_CACHE, default ~/.cache/phalanx).
+# CLUSTER=      make a real two-node cluster on this machine (root, Go, Debian)   [default]
+# CLUSTER=current   use the cluster of the current kubeconfig; images from IMAGE_PREFIX=registry/path
+# CLUSTER=none      no cluster: the cluster tests are skipped, and say so
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+VENV = $$(python3 tools/bootstrap.py dev)
+UNIT = -m "not cluster and not gpu and not slow" -n 2
+export PYTHONPATH := crds:operator:runtime:.
+export PYTHONDONTWRITEBYTECODE := 1
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+demo:  ## a real cluster, two groups of TP 2, a chat answer that survives a deleted pod
+	@python3 -m demo.setup
+
+test:  ## everything that fits in CI: check, then the tests in a real cluster
+	@python3 -m tests.run
+
+test-all:  ## make test and every slow scenario
+	@python3 -m tests.run --all
+
+check: format-check lint types imports unit  ## formats, lint, types, import rules, unit tests with coverage; no cluster
+
+format-check:
+	@$(VENV)/bin/ruff format --check .
+
+lint:
+	@$(VENV)/bin/ruff check .
+
+types:
+	@$(VENV)/bin/mypy
+
+imports:
+	@$(VENV)/bin/lint-imports
+
+unit:
+	@v=$(VENV); rm -f .coverage .coverage.*; $$v/bin/python -m pytest $(UNIT) -q --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+golden:  ## rewrite the golden files and generated files; read the diff before you commit
+	@$(VENV)/bin/python -m pytest tests/control tests/golden tests/architecture -q --golden-update
+
+requirements:  ## pin requirements/ anew from pyproject.toml
+	@v=$(VENV); for e in operator router runtime dev; do \
+	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --extra $$e --generate-hashes --no-emit-index-url \
+	    --no-emit-find-links --no-header pyproject.toml -o requirements/$$e.txt; done
+
+cluster-up:  ## a real two-node Kubernetes cluster on this machine
+	@python3 -m tests.cluster up
+
+cluster-down:  ## ends it; nothing is left behind but the cache
+	@python3 -m tests.cluster down
+
+clean: cluster-down  ## cluster-down, and removes build leftovers of the checkout (not the cache)
+	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: help demo test test-all check format-check lint types imports unit golden requirements cluster-up cluster-down clean

@@ -1,0 +1,61 @@
+"""Documents speak of what exists: modules, make targets, files."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOMES = {"phalanx_api": "crds", "phalanx_operator": "operator"}
+DOCUMENTS = [ROOT / n for n in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+
+
+def exists(module: str) -> bool:
+    """Whether `package.module` or `package.module.name` is there."""
+    parts = module.split(".")
+    base = ROOT / HOMES.get(parts[0], "runtime")
+    for n in (len(parts), len(parts) - 1):
+        path = base.joinpath(*parts[:n])
+        if n and (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
+            rest = parts[n:]
+            return not rest or n < 2 or rest[0] in path.with_suffix(".py").read_text()
+    return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_modules_exist(document: pathlib.Path) -> None:
+    named = set(re.findall(r"`(phalanx_(?:api|operator|frontend|router|runtime)(?:\.\w+)+)", document.read_text()))
+    assert sorted(m for m in named if not exists(m)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_make_targets_exist(document: pathlib.Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert sorted(set(re.findall(r"`make ([a-z-]+)", document.read_text())) - targets) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_files_resolve(document: pathlib.Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_architecture_names_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    ours = [
+        ".".join(p.relative_to(ROOT / home).with_suffix("").parts)
+        for home in ["crds", "operator", "runtime"]
+        for p in (ROOT / home).rglob("*.py")
+        if p.name not in ("__init__.py", "__main__.py")
+    ]
+    assert sorted(m for m in ours if m not in text) == []
+
+
+def test_nothing_names_a_package_registry_or_a_machine() -> None:
+    hosts = ["pypi" + ".org", "files.python" + "hosted", "proxy.golang" + ".org", "deb.debian" + ".org", "registry.npm" + "js"]
+    tracked = [p for p in ROOT.rglob("*") if p.is_file() and not {".git", "__pycache__"} & set(p.parts)]
+    small = [p for p in tracked if p.suffix in {".py", ".md", ".txt", ".toml", ".yaml", ".sh", ".Dockerfile", ".mod", ""}]
+    assert [(p, h) for p in small for h in hosts if h in p.read_text(errors="ignore")] == []
+    assert not (ROOT / "uv.lock").exists()

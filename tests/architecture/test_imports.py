@@ -1,0 +1,88 @@
+"""Who may import whom: purity, doors, cuts and cycles. Layers between packages are checked by import-linter."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOMES = {
+    "phalanx_api": "crds",
+    "phalanx_operator": "operator",
+    "phalanx_frontend": "runtime",
+    "phalanx_router": "runtime",
+    "phalanx_runtime": "runtime",
+}
+PURE = ["phalanx_api", "phalanx_operator.decide", "phalanx_operator.render", "phalanx_runtime.core", "phalanx_router.route"]
+EFFECTS = [
+    *("asyncio", "threading", "time", "random", "secrets", "socket", "os", "logging", "subprocess"),
+    *("aiohttp", "httpx", "websockets", "zmq", "kopf", "kubernetes", "fastapi", "torch", "prometheus_client"),
+]
+DOORS = {  # the only modules that may import this library directly
+    "kopf": ["phalanx_operator"],
+    "kubernetes": ["phalanx_operator", "phalanx_router.endpoints", "phalanx_router.watch"],
+    "fastapi": ["phalanx_frontend", "phalanx_runtime.server"],
+    "zmq": ["phalanx_runtime.engine"],
+    "torch": ["phalanx_runtime.rank", "phalanx_runtime.model", "phalanx_runtime.collective"],
+}
+APART = [
+    *[(p, e) for p in PURE for e in EFFECTS],
+    *[(p, "torch") for p in ["phalanx_frontend", "phalanx_router", "phalanx_operator"]],
+    *[(p, "phalanx_runtime.rank") for p in ["phalanx_runtime.server", "phalanx_runtime.engine", "phalanx_runtime.model"]],
+    ("phalanx_runtime.server", "torch"),
+    ("phalanx_runtime.checkpoint", "torch"),
+    ("phalanx_runtime.model", "phalanx_runtime.core"),
+    ("phalanx_operator.decide", "phalanx_operator.render"),
+]
+
+
+def read_imports() -> dict[str, set[str]]:
+    """Every module of ours with what it imports, as dotted names."""
+    edges: dict[str, set[str]] = {}
+    for package, home in HOMES.items():
+        for path in (ROOT / home / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT / home).with_suffix("").parts).removesuffix(".__init__")
+            found = edges[name] = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return edges
+
+
+EDGES = read_imports()
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def reachable(start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        new = EDGES.get(todo.pop(), set()) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+@pytest.mark.parametrize(("source", "target"), APART)
+def test_apart(source: str, target: str) -> None:
+    bad = {n: [t for t in reachable(n) if inside(t, target)] for n in EDGES if inside(n, source)}
+    assert not any(bad.values()), {n: t for n, t in bad.items() if t}
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_doors(library: str) -> None:
+    users = [n for n, ts in EDGES.items() if any(inside(t, library) for t in ts)]
+    assert [u for u in users if not any(inside(u, d) for d in DOORS[library])] == []
+
+
+def test_no_cycles() -> None:
+    assert [n for n in EDGES if n in reachable(n)] == []
+
+
+def test_the_operator_folder_never_shadows_the_standard_library() -> None:
+    assert not (ROOT / "operator" / "__init__.py").exists()
