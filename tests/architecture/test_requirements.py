@@ -1,0 +1,27 @@
+"""What each program installs."""
+
+import pathlib
+import re
+
+import pytest
+
+PINS = pathlib.Path(__file__).parents[2] / "requirements"
+
+
+def names(program: str) -> set[str]:
+    return set(re.findall(r"^([a-z0-9-]+)(?:\[.*\])?==", (PINS / f"{program}.txt").read_text(), re.M))
+
+
+@pytest.mark.parametrize("program", ["operator", "router"])
+def test_control_programs_carry_no_torch(program: str) -> None:
+    assert names(program) & {"torch", "transformers", "triton", "numpy"} == set()
+
+
+def test_the_runtime_carries_torch_and_the_door() -> None:
+    assert names("runtime") >= {"torch", "transformers", "safetensors", "fastapi", "uvicorn", "pyzmq"}
+
+
+@pytest.mark.parametrize("program", ["operator", "router", "runtime", "dev"])
+def test_every_pin_has_a_hash(program: str) -> None:
+    text = (PINS / f"{program}.txt").read_text()
+    assert len(re.findall(r"^[a-z0-9-]+(?:\[.*\])?==.* \\\n    --hash=sha256:", text, re.M)) == len(names(program))

@@ -1,0 +1,90 @@
+"""`make test`: check, then the tests in a real cluster; ends with the count of passed, failed and skipped tests by reason.
+
+Standard library only: it runs before anything is installed. CLUSTER=current uses the cluster of the current kubeconfig,
+CLUSTER=none runs no cluster test and says so. Where no cluster can run, all the rest runs and the exit status is 1.
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NO_CLUSTER_HERE = 3
+"""Exit status of `python3 -m tests.cluster` when this machine cannot run one; it has printed why."""
+
+
+def call(*command: str, title: str | None = None) -> int:
+    """Exit status of a command that prints as it goes."""
+    if title:
+        print(f"\n== {title}", flush=True)
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def count(report: pathlib.Path) -> collections.Counter[str]:
+    """passed, failed and `skipped: reason` of a JUnit report; empty when pytest wrote none."""
+    found: collections.Counter[str] = collections.Counter()
+    if not report.exists():
+        return found
+    for case in ET.parse(report).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        if skipped is not None:
+            found[f"skipped: {skipped.get('message', 'no reason given')}"] += 1
+        else:
+            found["failed" if case.find("failure") is not None or case.find("error") is not None else "passed"] += 1
+    return found
+
+
+def cluster_tests(python: str, report: pathlib.Path, slow: bool) -> list[str]:
+    """What went wrong in the cluster stage: one line per failure."""
+    mode = os.environ.get("CLUSTER", "")
+    if mode == "none":
+        print("\n== no cluster tests: CLUSTER=none", flush=True)
+        return []
+    pytest = [python, "-m", "pytest", "tests/cluster", "-m", "cluster" if slow else "cluster and not slow", "-v", "--durations=10"]
+    pytest += [f"--junit-xml={report}"]
+    if mode == "current":
+        status = call(*pytest, title="tests in the cluster of the current kubeconfig")
+        return [f"cluster tests: exit status {status}"] if status else []
+    status = call(sys.executable, "-m", "tests.cluster", "up", "--images", title="a real cluster")
+    if status == NO_CLUSTER_HERE:
+        return ["cluster tests did not run: no cluster can run here (see the line above)"]
+    if status:
+        return [f"the cluster did not come up: exit status {status}"]
+    try:
+        status = call(sys.executable, "-m", "tests.cluster", "run", *pytest, title="tests in the cluster")
+        return [f"cluster tests: exit status {status}"] if status else []
+    finally:
+        call(sys.executable, "-m", "tests.cluster", "down")
+
+
+def main() -> int:
+    """Exit status: 0 only if every stage ran and passed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true", help="slow scenarios too")
+    slow = parser.parse_args().all
+    began = time.monotonic()
+    venv = subprocess.run([sys.executable, "tools/bootstrap.py", "dev"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if venv.returncode:
+        return venv.returncode
+    python = f"{venv.stdout.strip().splitlines()[-1]}/bin/python"
+    with tempfile.TemporaryDirectory() as folder:
+        unit, real = pathlib.Path(folder, "unit.xml"), pathlib.Path(folder, "cluster.xml")
+        wrong = [] if call("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
+        wrong += cluster_tests(python, real, slow)
+        total = count(unit) + count(real)
+    print(f"\n== {time.monotonic() - began:.0f} s")
+    skipped = {reason: n for reason, n in total.items() if reason.startswith("skipped: ")}
+    for line in [*(f"{n} {reason}" for reason, n in sorted(skipped.items())), *(f"FAILED: {line}" for line in wrong)]:
+        print(line)
+    print(f"{total['passed']} passed, {total['failed']} failed, {sum(skipped.values())} skipped", flush=True)
+    return 1 if wrong or total["failed"] or not total["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
