@@ -1,0 +1,83 @@
+"""Who may come in: at the door (never fits, queue full) and at each step (a row and pages for the whole context are free).
+
+    fits ever: prompt < max_model_len, and max_model_len never exceeds the pool (see `Limits.within`)
+    fits now:  free_rows > 0  and  free_pages >= pages(context) + running
+
+The last term leaves every running request one page to grow into, so that an admission does not force a preemption in the
+next steps. Alone, a request that fits ever fits now: progress. The length of the output is not reserved.
+"""
+
+from dataclasses import dataclass, replace
+
+from phalanx_runtime.core.plan import PoolShape
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine takes on. Tokens of one request, requests in one step, tokens in one step, requests that wait."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
+                "or a step could not hold one token of each running request"
+            )
+
+    def within(self, pool: PoolShape) -> "Limits":
+        """These limits with max_model_len cut to what the whole pool holds, so that one request alone always fits."""
+        return replace(self, max_model_len=min(self.max_model_len, pool.num_pages * pool.page_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The request comes in now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The request fits, but not now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The request does not run here: HTTP status and code for the client, and how many tokens stand before a later try."""
+
+    status: int
+    code: str
+    message: str
+    backlog_tokens: int | None = None
+
+
+def fits_ever(num_prompt: int, limits: Limits) -> Admit | Refuse:
+    """Whether an empty engine could serve this prompt. The door checks lengths too; a router may know less than we do."""
+    if num_prompt == 0:
+        return Refuse(400, "empty_prompt", "the prompt has no tokens; at least one is needed")
+    if num_prompt >= limits.max_model_len:
+        return Refuse(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens; with one output token the limit is {limits.max_model_len}",
+        )
+    return Admit()
+
+
+def may_wait(waiting: int, backlog_tokens: int, limits: Limits) -> Wait | Refuse:
+    """Whether one more request may join the queue."""
+    if waiting >= limits.max_waiting:
+        return Refuse(429, "queue_full", f"{waiting} requests wait already", backlog_tokens)
+    return Wait()
+
+
+def fits_now(context_pages: int, free_pages: int, free_rows: int, running: int) -> Admit | Wait:
+    """Whether the first of the queue may start in this step."""
+    if free_rows and free_pages >= context_pages + running:
+        return Admit()
+    return Wait()
