@@ -1,4 +1,4 @@
-"""The seam between the engine loop and the ranks."""
+"""The seams of the engine loop: the ranks below it, the HTTP process above it."""
 
 from typing import Protocol
 
@@ -14,6 +14,17 @@ class StepRunner(Protocol):
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The tokens drawn by this step, after all ranks computed it. Raises phalanx_runtime.errors.PeerLost when a rank is gone."""
+        """The tokens drawn by this step, after all ranks computed it. Raises errors.PeerLost when a rank is gone."""
         ...
 
+
+class Channel(Protocol):
+    """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
+
+    def receive(self, block: bool) -> list[bytes] | None:
+        """All messages that are there; with `block`, at least one. None once the channel is closed."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Queues one message; never waits."""
+        ...

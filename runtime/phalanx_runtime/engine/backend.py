@@ -1,0 +1,122 @@
+"""The door's Backend over the local engine: one mailbox per request, filled by the engine client.
+
+Tokens that wait together leave together: a slow reader gets longer deltas, never a longer queue.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_runtime.engine.client import RESTART_RETRY_S, EngineClient
+
+KEEP_ALIVE_S = 10.0
+"""Silence after which a stream is told that it lives. Proxies commonly cut at 30 s or 60 s."""
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """What came for one request since its reader last looked."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    finished: wire.Finished | None = None
+    error: BackendError | None = None
+    reader: asyncio.Future[None] | None = None
+
+    def is_empty(self) -> bool:
+        return not self.tokens and self.finished is None and self.error is None
+
+    def wake(self) -> None:
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+    def take(self) -> Delta:
+        """Everything that waits, as one delta."""
+        end = self.finished
+        delta = Delta(self.index, self.tokens) if end is None else Delta(self.index, self.tokens, end.reason, end.cached_tokens)
+        self.index += len(self.tokens)
+        self.tokens = []
+        return delta
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when something came, or after the timeout."""
+        loop = asyncio.get_running_loop()
+        self.reader = loop.create_future()
+        timer = loop.call_later(timeout_s, self.wake)
+        try:
+            await self.reader
+        finally:
+            timer.cancel()
+            self.reader = None
+
+
+class LocalBackend:
+    """Implements `phalanx_frontend.backend.Backend`, and is a sink of the engine client."""
+
+    def __init__(self, client: EngineClient, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._client = client
+        self._keep_alive_s = keep_alive_s
+        self._mailboxes: dict[int, _Mailbox] = {}
+        client.subscribe(self._state_changed)
+
+    async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
+        """Deltas in order of index, each index once, ending with one that has `finish`. Closing it early aborts."""
+        mailbox = _Mailbox(len(request.delivered))
+        handle = self._client.submit(request, self)
+        self._mailboxes[handle] = mailbox
+        try:
+            while True:
+                if mailbox.is_empty():
+                    await mailbox.wait(self._keep_alive_s)
+                if mailbox.tokens or mailbox.finished is not None:
+                    delta = mailbox.take()
+                    yield delta
+                    if delta.finish is not None:
+                        return
+                elif mailbox.error is not None:
+                    raise mailbox.error
+                else:
+                    yield KeepAlive()
+        finally:
+            del self._mailboxes[handle]
+            self._client.abort([handle])
+
+    def assets(self) -> wire.Assets:
+        """What the door needs of the model."""
+        return self._client.assets()
+
+    def not_ready(self) -> str | None:
+        """Why no request can be served now, or None."""
+        state = self._client.state()
+        return None if state.serving else state.reason
+
+    def tokens(self, frame: wire.Tokens) -> None:
+        """Puts each token into its request's mailbox."""
+        mailboxes = self._mailboxes
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            mailbox = mailboxes[handle]
+            mailbox.tokens.append(token)
+            mailbox.wake()
+        for finished in frame.finished:
+            mailbox = mailboxes[finished.handle]
+            mailbox.finished = finished
+            mailbox.wake()
+
+    def refused(self, frame: wire.Refused) -> None:
+        """Ends one request with the engine's answer."""
+        self._fail(self._mailboxes[frame.handle], frame.status, frame.code, frame.message, frame.retry_after_s)
+
+    def _state_changed(self) -> None:
+        """Ends every request when the engine is gone: nobody else holds what they had."""
+        state = self._client.state()
+        if state.serving:
+            return
+        for mailbox in self._mailboxes.values():
+            self._fail(mailbox, 503, "group_restarting", f"the group lost its engine: {state.reason}", RESTART_RETRY_S)
+
+    def _fail(self, mailbox: _Mailbox, status: int, code: str, message: str, retry_after_s: float | None) -> None:
+        if mailbox.finished is None:
+            mailbox.error = BackendError(status, code, message, retry_after_s)
+            mailbox.wake()

@@ -1,0 +1,228 @@
+"""The HTTP process's face of the engine: requests go in, and the tokens of a step come out in one call per sink.
+
+A sink is whoever submits: the local door, or the link of one router. The socket belongs to one incarnation of the group; when
+that ends every open request is forgotten and `state` changes, which those who subscribed are told.
+Everything here runs on one asyncio loop and nothing waits: the socket's descriptor wakes `_drain`.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+
+log = logging.getLogger(__name__)
+
+RESTART_RETRY_S = 2.0
+"""Retry-After while the group restarts: a rank needs a few seconds to load its weights."""
+NO_LOAD = wire.Load(0, 0, 0, 0, 0)
+
+
+class Sink(Protocol):
+    """Takes what the engine says of requests that were submitted with it. Called on the event loop; never blocks."""
+
+    def tokens(self, frame: wire.Tokens) -> None:
+        """All tokens of one step that belong to this sink's requests, and those of its requests that ended."""
+        ...
+
+    def refused(self, frame: wire.Refused) -> None:
+        """A request does not run."""
+        ...
+
+
+class Meter(Protocol):
+    """Counts what the engine does. Times are seconds."""
+
+    def load(self, load: wire.Load) -> None:
+        """The engine reported its load, or is gone and holds nothing."""
+        ...
+
+    def step(self, num_tokens: int) -> None:
+        """One step brought this many tokens."""
+        ...
+
+    def first_token(self, prompt_tokens: int, wait_s: float) -> None:
+        """A request got its first token from this engine."""
+        ...
+
+    def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
+        """A request ended by itself."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """One request in the engine, as the client sees it."""
+
+    sink: Sink
+    prompt_tokens: int
+    submitted: float
+    first: float | None = None
+    tokens_after_first: int = 0
+
+
+class EngineClient:
+    """Requests of all sinks, over the socket of the current incarnation. Belongs to one running event loop."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._open: dict[int, _Open] = {}
+        self._handles = itertools.count(1)
+        self._state = wire.State(False, 0, "starting")
+        self._load = NO_LOAD
+        self._assets: wire.Assets | None = None
+        self._subscribers: list[Callable[[], None]] = []
+
+    def state(self) -> wire.State:
+        """Whether the group serves, and its incarnation."""
+        return self._state
+
+    def load(self) -> wire.Load:
+        """What the engine last said it has in hand."""
+        return self._load
+
+    def assets(self) -> wire.Assets:
+        """What a door needs of the model. Raises BackendError 503 until an incarnation has served once."""
+        if self._assets is None:
+            raise BackendError(503, "model_loading", f"the model is not loaded yet: {self._state.reason}", RESTART_RETRY_S)
+        return self._assets
+
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Calls `changed` after each change of `state`, until the function that this returns is called."""
+        self._subscribers.append(changed)
+        return lambda: self._subscribers.remove(changed)
+
+    def bind(self, endpoint: str) -> None:
+        """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
+        self._close_socket()
+        socket = self._context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(endpoint)
+        self._socket = socket
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._drain)
+
+    def serve(self, assets: wire.Assets) -> None:
+        """Takes requests from now on: every rank of the incarnation is ready, and this is what doors need to know."""
+        self._assets = assets
+        self._change(wire.State(True, self._state.incarnation))
+        self._drain()
+
+    def lose(self, next_incarnation: int, reason: str) -> None:
+        """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
+        self._close_socket()
+        self._open.clear()
+        self._load = NO_LOAD
+        self._meter.load(NO_LOAD)
+        self._change(wire.State(False, next_incarnation, reason))
+
+    def close(self) -> None:
+        """Ends everything for good."""
+        self._close_socket()
+        self._context.term()
+
+    def submit(self, request: wire.Request, sink: Sink) -> int:
+        """The engine's handle of a request that was started; `sink` hears of it later, never within this call.
+
+        Raises BackendError 503 while the group does not serve.
+        """
+        if not self._state.serving:
+            raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
+        handle = next(self._handles)
+        self._open[handle] = _Open(sink, len(request.prompt), self._clock())
+        self._send(wire.Submit(handle, request))
+        return handle
+
+    def abort(self, handles: list[int]) -> None:
+        """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""
+        known = [handle for handle in handles if self._open.pop(handle, None) is not None]
+        if known:
+            self._send(wire.Abort(known))
+
+    def _change(self, state: wire.State) -> None:
+        self._state = state
+        for changed in list(self._subscribers):
+            changed()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, frame: wire.ToEngine) -> None:
+        assert self._socket is not None, "requests are open only between bind and lose"
+        self._socket.send(wire.encode(frame), zmq.NOBLOCK)
+        # A zmq descriptor signals edges only, and sending may have consumed one: look whether something came in meanwhile.
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Handles every message that is there."""
+        while self._socket is not None:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame = wire.decode_from_engine(message)
+            except msgspec.DecodeError as error:
+                log.error("frame of the engine cannot be read: %s", error)
+                continue
+            match frame:
+                case wire.Tokens():
+                    self._route(frame)
+                case wire.Refused():
+                    request = self._open.pop(frame.handle, None)
+                    if request is not None:
+                        request.sink.refused(frame)
+                case wire.Load():
+                    self._load = frame
+                    self._meter.load(frame)
+
+    def _route(self, frame: wire.Tokens) -> None:
+        """Splits the tokens of one step by sink; those of aborted requests go nowhere."""
+        now = self._clock()
+        parts: dict[int, tuple[Sink, wire.Tokens]] = {}
+        for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
+            request = self._open.get(handle)
+            if request is None:
+                continue
+            part = _part(parts, request.sink)
+            part.handles.append(handle)
+            part.epochs.append(epoch)
+            part.indices.append(index)
+            part.tokens.append(token)
+            if request.first is None:
+                request.first = now
+                self._meter.first_token(request.prompt_tokens, now - request.submitted)
+            else:
+                request.tokens_after_first += 1
+        for end in frame.finished:
+            request = self._open.pop(end.handle, None)
+            if request is None:
+                continue
+            _part(parts, request.sink).finished.append(end)
+            decode_s = now - request.first if request.first is not None else 0.0
+            self._meter.finished(end.reason, request.tokens_after_first, decode_s)
+        self._meter.step(len(frame.handles))
+        for sink, part in parts.values():
+            sink.tokens(part)
+
+
+def _part(parts: dict[int, tuple[Sink, wire.Tokens]], sink: Sink) -> wire.Tokens:
+    """The frame that this sink gets of the step."""
+    entry = parts.get(id(sink))
+    if entry is None:
+        entry = parts[id(sink)] = (sink, wire.Tokens([], [], [], [], []))
+    return entry[1]
