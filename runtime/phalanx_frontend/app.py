@@ -1,0 +1,113 @@
+"""The application: routes, health, errors in OpenAI's form, limits."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, Counter
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from phalanx_frontend.backend import Backend, BackendError
+from phalanx_frontend.errors import ApiError, error_response, internal_error, invalid, of_backend
+from phalanx_frontend.health import health_routes
+from phalanx_frontend.limits import BodyLimit, Limits
+from phalanx_frontend.metrics import DoorMetrics, response_counter
+from phalanx_frontend.routes import Door, openai_routes
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def create_app(
+    backend: Backend, *, registry: CollectorRegistry | None = None, limits: Limits | None = None, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """The OpenAI server over a backend, with /healthz, /readyz and /metrics.
+
+    Starting and ending the backend is the caller's, for which `lifespan` is handed to FastAPI. `registry` may hold the
+    caller's own metrics too; one registry serves one app.
+    """
+    registry = registry if registry is not None else CollectorRegistry()
+    limits = limits if limits is not None else Limits()
+    responses = response_counter(registry)
+    app = _make_app(backend.not_ready, registry, responses, lifespan)
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.include_router(openai_routes(Door(backend, DoorMetrics(registry, responses), limits)))
+    return app
+
+
+def create_health_app(
+    not_ready: Callable[[], str | None], *, registry: CollectorRegistry, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """Only /healthz, /readyz and /metrics: for pods that have no door. Every error has the OpenAI form."""
+    return _make_app(not_ready, registry, response_counter(registry), lifespan)
+
+
+def _make_app(
+    not_ready: Callable[[], str | None], registry: CollectorRegistry, responses: Counter, lifespan: Lifespan | None
+) -> FastAPI:
+    app = FastAPI(title="Phalanx", lifespan=lifespan)
+    app.include_router(health_routes(not_ready, registry))
+
+    async def answer(request: Request, error: Exception) -> Response:
+        told = of_exception(error, request)
+        route = getattr(request.scope.get("route"), "path", "unknown")
+        responses.labels(route, str(told.status)).inc()
+        response = error_response(told)
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})
+        return response
+
+    for kind in (ApiError, BackendError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    return app
+
+
+def of_exception(error: Exception, request: Request) -> ApiError:
+    """What the client is told of any exception. Those of no known kind are bugs, which the server logs."""
+    match error:
+        case ApiError():
+            return error
+        case BackendError():
+            return of_backend(error)
+        case RequestValidationError():
+            return of_validation(error)
+        case HTTPException():
+            return of_http(error, request)
+        case _:
+            return internal_error()
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing wrong with a body, by its field."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return invalid(None, f"the request body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    field = field_path(first["loc"][1:])
+    message = first["msg"].removeprefix("Value error, ")
+    if not field:
+        return invalid(None, "the request body must be a JSON object, with content-type application/json")
+    if first["type"] == "missing":
+        message = "is required"
+    return invalid(field, f"{field}: {message}")
+
+
+def field_path(location: tuple[str | int, ...]) -> str:
+    """`messages[0].content` from ("messages", 0, "content")."""
+    path = ""
+    for step in location:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return path.removeprefix(".")
+
+
+def of_http(error: HTTPException, request: Request) -> ApiError:
+    """What the framework refuses: unknown paths and methods, unreadable bodies."""
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"there is nothing at {request.url.path}", code="not_found")
+        case 405:
+            return ApiError(405, f"{request.url.path} does not answer {request.method}", code="method_not_allowed")
+        case 413:
+            return ApiError(413, str(error.detail), code="request_too_large")
+        case status:
+            return ApiError(status, str(error.detail))

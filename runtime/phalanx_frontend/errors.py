@@ -1,0 +1,67 @@
+"""Errors as OpenAI clients know them: `{"error": {"message", "type", "param", "code"}}` with the status that says who can act."""
+
+import json
+import math
+
+from starlette.responses import Response
+
+from phalanx_frontend.backend import BackendError
+
+
+class ApiError(Exception):
+    """The answer to a request that is not served. `param` names the field, `code` the reason in one word."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A 400 that names the field to change."""
+    return ApiError(400, message, param, code)
+
+
+def internal_error() -> ApiError:
+    """A 500 that tells nothing: the log has the rest."""
+    return ApiError(500, "internal error; the server's log says more under this request's id", code="internal_error")
+
+
+def of_backend(error: BackendError) -> ApiError:
+    """What the client is told of a backend's refusal."""
+    return ApiError(error.status, error.message, None, error.code, error.retry_after_s)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for a status."""
+    match status:
+        case 401 | 403:
+            return "authentication_error"
+        case 429:
+            return "rate_limit_error"
+        case _:
+            return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error_body(error: ApiError) -> bytes:
+    """The JSON document. ASCII only, since a message may quote text that is no valid Unicode."""
+    detail = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
+    return json.dumps({"error": detail}).encode("ascii")
+
+
+def error_headers(error: ApiError) -> dict[str, str]:
+    """Retry-After, rounded up to whole seconds as HTTP wants it, and the exact time that OpenAI's clients read."""
+    if error.retry_after_s is None:
+        return {}
+    seconds = max(0.0, error.retry_after_s)
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole HTTP response."""
+    return Response(error_body(error), error.status, error_headers(error), "application/json")

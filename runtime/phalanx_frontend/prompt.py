@@ -1,0 +1,66 @@
+"""Token ids of what a client asked: a prompt as text or ids, or messages through the model's chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.model import DoorModel
+from phalanx_frontend.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from phalanx_frontend.text.chat import ChatTemplateError
+
+
+async def completion_prompt(body: CompletionRequest, model: DoorModel) -> list[int]:
+    """Token ids of a completion's prompt. Text gets the special tokens that the tokenizer adds, ids get none."""
+    if isinstance(body.prompt, str):
+        ids = await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+    else:
+        ids = model.checked_ids(body.prompt, "prompt")
+    if not ids:
+        raise invalid("prompt", "the prompt has no tokens")
+    return ids
+
+
+async def chat_prompt(body: ChatRequest, model: DoorModel) -> list[int]:
+    """Token ids of a conversation. The template writes the special tokens itself, so none are added unless asked."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    text = render(model, body.messages, body.add_generation_prompt is not False, options)
+    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
+    if not ids:
+        raise invalid("messages", "the chat template made an empty prompt of these messages")
+    return ids
+
+
+async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
+    """Token ids of a prompt or of messages, as a completion or a chat with them would have."""
+    if body.messages is not None and body.prompt is None:
+        text = render(model, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {})
+        return await model.encode(text, bool(body.add_special_tokens), "messages")
+    if body.prompt is None or body.messages is not None:
+        raise invalid("prompt", "either prompt or messages must be given, and not both")
+    return await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+
+
+def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    """The text of a conversation. Raises ApiError 400 without a template, or when it refuses."""
+    if isinstance(model.template, str):
+        raise invalid("messages", model.template, "no_chat_template")
+    plain = [_plain(message, position) for position, message in enumerate(messages)]
+    try:
+        return model.template.render(plain, add_generation_prompt, options)
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error)) from error
+
+
+def _plain(message: Message, position: int) -> dict[str, object]:
+    """What the template sees: the fields that were given. Raises ApiError 400 for tool calls, which are not implemented."""
+    for name in ("tool_calls", "function_call", "tool_call_id"):
+        if message.model_extra and message.model_extra.get(name):
+            raise invalid(f"messages[{position}].{name}", f"{name} is not supported yet", "unsupported_parameter")
+    fields: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
+    return fields

@@ -1,0 +1,78 @@
+"""The text of one request from its tokens, and why it ended. The same for streamed and whole answers.
+
+A token that ends the request (end of sequence, a stop token) is counted but adds no text; a stop string is cut from the
+text unless it was asked to stay, and tokens after the one that completed it are neither counted nor shown.
+"""
+
+from collections.abc import Sequence
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Delta
+from phalanx_frontend.text.detokenize import Detokenizer
+from phalanx_frontend.text.stop import StopStrings
+
+
+class StreamBroken(Exception):
+    """The backend broke its promise: indices not in order, or an end without a reason."""
+
+
+class Reply:
+    """One request's answer so far. `finish` is None while it goes on; `stop_reason` is the stop string or stop token."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        sampling: wire.Sampling,
+        stops: Sequence[str] = (),
+        named_stop_ids: Sequence[int] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._named_stop_ids = frozenset(named_stop_ids)
+        self._min_tokens = sampling.min_tokens
+        self._stops = StopStrings(stops, include_stop) if stops else None
+        self._include_stop = include_stop
+        self.finish: wire.FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+
+    def feed(self, delta: Delta) -> str:
+        """The text that these tokens make certain. Raises StreamBroken."""
+        if delta.tokens and delta.index != self.completion_tokens:
+            raise StreamBroken(f"token {delta.index} came where {self.completion_tokens} was next")
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        text = ""
+        for token in delta.tokens:
+            text += self._feed_token(token)
+            if self.finish is not None:
+                return text
+        if delta.finish is None:
+            return text
+        text += self._through_stops(self._detokenizer.end())
+        if self._stops is not None and self._stops.found is None:
+            text += self._stops.end()
+        self.finish = self.finish or delta.finish
+        return text
+
+    def _feed_token(self, token: int) -> str:
+        self.completion_tokens += 1
+        if token in self._stop_ids and self.completion_tokens >= self._min_tokens:
+            self.stop_reason = token if token in self._named_stop_ids else None
+            if not self._include_stop:
+                return ""
+        text = self._detokenizer.feed(token)
+        if self._stops is None or not text:
+            return text
+        # Text of the first min_tokens tokens never ends a request.
+        return text if self.completion_tokens <= self._min_tokens else self._through_stops(text)
+
+    def _through_stops(self, text: str) -> str:
+        if self._stops is None or not text:
+            return text
+        text = self._stops.feed(text)
+        if self._stops.found is not None:
+            self.finish = "stop"
+            self.stop_reason = self._stops.found
+        return text

@@ -1,0 +1,103 @@
+"""Text of a token stream, piece by piece, never half a character.
+
+The pieces of all tokens joined are the text of the whole: equal to the tokenizer's own decode for byte-level decoders
+always, for byte-fallback decoders whenever every run of bytes is valid UTF-8. (The library turns a whole run into U+FFFD
+when one byte of it is wrong; a stream cannot take back what it sent, so here the valid characters of such a run stay.)
+"""
+
+import codecs
+from typing import Protocol
+
+from phalanx_frontend.text.pieces import PieceRule
+from phalanx_frontend.text.tokenizer import TextTokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one request into text as they come."""
+
+    def feed(self, token: int) -> str:
+        """The text that is now certain. Empty while a character is incomplete."""
+        ...
+
+    def end(self) -> str:
+        """What was held back, with U+FFFD for bytes that never became a character."""
+        ...
+
+
+def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True) -> Detokenizer:
+    """A detokenizer for one request, the fastest that this tokenizer allows."""
+    if tokenizer.rule is None:
+        return WindowDetokenizer(tokenizer, skip_special_tokens)
+    return PieceDetokenizer(tokenizer, tokenizer.rule, skip_special_tokens)
+
+
+class PieceDetokenizer:
+    """One look-up per token; a UTF-8 decoder holds incomplete characters."""
+
+    def __init__(self, tokenizer: TextTokenizer, rule: PieceRule, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._rule = rule
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_incomplete = False
+        self._strip_left = rule.strip_left
+        self._bare_first = rule.bare_first
+
+    def feed(self, token: int) -> str:
+        """The text that is now certain. Empty while a character is incomplete."""
+        if token in self._skipped:
+            return ""
+        piece = self._tokenizer.piece(token, self._rule)
+        if self._is_incomplete or isinstance(piece, bytes):
+            piece = self._utf8.decode(piece.encode() if isinstance(piece, str) else piece)
+            self._is_incomplete = self._utf8.getstate()[0] != b""
+        if self._strip_left or self._bare_first:
+            return self._start(piece)
+        return piece
+
+    def end(self) -> str:
+        """What was held back, with U+FFFD for bytes that never became a character."""
+        return self._utf8.decode(b"", final=True)
+
+    def _start(self, text: str) -> str:
+        """The first characters of the text, without what the rule drops there."""
+        if self._bare_first:
+            self._bare_first = False
+            return text.replace(" ", "")
+        while text and self._strip_left:
+            if not text.startswith(self._rule.strip_char):
+                self._strip_left = 0
+                break
+            text = text.removeprefix(self._rule.strip_char)
+            self._strip_left -= 1
+        return text
+
+
+class WindowDetokenizer:
+    """Decodes the tokens since the last certain text, with those before it as context. For decoders without a piece rule."""
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # [context, certain) was sent and is decoded again as context · [certain, ...) is not sent yet.
+        self._context: list[int] = []
+        self._fresh: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """The text that is now certain. Empty while a character is incomplete."""
+        self._fresh.append(token)
+        text = self._fresh_text()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._fresh = self._fresh, []
+        return text
+
+    def end(self) -> str:
+        """What was held back, with U+FFFD for bytes that never became a character."""
+        return self._fresh_text()
+
+    def _fresh_text(self) -> str:
+        before = self._tokenizer.decode(self._context, self._skip_special_tokens)
+        return self._tokenizer.decode(self._context + self._fresh, self._skip_special_tokens)[len(before) :]

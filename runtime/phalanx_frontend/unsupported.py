@@ -1,0 +1,74 @@
+"""Fields that OpenAI or vLLM define and this door does not implement yet, with the values that ask for nothing.
+
+A field here with any other value is refused by name: a client must never believe that it was obeyed. Fields that are
+hints or bookkeeping (`user`, `metadata`, `prompt_cache_key`, ...) and fields nobody defined are ignored, as vLLM does.
+"""
+
+from collections.abc import Mapping
+
+from phalanx_frontend.errors import invalid
+
+_OFF = (None, False)
+_EMPTY_LIST: tuple[object, ...] = (None, [])
+_ZERO = (None, 0, 0.0)
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    # OpenAI, both endpoints
+    "n": (None, 1),
+    "logit_bias": (None, {}),
+    "frequency_penalty": _ZERO,
+    "presence_penalty": _ZERO,
+    "service_tier": (None, "auto", "default"),
+    # OpenAI completions
+    "best_of": (None, 1),
+    "echo": _OFF,
+    "suffix": (None, ""),
+    # OpenAI chat
+    "logprobs": _OFF,
+    "top_logprobs": _ZERO,
+    "response_format": (None, {"type": "text"}),
+    "tools": _EMPTY_LIST,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _EMPTY_LIST,
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "store": _OFF,
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    # vLLM
+    "repetition_penalty": (None, 1, 1.0),
+    "length_penalty": (None, 1, 1.0),
+    "use_beam_search": _OFF,
+    "prompt_logprobs": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": _EMPTY_LIST,
+    "truncate_prompt_tokens": (None,),
+    "prompt_embeds": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "cache_salt": (None,),
+    "priority": _ZERO,
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "continue_final_message": _OFF,
+    "chat_template": (None,),
+    "documents": _EMPTY_LIST,
+    "return_gaps": _OFF,
+}
+
+
+def refuse_unsupported(extra: Mapping[str, object]) -> None:
+    """Raises ApiError 400 for the first field that would be disobeyed in silence."""
+    for name, value in extra.items():
+        neutral = NEUTRAL.get(name)
+        if neutral is not None and not any(_is_same(value, known) for known in neutral):
+            raise invalid(name, f"{name} is not supported yet; leave it out", "unsupported_parameter")
+
+
+def _is_same(value: object, known: object) -> bool:
+    """Equal, and not merely as False equals 0: `logprobs: 0` asks for something that `false` does not."""
+    return isinstance(value, bool) == isinstance(known, bool) and value == known
