@@ -1,0 +1,63 @@
+"""What a door needs of a model folder: tokenizer, chat template, generation config, and limits."""
+
+from pathlib import Path
+
+from phalanx_api import wire
+from phalanx_runtime.checkpoint.folder import read_json
+from phalanx_runtime.errors import ModelError
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def read_assets(folder: Path, served_names: list[str], max_model_len: int | None) -> wire.Assets:
+    """The folder's assets. `max_model_len` None means as long as the model's positions reach.
+
+    Raises ModelError when tokenizer.json or config.json is missing or broken, or `max_model_len` exceeds the model's positions.
+    """
+    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise ModelError(f"{folder} has no tokenizer.json")
+    config = read_json(folder / "config.json")
+    return wire.make_assets(files, served_names, _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config))
+
+
+def _max_model_len(folder: Path, config: dict[str, object], asked: int | None) -> int:
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions < 1:
+        if asked is None:
+            raise ModelError(f"{folder}/config.json: max_position_embeddings must be a positive integer, it is {positions!r}")
+        return asked
+    if asked is not None and asked > positions:
+        raise ModelError(f"--max-model-len {asked} is more than the model's max_position_embeddings, {positions}")
+    return positions if asked is None else asked
+
+
+def _eos_token_ids(folder: Path, config: dict[str, object]) -> list[int]:
+    """From generation_config.json, else config.json, else the token that tokenizer_config.json names; may be empty."""
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    for source in (generation, config):
+        ids = _ids(source.get("eos_token_id"))
+        if ids:
+            return ids
+    return _eos_by_name(folder)
+
+
+def _ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int)]
+
+
+def _eos_by_name(folder: Path) -> list[int]:
+    path = folder / "tokenizer_config.json"
+    named = read_json(path).get("eos_token") if path.is_file() else None
+    token = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(token, str):
+        return []
+    tokenizer = read_json(folder / "tokenizer.json")
+    added = tokenizer.get("added_tokens")
+    model = tokenizer.get("model")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and entry.get("content") == token:
+            return _ids(entry.get("id"))
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return _ids(vocabulary.get(token)) if isinstance(vocabulary, dict) else []

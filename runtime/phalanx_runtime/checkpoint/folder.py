@@ -1,0 +1,90 @@
+"""Folders that are either whole or absent: made beside their final name by one process at a time, then renamed."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx_runtime.errors import ModelError
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """`target`, whole: found there, or filled by `make(<target>.part)` and renamed.
+
+    Processes that want the same target wait for the one that makes it; the lock goes with its owner, so a killed maker stops
+    nobody. What it left in `<target>.part` is handed to the next `make`, which may build on it. Raises ModelError.
+    """
+    if target.is_dir():
+        return target
+    part = target.with_name(target.name + ".part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_name(target.name + ".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                part.mkdir(exist_ok=True)
+                make(part)
+                part.rename(target)
+    except OSError as error:
+        raise ModelError(_reason(error, target)) from error
+    return target
+
+
+def _reason(error: OSError, target: Path) -> str:
+    if error.errno in _DISK_FULL:
+        free_bytes = shutil.disk_usage(target.parent).free
+        return f"the disk of {target.parent} is full ({free_bytes / 1e9:.1f} GB free): free some space or use another folder"
+    return f"cannot write {target}: {error.strerror or error}"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is never seen half: beside its name, then renamed over it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    beside.write_bytes(content)
+    beside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ModelError that names the file when it is missing or something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ModelError, naming all that is missing, unless the folder has a configuration, weights and a tokenizer."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder")
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()] + _missing_weights(folder)
+    if missing:
+        raise ModelError(f"{folder} is no model folder: it has no {' and no '.join(missing)}{_hint(folder)}")
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index}: weight_map must be an object")
+    return [name for name in sorted(set(weight_map.values())) if not (folder / name).is_file()]
+
+
+def _hint(folder: Path) -> str:
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f"; to serve the GGUF file in it, name the file: {ggufs[0]}"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return "; pickled weights are not loaded, convert them to safetensors"
+    return ""

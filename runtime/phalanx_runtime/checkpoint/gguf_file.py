@@ -1,0 +1,166 @@
+"""What a GGUF file holds: its metadata, and its tensors as they lie in the file (mapped, not read).
+
+Source: the GGUF specification in ggml's docs/gguf.md. The `gguf` package's reader does the same, but takes seconds for a
+vocabulary of 50,000 tokens; of that package only the dequantisation is used.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from phalanx_runtime.errors import ModelError
+
+Scalar = bool | int | float | str
+Value = Scalar | list[Scalar]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor: rows first in `shape`, as numpy and torch count; `raw` has a row of bytes per row of the tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    raw: npt.NDArray[np.uint8]
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values, dequantised. Raises ModelError for a quantisation that the gguf package cannot undo."""
+        try:
+            values = dequantize(self.raw, self.quantization)
+        except NotImplementedError as error:
+            raise ModelError(f"tensor {self.name}: quantisation {self.quantization.name} is not supported") from error
+        return np.ascontiguousarray(values.reshape(self.shape), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """Metadata by key, and tensors in file order."""
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: list[GgufTensor]
+
+    def text(self, key: str) -> str | None:
+        """The string under `key`, if any. Raises ModelError when it is something else."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, str):
+            raise ModelError(f"{self.path}: {key} must be a string, it is {value!r:.40}")
+        return value
+
+    def number(self, key: str) -> int | None:
+        """The integer under `key`, if any. Raises ModelError when it is something else."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, int):
+            raise ModelError(f"{self.path}: {key} must be an integer, it is {value!r:.40}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Whether `key` is there and true."""
+        return self.metadata.get(key) is True
+
+    def texts(self, key: str) -> list[str]:
+        """The strings under `key`. Raises ModelError when they are missing or something else."""
+        value = self.metadata.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ModelError(f"{self.path}: {key} must be a list of strings")
+        return [item for item in value if isinstance(item, str)]
+
+
+class _Cursor:
+    """Reads the header from front to back."""
+
+    def __init__(self, buffer: mmap.mmap) -> None:
+        self._buffer = buffer
+        self.position = 0
+
+    def take(self, count: int) -> bytes:
+        start, self.position = self.position, self.position + count
+        if count < 0 or self.position > len(self._buffer):
+            raise ValueError("the file ends early")
+        return self._buffer[start : self.position]
+
+    def scalar(self, kind: int) -> Scalar:
+        if kind == _STRING:
+            return self.string()
+        if kind not in _FORMATS:
+            raise ValueError(f"value type {kind} is unknown")
+        value: Scalar = struct.unpack(_FORMATS[kind], self.take(struct.calcsize(_FORMATS[kind])))[0]
+        return value
+
+    def uint32(self) -> int:
+        return int.from_bytes(self.take(4), "little")
+
+    def uint64(self) -> int:
+        return int.from_bytes(self.take(8), "little")
+
+    def string(self) -> str:
+        return self.take(self.uint64()).decode("utf-8", "replace")
+
+    def value(self) -> Value:
+        kind = self.uint32()
+        if kind != _ARRAY:
+            return self.scalar(kind)
+        kind, count = self.uint32(), self.uint64()
+        if kind in _FORMATS:
+            size = struct.calcsize(_FORMATS[kind])
+            return [item for (item,) in struct.iter_unpack(_FORMATS[kind], self.take(count * size))]
+        return [self.scalar(kind) for _ in range(count)]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The file's metadata and tensors; tensor bytes are mapped. Raises ModelError when it is no whole GGUF file."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as header:
+            cursor = _Cursor(header)
+            metadata, entries = _read_header(cursor)
+            alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+            if not isinstance(alignment, int) or alignment < 1:
+                raise ValueError(f"general.alignment is {alignment!r}")
+            start = -(-cursor.position // alignment) * alignment
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+        tensors = [_tensor(data, name, shape, kind, start + offset) for name, shape, kind, offset in entries]
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not a whole GGUF file: {error}") from error
+    return GgufFile(path, metadata, tensors)
+
+
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Value], list[tuple[str, tuple[int, ...], int, int]]]:
+    if cursor.take(4) != _MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version = cursor.uint32()
+    if version not in _VERSIONS:
+        raise ValueError(f"version {version} is not one of {_VERSIONS}")
+    num_tensors, num_keys = cursor.uint64(), cursor.uint64()
+    metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
+    entries = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        shape = tuple(reversed([cursor.uint64() for _ in range(cursor.uint32())]))
+        entries.append((name, shape, cursor.uint32(), cursor.uint64()))
+    return metadata, entries
+
+
+def _tensor(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    quantization = GGMLQuantizationType(kind)
+    block, block_bytes = GGML_QUANT_SIZES[quantization]
+    if not shape or shape[-1] % block:
+        raise ValueError(f"tensor {name}: shape {shape} does not fit blocks of {block}")
+    byte_shape = (*shape[:-1], shape[-1] // block * block_bytes)
+    end = start + int(np.prod(byte_shape, dtype=np.int64))
+    if end > data.size:
+        raise ValueError(f"the file ends early, in tensor {name}")
+    return GgufTensor(name, shape, quantization, data[start:end].reshape(byte_shape))

@@ -1,0 +1,204 @@
+"""One file from a model hub: continued after a cut, checked against the hash that the hub lists, retried within bounds."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from phalanx_runtime.errors import ModelError
+
+_T = TypeVar("_T")
+_MAX_FAILURES = 5
+"""Attempts in a row that bring nothing new before the download gives up."""
+_LONGEST_BACKOFF_S = 10.0
+_CHUNK_BYTES = 1 << 20
+_REPORT_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """Where to fetch, with which token, and whom to tell. Setting `stop` ends everything within a second.
+
+    backoff_s: first wait after a failure; doubles, up to 10 s.
+    """
+
+    endpoint: str
+    token: str | None
+    progress: Callable[[str], None]
+    stop: threading.Event
+    backoff_s: float = 0.5
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every call."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file as the hub lists it. Large files have a SHA-256, small ones the SHA-1 that git gives their blob."""
+
+    name: str
+    size: int | None = None
+    sha256: str | None = None
+    git_sha1: str | None = None
+
+
+class Transient(Exception):
+    """The hub cannot answer now: another attempt may work."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True)
+class Tally:
+    """Bytes of a whole download, counted by several threads; says how far it is every few seconds."""
+
+    what: str
+    total_bytes: int
+    progress: Callable[[str], None]
+    done_bytes: int = 0
+    _reported_at: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that arrived."""
+        with self._lock:
+            self.done_bytes += num_bytes
+            now = time.monotonic()
+            if now - self._reported_at < _REPORT_EVERY_S:
+                return
+            self._reported_at = now
+        self.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
+
+
+def with_retries(hub: Hub, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
+    """What `attempt` gives, tried again after a cut or a passing trouble, at most five times in a row without new bytes.
+
+    `progress_of` tells how many bytes there are. Raises ModelError when it gives up; other errors pass.
+    """
+    failures = 0
+    while True:
+        before = progress_of()
+        try:
+            return attempt()
+        except (httpx.RequestError, Transient) as error:
+            failures = 1 if progress_of() > before else failures + 1
+            if failures >= _MAX_FAILURES:
+                raise ModelError(f"{what}: gave up after {failures} attempts: {error or type(error).__name__}") from error
+            asked = error.retry_after_s if isinstance(error, Transient) else 0.0
+        wait_s = max(hub.backoff_s * 2 ** (failures - 1), asked)
+        if hub.stop.wait(min(wait_s, _LONGEST_BACKOFF_S)):
+            raise ModelError(f"{what}: stopped")
+
+
+def raise_for_passing_trouble(response: httpx.Response) -> None:
+    """Raises Transient for answers that another attempt may not get: 408, 429, 5xx."""
+    if response.status_code in (408, 429) or response.status_code >= 500:
+        asked = response.headers.get("Retry-After", "")
+        raise Transient(f"HTTP {response.status_code}", float(asked) if asked.isdecimal() else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Everything that fetching the files of one repository shares."""
+
+    hub: Hub
+    client: httpx.Client
+    base_url: str
+    tally: Tally
+    stopped: Callable[[], bool]
+    refusal: Callable[[httpx.Response, str], ModelError]
+
+    def file(self, file: HubFile, target: Path) -> None:
+        """`target`, whole and checked. What arrived before a cut stays in `<target>.incomplete`. Raises ModelError."""
+        if target.is_file():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(target.name + ".incomplete")
+        resumed = part.exists()
+        if resumed:
+            self.tally.add(part.stat().st_size)
+        self._whole(file, part)
+        problem = mismatch(file, part)
+        if problem and resumed:
+            part.unlink()
+            self._whole(file, part)
+            problem = mismatch(file, part)
+        if problem:
+            part.unlink()
+            raise ModelError(f"{self.tally.what}: {file.name} arrived wrong: {problem}")
+        part.rename(target)
+        _etag_path(part).unlink(missing_ok=True)
+
+    def _whole(self, file: HubFile, part: Path) -> None:
+        def size() -> int:
+            return part.stat().st_size if part.exists() else 0
+
+        if file.size is None or size() != file.size:
+            with_retries(self.hub, f"{self.tally.what}: {file.name}", lambda: self._continue(file, part, size()), size)
+
+    def _continue(self, file: HubFile, part: Path, offset: int) -> None:
+        headers = {"Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+            if _etag_path(part).exists():
+                headers["If-Range"] = _etag_path(part).read_text()
+        with self.client.stream("GET", f"{self.base_url}/{file.name}", headers=headers) as response:
+            raise_for_passing_trouble(response)
+            if response.status_code == 416:
+                part.unlink()
+                raise Transient("the hub's file is shorter than what was fetched before")
+            if response.status_code not in (200, 206):
+                raise self.refusal(response, file.name)
+            continues = response.status_code == 206
+            if continues and not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
+                raise Transient("the hub sent another range than was asked for")
+            if not continues:
+                self._remember_etag(part, response)
+            self._append(response, part, os.O_APPEND if continues else os.O_TRUNC)
+
+    def _remember_etag(self, part: Path, response: httpx.Response) -> None:
+        etag = response.headers.get("ETag", "")
+        if etag.startswith('"'):
+            _etag_path(part).write_text(etag)
+        else:
+            _etag_path(part).unlink(missing_ok=True)
+
+    def _append(self, response: httpx.Response, part: Path, mode: int) -> None:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | mode, 0o644)
+        with open(descriptor, "wb") as out:
+            for chunk in response.iter_raw(_CHUNK_BYTES):
+                if self.stopped():
+                    raise ModelError(f"{self.tally.what}: stopped")
+                out.write(chunk)
+                self.tally.add(len(chunk))
+
+
+def _etag_path(part: Path) -> Path:
+    return part.with_name(part.name + ".etag")
+
+
+def mismatch(file: HubFile, path: Path) -> str | None:
+    """How the file on disk differs from what the hub lists, or None when it does not, or the hub lists nothing."""
+    size = path.stat().st_size
+    if file.size is not None and size != file.size:
+        return f"{size} bytes instead of {file.size}"
+    if file.sha256 is not None:
+        kind, hasher, expected = "SHA-256", hashlib.sha256(), file.sha256
+    elif file.git_sha1 is not None:
+        kind, hasher, expected = "git SHA-1", hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False), file.git_sha1
+    else:
+        return None
+    with open(path, "rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return None if hasher.hexdigest() == expected else f"its {kind} is {hasher.hexdigest()}, not {expected}"

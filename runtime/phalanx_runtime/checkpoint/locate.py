@@ -1,0 +1,119 @@
+"""From what the user wrote to a model folder on this machine.
+
+| written | becomes |
+|---|---|
+| a folder, `file:///folder` | itself |
+| `x.gguf`, `file:///x.gguf` | converted once into the cache, named by the file's content |
+| `hf://org/name`, `org/name` where no such path is | downloaded once into the cache, named by the commit |
+| `hf://org/name/x.gguf` | that one file downloaded, then converted |
+"""
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from phalanx_runtime.checkpoint.convert import CONVERTER_VERSION, convert_once
+from phalanx_runtime.checkpoint.folder import check_model_folder
+from phalanx_runtime.checkpoint.hub import download
+from phalanx_runtime.checkpoint.hub_file import Hub
+from phalanx_runtime.errors import ModelError
+
+_REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_SAMPLE_BYTES = 1 << 20
+DEFAULT_ENDPOINT = "https://huggingface.co"
+"""The public model hub. The environment variable HF_ENDPOINT names another."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A whole model folder, and where it came from in words for logs."""
+
+    dir: Path
+    source: str
+
+
+def silent(message: str) -> None:
+    """Progress that goes nowhere."""
+
+
+def locate(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path,
+    hf_token: str | None = None,
+    progress: Callable[[str], None] = silent,
+    stop: threading.Event | None = None,
+) -> LocalModel:
+    """The folder of `model`, fetched or converted into `cache_dir` first if need be. Blocks, maybe for minutes.
+
+    `progress` gets a line now and then. Setting `stop` ends a download within a second. Raises ModelError with what is wrong.
+    """
+    scheme, separator, rest = model.partition("://")
+    if separator and scheme not in ("file", "hf"):
+        raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give a path, file:///path or hf://org/name")
+    if scheme == "hf" and separator:
+        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, progress, stop or threading.Event())
+        return _from_hub(hub, rest, revision, cache_dir)
+    path = _file_path(model) if separator else Path(model).expanduser()
+    if path.exists() or separator or not _REPOSITORY.fullmatch(model):
+        return _from_path(path, cache_dir, progress)
+    return locate(f"hf://{model}", revision=revision, cache_dir=cache_dir, hf_token=hf_token, progress=progress, stop=stop)
+
+
+def _file_path(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ModelError(f"model {url!r}: a file URL has three slashes and an absolute path, as in file:///models/name")
+    return Path(unquote(parts.path))
+
+
+def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> LocalModel:
+    if not path.exists():
+        raise ModelError(f"model {path}: no such file or folder (a model of the hub is written hf://org/name)")
+    if path.is_dir():
+        check_model_folder(path)
+        return LocalModel(path, str(path))
+    if path.suffix != ".gguf":
+        raise ModelError(f"model {path} is a file, but no .gguf file: give a folder with config.json and *.safetensors")
+    return _from_gguf(path, str(path), cache_dir, progress)
+
+
+def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str], None]) -> LocalModel:
+    folder = cache_dir / "converted" / f"{path.stem}-{_content_key(path)}"
+    if not folder.is_dir():
+        progress(f"converting {source}")
+    return LocalModel(convert_once(path, folder), source)
+
+
+def _content_key(path: Path) -> str:
+    """Names a file's content without reading gigabytes: its size, time of change, and first and last MiB."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            hasher = hashlib.sha256(f"{CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns}".encode())
+            hasher.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+            hasher.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    return hasher.hexdigest()[:16]
+
+
+def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> LocalModel:
+    parts = rest.strip("/").split("/", 2)
+    repository = "/".join(parts[:2])
+    gguf = parts[2] if len(parts) == 3 else None
+    if not _REPOSITORY.fullmatch(repository) or (gguf is not None and not gguf.endswith(".gguf")):
+        raise ModelError(f"model 'hf://{rest}': hf://org/name or hf://org/name/file.gguf is expected")
+    snapshot = download(hub, repository, revision, cache_dir / "hub", gguf)
+    source = f"hf://{repository}@{snapshot.commit}"
+    if gguf is not None:
+        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.progress)
+    check_model_folder(snapshot.dir)
+    return LocalModel(snapshot.dir, source)
