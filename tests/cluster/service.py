@@ -1,0 +1,91 @@
+"""What the tests in a cluster say of an InferenceService: manifests, waiting, streaming."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "DoNotSchedule",
+    "matchLabelKeys": ["phalanx.dev/group"],
+}
+
+
+def manifest(name: str, *, model: str, replicas: int, tensor: int = 2, **spec: Any) -> dict[str, Any]:
+    """An InferenceService with one GPU a pod and the pods of a group on different nodes."""
+    selector = {"matchLabels": {"phalanx.dev/service": name, "phalanx.dev/component": "group"}}
+    return {
+        "apiVersion": "phalanx.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"uri": model},
+            "replicas": replicas,
+            "parallelism": {"tensor": tensor, "gpusPerPod": 1},
+            "engine": {"dtype": "float32", "maxModelLen": 2048},
+            "podTemplate": {"spec": {"topologySpreadConstraints": [{**SPREAD, "labelSelector": selector}]}},
+            **spec,
+        },
+    }
+
+
+def wait_for(look: Callable[[], T | None], limit_s: float, what: str) -> T:
+    """What `look` gives once it is not None or False. Fails with `what` and the last answer after limit_s."""
+    end = time.monotonic() + limit_s
+    while True:
+        found = look()
+        if found is not None and found is not False:
+            return found
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {limit_s:.0f} s: {what}")
+        time.sleep(0.2)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed completion: the token ids in order, the text, how it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    error: str | None = None
+
+
+async def stream(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], on_token: Callable[[int], None] | None = None
+) -> Answer:
+    """The answer to a streaming completion request; `on_token` hears how many tokens are there after each chunk."""
+    answer = Answer()
+    async with client.stream(
+        "POST", f"{url}/v1/completions", json={**body, "stream": True, "return_token_ids": True}
+    ) as response:
+        if response.status_code != 200:
+            answer.error = (await response.aread()).decode()
+            return answer
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                answer.error = json.dumps(event["error"])
+                break
+            for choice in event["choices"]:
+                answer.text += choice["text"]
+                answer.tokens += choice.get("token_ids") or []
+                answer.finish = choice["finish_reason"] or answer.finish
+            if on_token:
+                on_token(len(answer.tokens))
+    return answer
+
+
+async def stream_all(url: str, bodies: list[dict[str, Any]], on_token: Callable[[int], None] | None = None) -> list[Answer]:
+    """Answers to all requests at once, in their order."""
+    async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=None)) as client:
+        return list(await asyncio.gather(*(stream(client, url, body, on_token) for body in bodies)))

@@ -1,0 +1,3 @@
+module phalanx.dev/tests/cluster/tools/pause
+
+go 1.26.0
