@@ -4,7 +4,7 @@ Tokens that wait together leave together: a slow reader gets longer deltas, neve
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
@@ -61,7 +61,7 @@ class LocalBackend:
         self._mailboxes: dict[int, _Mailbox] = {}
         client.subscribe(self._state_changed)
 
-    async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
+    async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
         """Deltas in order of index, each index once, ending with one that has `finish`. Closing it early aborts."""
         mailbox = _Mailbox(len(request.delivered))
         handle = self._client.submit(request, self)

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,6 +79,7 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] | None = None
         self._open: dict[int, _Open] = {}
+        self._unsent: deque[bytes] = deque()
         self._handles = itertools.count(1)
         self._state = wire.State(False, 0, "starting")
         self._load = NO_LOAD
@@ -160,15 +162,28 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
+            self._unsent.clear()
 
     def _send(self, frame: wire.ToEngine) -> None:
         assert self._socket is not None, "requests are open only between bind and lose"
-        self._socket.send(wire.encode(frame), zmq.NOBLOCK)
+        self._unsent.append(wire.encode(frame))
+        self._flush(self._socket)
         # A zmq descriptor signals edges only, and sending may have consumed one: look whether something came in meanwhile.
         asyncio.get_running_loop().call_soon(self._drain)
 
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        """Sends what waits; without a peer yet it goes on waiting, and the descriptor tells of the peer."""
+        try:
+            while self._unsent:
+                socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:
+            return
+
     def _drain(self) -> None:
-        """Handles every message that is there."""
+        """Sends what waits and handles every message that is there."""
+        if self._socket is not None:
+            self._flush(self._socket)
         while self._socket is not None:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)

@@ -1,0 +1,254 @@
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.scheduler import Scheduler
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
+
+
+def make_scheduler(
+    num_pages: int = 64, page_size: int = 4, *, model_len: int = 128, seqs: int = 4, budget: int = 16, max_waiting: int = 8
+) -> tuple[Scheduler, FakeRunner]:
+    runner = FakeRunner(num_pages, page_size)
+    return Scheduler(Limits(model_len, seqs, budget, max_waiting), runner.pool), runner
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> wire.Tokens:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return scheduler.commit(runner.run(plan))
+
+
+def finish(scheduler: Scheduler, runner: FakeRunner) -> tuple[dict[int, list[int]], dict[int, wire.FinishReason]]:
+    """Output tokens and reasons by handle, after all requests ended."""
+    output: dict[int, list[int]] = {}
+    reasons: dict[int, wire.FinishReason] = {}
+    while not scheduler.is_idle():
+        frame = step(scheduler, runner)
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            output.setdefault(handle, []).append(token)
+        reasons |= {end.handle: end.reason for end in frame.finished}
+        assert scheduler.check() == []
+    return output, reasons
+
+
+def test_a_request_runs_to_max_tokens() -> None:
+    scheduler, runner = make_scheduler()
+    request = make_request(5, 6)
+    assert scheduler.submit(1, request) is None
+    assert finish(scheduler, runner) == ({1: expected_output(request)}, {1: "length"})
+    assert scheduler.pool.free_pages == 64
+    assert scheduler.schedule() is None
+
+
+def test_a_prompt_is_cut_to_the_budget_and_draws_once_after_its_last_chunk() -> None:
+    scheduler, runner = make_scheduler(budget=4)
+    scheduler.submit(1, make_request(10, 2))
+    finish(scheduler, runner)
+    assert [(p.starts, p.counts, p.draws) for p in runner.plans] == [
+        ([0], [4], []),
+        ([4], [4], []),
+        ([8], [2], [(0, 0)]),
+        ([10], [1], [(0, 1)]),
+    ]
+
+
+def test_decodes_go_first_and_prefill_gets_the_rest_of_the_budget() -> None:
+    scheduler, runner = make_scheduler(budget=8)
+    scheduler.submit(1, make_request(20, 3, seed=1))
+    step(scheduler, runner)
+    scheduler.submit(2, make_request(2, 3, seed=2))
+    step(scheduler, runner)
+    step(scheduler, runner)
+    assert (runner.plans[2].rows, runner.plans[2].counts) == ([0, 1], [4, 2])
+    step(scheduler, runner)
+    scheduler.submit(3, make_request(30, 3, seed=3))
+    step(scheduler, runner)
+    assert (runner.plans[4].rows, runner.plans[4].counts) == ([0, 1, 2], [1, 1, 6])
+
+
+def test_rows_are_bounded_and_reused() -> None:
+    scheduler, runner = make_scheduler(seqs=2)
+    for handle in range(5):
+        scheduler.submit(handle, make_request(3, 2, seed=handle))
+    output, _ = finish(scheduler, runner)
+    assert output == {handle: expected_output(make_request(3, 2, seed=handle)) for handle in range(5)}
+    assert {row for plan in runner.plans for row in plan.rows} == {0, 1}
+
+
+def test_a_stop_token_ends_the_request_after_it_was_delivered() -> None:
+    undisturbed = expected_output(make_request(5, 10))
+    request = make_request(5, 10, stop=[undisturbed[3]])
+    scheduler, runner = make_scheduler()
+    scheduler.submit(1, request)
+    output, reasons = finish(scheduler, runner)
+    assert output[1] == undisturbed[: undisturbed.index(undisturbed[3]) + 1]
+    assert reasons == {1: "stop"}
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_the_request() -> None:
+    undisturbed = expected_output(make_request(5, 10))
+    request = make_request(5, 10, stop=[undisturbed[0]], min_tokens=2)
+    scheduler, runner = make_scheduler()
+    scheduler.submit(1, request)
+    output, _ = finish(scheduler, runner)
+    assert len(output[1]) >= 2
+    assert output[1] == expected_output(request)
+
+
+@pytest.mark.parametrize(("num_pages", "model_len"), [(64, 12), (3, 128)], ids=["the model's limit", "the pool's limit"])
+def test_a_request_ends_at_the_longest_context(num_pages: int, model_len: int) -> None:
+    scheduler, runner = make_scheduler(num_pages, model_len=model_len)
+    request = make_request(5, 1000)
+    scheduler.submit(1, request)
+    output, reasons = finish(scheduler, runner)
+    assert output[1] == expected_output(request, max_model_len=12)
+    assert reasons == {1: "length"}
+
+
+def test_delivered_tokens_are_context_and_draws_go_on_at_their_count() -> None:
+    whole = expected_output(make_request(5, 8))
+    scheduler, runner = make_scheduler()
+    scheduler.submit(1, make_request(5, 8, delivered=whole[:3], epoch=2))
+    first = step(scheduler, runner)
+    assert (first.handles, first.epochs, first.indices, first.tokens) == ([1], [2], [3], [whole[3]])
+    output, reasons = finish(scheduler, runner)
+    assert output[1] == whole[4:]
+    assert reasons == {1: "length"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (make_request(5, 2, delivered=[7, 8]), "length"),
+        (make_request(5, 9, delivered=[7, 8], stop=[8]), "stop"),
+        (make_request(5, 0), "length"),
+        (make_request(20, 900, delivered=[1] * 200), "length"),
+    ],
+    ids=["max_tokens were delivered", "a stop token was delivered", "no token is wanted", "the context is full"],
+)
+def test_what_was_delivered_may_end_the_request_at_once(request_: wire.Request, reason: wire.FinishReason) -> None:
+    scheduler, _ = make_scheduler(max_waiting=0)
+    assert scheduler.submit(1, request_) == wire.Finished(1, 0, reason)
+    assert scheduler.is_idle()
+
+
+def test_a_request_that_never_fits_is_refused_with_400() -> None:
+    scheduler, _ = make_scheduler(num_pages=2)
+    answer = scheduler.submit(1, make_request(8, 1))
+    assert isinstance(answer, Refuse)
+    assert (answer.status, answer.code) == (400, "context_length_exceeded")
+    assert scheduler.is_idle()
+
+
+def test_a_full_queue_refuses_with_its_backlog() -> None:
+    scheduler, _ = make_scheduler(max_waiting=2)
+    scheduler.submit(1, make_request(5))
+    scheduler.submit(2, make_request(6))
+    answer = scheduler.submit(3, make_request(7))
+    assert isinstance(answer, Refuse)
+    assert (answer.status, answer.backlog_tokens) == (429, 11)
+
+
+def test_a_handle_in_use_is_refused() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.submit(1, make_request())
+    answer = scheduler.submit(1, make_request())
+    assert isinstance(answer, Refuse)
+    assert answer.code == "handle_in_use"
+
+
+def test_the_youngest_is_preempted_when_pages_run_out_and_its_tokens_are_the_same() -> None:
+    scheduler, runner = make_scheduler(num_pages=6, seqs=3, budget=32)
+    requests = {handle: make_request(6, 10, seed=handle) for handle in range(3)}
+    for handle, request in requests.items():
+        scheduler.submit(handle, request)
+    output, _ = finish(scheduler, runner)
+    assert scheduler.num_preemptions > 0
+    assert output == {handle: expected_output(request) for handle, request in requests.items()}
+    first_again = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].seed == 1)
+    assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 0
+
+
+def test_an_abort_frees_what_the_request_held() -> None:
+    scheduler, runner = make_scheduler(seqs=1)
+    scheduler.submit(1, make_request())
+    scheduler.submit(2, make_request())
+    step(scheduler, runner)
+    scheduler.abort(1)
+    scheduler.abort(2)
+    scheduler.abort(3)
+    assert scheduler.is_idle()
+    assert scheduler.check() == []
+    assert scheduler.pool.free_pages == 64
+    assert scheduler.backlog_tokens == 0
+
+
+def test_an_abort_during_a_step_frees_pages_after_its_commit_and_drops_its_token() -> None:
+    scheduler, runner = make_scheduler()
+    scheduler.submit(1, make_request(5, seed=1))
+    scheduler.submit(2, make_request(5, seed=2))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.abort(1)
+    assert scheduler.pool.free_pages == 60
+    assert not scheduler.is_idle()
+    assert scheduler.commit(runner.run(plan)).handles == [2]
+    assert scheduler.pool.free_pages == 62
+    assert scheduler.check() == []
+
+
+def test_load_counts_tokens_to_compute_and_tokens_allowed() -> None:
+    scheduler, runner = make_scheduler(seqs=1)
+    scheduler.submit(1, make_request(5, 4))
+    scheduler.submit(2, make_request(6, 1000))
+    assert scheduler.load() == wire.Load(2, 0, 9 + 128, 64, 64)
+    step(scheduler, runner)
+    assert scheduler.load() == wire.Load(1, 1, 4 + 128, 62, 64)
+
+
+def test_check_sees_a_lost_row() -> None:
+    scheduler, _ = make_scheduler(seqs=2)
+    scheduler._free_rows.pop()
+    assert scheduler.check() == ["rows are [1], expected each of 2 once"]
+
+
+@pytest.mark.parametrize("bad", [StepResult(7, [1]), StepResult(1, [])], ids=["another step", "too few tokens"])
+def test_a_result_that_does_not_match_the_plan_is_a_bug(bad: StepResult) -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.submit(1, make_request())
+    scheduler.schedule()
+    with pytest.raises(AssertionError):
+        scheduler.commit(bad)
+
+
+TRACE = """
+1 new=[0] rows=[0] starts=[0] counts=[6] pages=[[0, 1]] draws=[]
+2 new=[1] rows=[0, 1] starts=[6, 0] counts=[1, 3] pages=[[], [2]] draws=[(0, 0), (1, 0)]
+3 new=[] rows=[0, 1] starts=[7, 3] counts=[1, 1] pages=[[], []] draws=[(0, 1), (1, 1)]
+4 new=[] rows=[0] starts=[8] counts=[1] pages=[[3]] draws=[(0, 2)]
+5 new=[] rows=[0] starts=[9] counts=[1] pages=[[]] draws=[(0, 3)]
+6 new=[0] rows=[0] starts=[0] counts=[5] pages=[[0, 1]] draws=[(0, 2)]
+7 new=[] rows=[0] starts=[5] counts=[1] pages=[[]] draws=[(0, 3)]
+"""
+
+
+def show(plan: StepPlan) -> str:
+    new = [row.row for row in plan.admitted]
+    return (
+        f"{plan.step} new={new} rows={plan.rows} starts={plan.starts} counts={plan.counts} pages={plan.pages} draws={plan.draws}"
+    )
+
+
+def test_the_same_workload_gives_the_same_plans() -> None:
+    scheduler, runner = make_scheduler(num_pages=4, seqs=2, budget=6)
+    scheduler.submit(1, make_request(7, 4, seed=1))
+    scheduler.submit(2, make_request(3, 4, seed=2))
+    finish(scheduler, runner)
+    assert "\n".join(show(plan) for plan in runner.plans) == TRACE.strip()
+
+
+def test_the_fake_model_sees_the_whole_context() -> None:
+    assert next_token([1, 2, 3], 0) != next_token([1, 3, 2], 0) or next_token([1], 0) != next_token([2], 0)
+    assert PoolShape(1, 2) == FakeRunner(1, 2).pool

@@ -1,0 +1,277 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
+from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.client import NO_LOAD, EngineClient
+from tests.runtime.fake_runner import make_request
+
+ASSETS = wire.make_assets({}, ["tiny"], 64, [0])
+
+
+@dataclass
+class FakeMeter:
+    """Counts what the client tells."""
+
+    loads: list[wire.Load] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    firsts: list[tuple[int, float]] = field(default_factory=list)
+    ends: list[tuple[str, int, float]] = field(default_factory=list)
+
+    def load(self, load: wire.Load) -> None:
+        self.loads.append(load)
+
+    def step(self, num_tokens: int) -> None:
+        self.steps.append(num_tokens)
+
+    def first_token(self, prompt_tokens: int, wait_s: float) -> None:
+        self.firsts.append((prompt_tokens, wait_s))
+
+    def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
+        self.ends.append((reason, tokens_after_first, decode_s))
+
+
+class FakeEngine:
+    """Rank 0's end of the socket, played by the test."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.connect(endpoint)
+
+    async def take(self) -> wire.ToEngine:
+        async with asyncio.timeout(10):
+            frame = wire.decode_to_engine(await self._socket.recv())
+        assert isinstance(frame, wire.Submit | wire.Abort)
+        return frame
+
+    async def take_submit(self) -> wire.Submit:
+        frame = await self.take()
+        assert isinstance(frame, wire.Submit)
+        return frame
+
+    async def say(self, frame: wire.FromEngine | bytes) -> None:
+        await self._socket.send(frame if isinstance(frame, bytes) else wire.encode(frame))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@dataclass(eq=False)
+class ListSink:
+    """A sink that keeps its frames and can be waited for."""
+
+    frames: asyncio.Queue[wire.Tokens | wire.Refused] = field(default_factory=asyncio.Queue)
+
+    def tokens(self, frame: wire.Tokens) -> None:
+        self.frames.put_nowait(frame)
+
+    def refused(self, frame: wire.Refused) -> None:
+        self.frames.put_nowait(frame)
+
+    async def next(self) -> wire.Tokens | wire.Refused:
+        async with asyncio.timeout(10):
+            return await self.frames.get()
+
+
+@dataclass
+class Rig:
+    client: EngineClient
+    engine: FakeEngine
+    meter: FakeMeter
+    rebind: Callable[[], FakeEngine]
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A client that serves incarnation 1, and the engine at the other end."""
+    meter = FakeMeter()
+    ticks = iter(range(10**6))
+    client = EngineClient(meter, lambda: float(next(ticks)))
+    engines: list[FakeEngine] = []
+
+    def rebind() -> FakeEngine:
+        endpoint = f"ipc://{tmp_path}/engine-{len(engines)}"
+        client.bind(endpoint)
+        engines.append(FakeEngine(endpoint))
+        return engines[-1]
+
+    client.lose(1, "starting")
+    engine = rebind()
+    client.serve(ASSETS)
+    yield Rig(client, engine, meter, rebind)
+    client.close()
+    for each in engines:
+        each.close()
+
+
+async def drain(backend: Backend, request: wire.Request) -> list[Delta | KeepAlive]:
+    return [delta async for delta in backend.generate(request)]
+
+
+async def test_each_sink_gets_its_tokens_of_a_step_in_one_call(rig: Rig) -> None:
+    one, two = ListSink(), ListSink()
+    a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
+    assert [(await rig.engine.take_submit()).handle for _ in range(3)] == [a, b, c]
+    await rig.engine.say(wire.Tokens([a, b, c], [0, 1, 2], [0, 0, 0], [10, 11, 12], [wire.Finished(c, 2, "stop")]))
+    assert await one.next() == wire.Tokens([a, c], [0, 2], [0, 0], [10, 12], [wire.Finished(c, 2, "stop")])
+    assert await two.next() == wire.Tokens([b], [1], [0], [11], [])
+
+
+async def test_what_happens_is_measured(rig: Rig) -> None:
+    sink = ListSink()
+    handle = rig.client.submit(make_request(5), sink)
+    await rig.engine.say(wire.Load(1, 2, 3, 4, 5))
+    for index in range(3):
+        ends = [wire.Finished(handle, 0, "length")] if index == 2 else []
+        await rig.engine.say(wire.Tokens([handle], [0], [index], [7], ends))
+        await sink.next()
+    assert rig.client.load() == wire.Load(1, 2, 3, 4, 5)
+    assert rig.meter.loads[-1] == wire.Load(1, 2, 3, 4, 5)
+    assert rig.meter.steps == [1, 1, 1]
+    assert rig.meter.firsts == [(5, 1.0)]
+    assert rig.meter.ends == [("length", 2, 2.0)]
+
+
+async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:
+    sink = ListSink()
+    gone, stays = rig.client.submit(make_request(), sink), rig.client.submit(make_request(), sink)
+    rig.client.abort([gone, 999])
+    rig.client.abort([gone])
+    assert [type(await rig.engine.take()) for _ in range(3)] == [wire.Submit, wire.Submit, wire.Abort]
+    ends = [wire.Finished(gone, 0, "stop"), wire.Finished(stays, 0, "stop")]
+    await rig.engine.say(wire.Refused(gone, 0, 429, "queue_full", "full"))
+    await rig.engine.say(wire.Tokens([gone, stays], [0, 0], [0, 0], [1, 2], ends))
+    assert await sink.next() == wire.Tokens([stays], [0], [0], [2], ends[1:])
+    assert sink.frames.empty()
+
+
+async def test_an_unreadable_frame_harms_no_other(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    sink = ListSink()
+    handle = rig.client.submit(make_request(), sink)
+    await rig.engine.say(b"\xc1")
+    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
+    assert await sink.next() == wire.Refused(handle, 0, 429, "queue_full", "full", 2.5)
+    assert "cannot be read" in caplog.text
+
+
+async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(rig: Rig) -> None:
+    sink = ListSink()
+    changes: list[wire.State] = []
+    unsubscribe = rig.client.subscribe(lambda: changes.append(rig.client.state()))
+    lost = rig.client.submit(make_request(), sink)
+    rig.client.lose(2, "rank 1 was killed")
+    with pytest.raises(BackendError, match="rank 1 was killed"):
+        rig.client.submit(make_request(), sink)
+    rig.client.abort([lost])
+    assert rig.client.load() == NO_LOAD
+    engine = rig.rebind()
+    rig.client.serve(ASSETS)
+    handle = rig.client.submit(make_request(), sink)
+    assert (await engine.take_submit()).handle == handle
+    await engine.say(wire.Tokens([lost, handle], [0, 0], [0, 0], [1, 2], []))
+    assert await sink.next() == wire.Tokens([handle], [0], [0], [2], [])
+    unsubscribe()
+    rig.client.lose(3, "again")
+    assert changes == [wire.State(False, 2, "rank 1 was killed"), wire.State(True, 2)]
+
+
+async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [2], [7], []))
+    await rig.engine.say(wire.Tokens([handle], [0], [3], [8], [wire.Finished(handle, 0, "stop", 4)]))
+    deltas = [delta for delta in await reading if isinstance(delta, Delta)]
+    assert deltas[0].index == 2
+    assert [token for delta in deltas for token in delta.tokens] == [7, 8]
+    assert (deltas[-1].finish, deltas[-1].cached_tokens) == ("stop", 4)
+
+
+async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    assert await first == Delta(0, [5])
+    for index in range(1, 4):
+        backend.tokens(wire.Tokens([handle], [0], [index], [index], []))
+    assert await anext(stream) == Delta(1, [1, 2, 3])
+    backend.tokens(wire.Tokens([], [], [], [], [wire.Finished(handle, 0, "length")]))
+    assert await anext(stream) == Delta(4, [], "length")
+    assert [delta async for delta in stream] == []
+
+
+async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
+    stream = LocalBackend(rig.client).generate(make_request())
+    reading = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await rig.engine.take() == wire.Abort([handle])
+
+
+async def test_a_refusal_reaches_the_door(rig: Rig) -> None:
+    reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
+    with pytest.raises(BackendError) as caught:
+        await reading
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
+
+
+async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await first
+    backend.tokens(wire.Tokens([handle], [0], [1], [6], []))
+    rig.client.lose(2, "rank 0 was killed")
+    assert await anext(stream) == Delta(1, [6])
+    with pytest.raises(BackendError, match="rank 0 was killed") as caught:
+        await anext(stream)
+    assert (caught.value.status, caught.value.code) == (503, "group_restarting")
+    assert backend.not_ready() == "rank 0 was killed"
+
+
+async def test_a_finished_stream_does_not_care_for_a_lost_engine(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await first
+    backend.tokens(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")]))
+    rig.client.lose(2, "rank 0 was killed")
+    assert await anext(stream) == Delta(1, [6], "stop")
+    assert [delta async for delta in stream] == []
+
+
+async def test_a_silent_stream_is_kept_alive(rig: Rig) -> None:
+    stream = LocalBackend(rig.client, keep_alive_s=0.001).generate(make_request())
+    assert await anext(stream) == KeepAlive()
+    await stream.aclose()
+
+
+async def test_assets_are_unknown_until_an_incarnation_served() -> None:
+    client = EngineClient(FakeMeter())
+    backend = LocalBackend(client)
+    with pytest.raises(BackendError) as caught:
+        backend.assets()
+    assert (caught.value.status, caught.value.code) == (503, "model_loading")
+    assert backend.not_ready() == "starting"
+    client.serve(ASSETS)
+    assert backend.assets() is ASSETS
+    assert backend.not_ready() is None
+    client.close()

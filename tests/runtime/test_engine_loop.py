@@ -1,0 +1,193 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import StepPlan, StepResult
+from phalanx_runtime.engine.channel import ZmqChannel
+from phalanx_runtime.engine.loop import EngineLoop, run_engine
+from phalanx_runtime.errors import PeerLost
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=3)
+
+
+class Script:
+    """A channel that hands out batches of frames, one a turn, and keeps what was sent. Closed when the script is over."""
+
+    def __init__(self, *batches: list[wire.ToEngine | bytes]) -> None:
+        self._batches = [[m if isinstance(m, bytes) else wire.encode(m) for m in batch] for batch in batches]
+        self.sent: list[wire.FromEngine] = []
+        self.blocked: list[bool] = []
+
+    def receive(self, block: bool) -> list[bytes] | None:
+        self.blocked.append(block)
+        if self._batches:
+            return self._batches.pop(0)
+        return None if block else []
+
+    def send(self, message: bytes) -> None:
+        frame = wire.decode_from_engine(message)
+        assert isinstance(frame, wire.Tokens | wire.Refused | wire.Load)
+        self.sent.append(frame)
+
+    def of(self, kind: type[wire.Load]) -> list[wire.Load]:
+        return [frame for frame in self.sent if isinstance(frame, kind)]
+
+
+class Clock:
+    """Every look takes `tick_s`."""
+
+    def __init__(self, tick_s: float) -> None:
+        self.now = 0.0
+        self.tick_s = tick_s
+
+    def __call__(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+def run_script(script: Script, tick_s: float = 0.001) -> EngineLoop:
+    loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))
+    loop.run()
+    return loop
+
+
+def tokens_of(script: Script, handle: int) -> list[int]:
+    frames = [frame for frame in script.sent if isinstance(frame, wire.Tokens)]
+    return [t for frame in frames for h, t in zip(frame.handles, frame.tokens, strict=True) if h == handle]
+
+
+def test_one_frame_a_step_carries_the_tokens_of_all_requests() -> None:
+    requests = {h: make_request(3, 3, seed=h) for h in range(3)}
+    script = Script([wire.Submit(h, r) for h, r in requests.items()])
+    run_script(script)
+    frames = [frame for frame in script.sent if isinstance(frame, wire.Tokens)]
+    assert [frame.handles for frame in frames] == [[0, 1, 2]] * 3
+    assert {h: tokens_of(script, h) for h in requests} == {h: expected_output(r) for h, r in requests.items()}
+    assert [end.handle for end in frames[-1].finished] == [0, 1, 2]
+
+
+def test_the_loop_blocks_only_when_there_is_nothing_to_compute() -> None:
+    script = Script([wire.Submit(1, make_request(3, 3))])
+    run_script(script)
+    assert script.blocked == [True, False, False, True]
+
+
+def test_an_abort_takes_effect_before_the_next_step() -> None:
+    script = Script([wire.Submit(1, make_request(3, 9)), wire.Submit(2, make_request(3, 2))], [wire.Abort([1, 77])])
+    run_script(script)
+    assert len(tokens_of(script, 1)) == 1
+    assert len(tokens_of(script, 2)) == 2
+
+
+def test_refusals_and_requests_that_are_over_are_answered_at_once() -> None:
+    script = Script([wire.Submit(1, make_request(64, 1, epoch=3)), wire.Submit(2, make_request(3, 2, delivered=[5, 6], epoch=4))])
+    run_script(script)
+    refused, over = [frame for frame in script.sent if not isinstance(frame, wire.Load)]
+    assert isinstance(refused, wire.Refused)
+    assert (refused.handle, refused.epoch, refused.status, refused.code) == (1, 3, 400, "context_length_exceeded")
+    assert refused.retry_after_s is None
+    assert over == wire.Tokens([], [], [], [], [wire.Finished(2, 4, "length")])
+
+
+@pytest.mark.parametrize(
+    ("tick_s", "steps_before", "retry_after_s"),
+    [(0.001, False, 1.0), (2.0, True, 30.0), (1000.0, True, 60.0)],
+    ids=["no rate known", "backlog over rate", "never more than a minute"],
+)
+def test_a_full_queue_says_when_to_come_again(tick_s: float, steps_before: bool, retry_after_s: float) -> None:
+    warm: list[list[wire.ToEngine | bytes]] = [[wire.Submit(0, make_request(1, 1))], []] if steps_before else []
+    script = Script(*warm, [wire.Submit(h, make_request(n, 1)) for h, n in [(1, 4), (2, 5), (3, 6), (4, 7)]])
+    run_script(script, tick_s)
+    refused = next(frame for frame in script.sent if isinstance(frame, wire.Refused))
+    assert (refused.handle, refused.status) == (4, 429)
+    assert refused.retry_after_s == pytest.approx(retry_after_s, rel=0.1)
+
+
+def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
+    script = Script([wire.Submit(1, make_request(3, 40))], [])
+    run_script(script, tick_s=0.01)
+    loads = script.of(wire.Load)
+    # 40 steps of 20 ms (two looks each), a report after every third; then one when idle.
+    assert 10 <= len(loads) <= 20
+    assert loads[0] == loads[-1] == wire.Load(0, 0, 0, 64, 64)
+    assert loads[1].running == 1
+    assert [load for load in loads[1:-1] if load.running == 0] == []
+
+
+def test_an_unreadable_frame_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script([b"\xc1", wire.Submit(1, make_request(3, 2))])
+    run_script(script)
+    assert len(tokens_of(script, 1)) == 2
+    assert "cannot be read" in caplog.text
+
+
+def test_a_leak_is_logged_when_idle_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script([wire.Submit(1, make_request(3, 2))])
+    loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(0.001))
+    loop._scheduler.pool.take(1)
+    loop.run()
+    assert len(tokens_of(script, 1)) == 2
+    assert "page 0 has 1 holders, expected 0" in caplog.text
+
+
+class LostRunner(FakeRunner):
+    def run(self, plan: StepPlan) -> StepResult:
+        raise PeerLost("rank 1 is gone")
+
+
+def test_a_lost_peer_ends_the_loop() -> None:
+    loop = EngineLoop(LostRunner(64, 4), LIMITS, Script([wire.Submit(1, make_request())]), Clock(0.001))
+    with pytest.raises(PeerLost):
+        loop.run()
+
+
+def test_a_lost_peer_ends_the_engine_and_its_socket(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.PAIR)
+    endpoint = f"ipc://{tmp_path}/engine"
+    server.bind(endpoint)
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(run_engine, LostRunner(64, 4), LIMITS, endpoint)
+        server.send(wire.encode(wire.Submit(1, make_request())))
+        with pytest.raises(PeerLost):
+            engine.result(10)
+    context.destroy(linger=0)
+
+
+def test_frames_pass_the_socket_and_its_end_ends_the_loop(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    ours: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ours.socket(zmq.PAIR)
+    server.bind(endpoint)
+    channel = ZmqChannel(endpoint, theirs)
+    ended = threading.Event()
+
+    def serve() -> None:
+        EngineLoop(FakeRunner(64, 4), LIMITS, channel).run()
+        channel.send(b"nobody reads this")
+        channel.close()
+        ended.set()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    request = make_request(3, 5)
+    server.send(wire.encode(wire.Submit(9, request)))
+    tokens: list[int] = []
+    while len(tokens) < 5:
+        assert server.poll(10_000), "no frame came"
+        frame = wire.decode_from_engine(server.recv())
+        if isinstance(frame, wire.Tokens):
+            tokens += frame.tokens
+    assert tokens == expected_output(request)
+    theirs.term()
+    thread.join(10)
+    assert ended.is_set()
+    server.close()
+    ours.term()
