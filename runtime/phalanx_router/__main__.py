@@ -1,0 +1,103 @@
+"""`phalanx-router serve`: the front door of one InferenceService."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+
+from phalanx_router.app import make_router
+from phalanx_router.endpoints import LeaderSource, StaticLeaders
+from phalanx_router.fleet import Fleet, FleetSettings
+from phalanx_router.link import LinkSettings
+from phalanx_router.settings import Settings, read_settings
+
+log = logging.getLogger("phalanx_router")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 after SIGTERM or SIGINT. Raises SystemExit 2 for a bad flag."""
+    settings = read_settings(sys.argv[1:] if arguments is None else arguments)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Fields("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(serve(settings))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop  # no use to tests
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class _Fields(logging.Formatter):
+    """The message, then the fields that it was logged with."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+        return super().format(record) + "".join(f" {key}={value!r}" for key, value in fields.items())
+
+
+_PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to us: the first one does not end it at once."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing to capture."""
+        yield
+
+
+async def serve(settings: Settings) -> int:
+    """Serves until a signal comes; then finishes open streams within `drain_s`."""
+    link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    fleet_settings = FleetSettings(
+        link, settings.served_names, patience_s=settings.patience_s, retry_after_s=settings.retry_after_s
+    )
+    app, fleet = make_router(fleet_settings, await make_source(settings))
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    leaving: list[asyncio.Task[None]] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings.lame_duck_s))))
+    await server.serve()
+    return 0
+
+
+async def leave(server: uvicorn.Server, fleet: Fleet, lame_duck_s: float) -> None:
+    """Shows not ready at once, stops to accept a little later. A second signal cuts what still runs."""
+    if fleet.draining:
+        server.force_exit = True
+    fleet.draining = True
+    log.info("leaving: open streams go on")
+    await asyncio.sleep(lame_duck_s)
+    server.should_exit = True
+
+
+async def make_source(settings: Settings) -> LeaderSource:
+    """Where this router learns of leaders."""
+    if settings.leaders:
+        return StaticLeaders(settings.leaders)
+    from phalanx_router.watch import WatchedLeaders, make_api  # a second of imports that a fixed list does not need
+
+    return WatchedLeaders(await make_api(), settings.namespace, settings.service)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""What the router needs to go on with a stream elsewhere: the request, the tokens delivered so far, and the epoch.
+
+    a token is delivered  iff  its epoch is current  and  its index is next
+
+So whatever groups compute twice, late or out of order, the client gets each index once, in order. A token of the current
+epoch that skips an index is a gap: one was lost, and the stream has to be replayed. Pure: no clock, no I/O.
+"""
+
+from enum import Enum
+
+import msgspec
+
+from phalanx_api import wire
+
+
+class Verdict(Enum):
+    """What becomes of a token: it goes to the client, it is dropped, or it shows that one before it was lost."""
+
+    DELIVER = "deliver"
+    DROP = "drop"
+    GAP = "gap"
+
+
+class Journal:
+    """The journal of one stream. `epoch` rises by one each time the stream goes to a group."""
+
+    def __init__(self, request: wire.Request) -> None:
+        self.epoch = request.epoch
+        self.delivered = list(request.delivered)
+        self._request = request
+        self._fresh = True
+        """Whether nothing of this epoch was delivered yet."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no token of the current epoch was delivered."""
+        return self._fresh
+
+    def accept(self, epoch: int, index: int, token: int) -> Verdict:
+        """What becomes of this token; a delivered one is in the journal from now on."""
+        if epoch != self.epoch or index < len(self.delivered):
+            return Verdict.DROP
+        if index > len(self.delivered):
+            return Verdict.GAP
+        self.delivered.append(token)
+        self._fresh = False
+        return Verdict.DELIVER
+
+    def next_epoch(self) -> None:
+        """Ends the current epoch: nothing that its group still says is delivered."""
+        self.epoch += 1
+        self._fresh = True
+
+    def replay(self) -> wire.Request:
+        """The request for the group that takes the stream now: it continues after the delivered tokens."""
+        return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered))
+
+    def end(self) -> wire.FinishReason | None:
+        """Why the delivered tokens already end the request, or None: its group may be lost between last token and end.
+
+        The engine's rule, its limit on prompt and output together aside, which a router need not know: a replay beyond
+        it is answered with the end.
+        """
+        sampling = self._request.sampling
+        count = len(self.delivered)
+        if count and count >= sampling.min_tokens and self.delivered[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if count >= sampling.max_tokens else None

@@ -1,0 +1,312 @@
+"""The router's side of the link: one `LeaderLink` per leader, which connects, connects again, and gives frames to streams.
+
+A link is lost when the connection ends, when nothing came for `heartbeat_timeout_s` (a leader speaks at least once a
+second), or when the leader sends what it must not. Losing it, and a group that stops serving or changes its incarnation,
+is told to every stream that ran there. The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+
+from phalanx_api import wire
+from phalanx_router.endpoints import Endpoint
+from phalanx_router.route.view import Ledger, request_cost
+
+log = logging.getLogger(__name__)
+
+NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
+MAX_FRAME_BYTES = 1 << 28
+"""A tokenizer of 250,000 words has 30 MB; a frame beyond this is a mistake."""
+LOOKS = 4
+"""Looks per heartbeat timeout. All of them must see silence, so a router that slept itself does not blame the leader."""
+
+
+class LinkBroken(Exception):
+    """The link is of no use: what the leader did."""
+
+
+class Sink(Protocol):
+    """Takes what a group says of one request. Called on the event loop; never blocks."""
+
+    def token(self, epoch: int, index: int, token: int) -> None:
+        """One token."""
+        ...
+
+    def finished(self, end: wire.Finished) -> None:
+        """The request ended by itself."""
+        ...
+
+    def refused(self, refused: wire.Refused) -> None:
+        """The request does not run there."""
+        ...
+
+    def lost(self, epoch: int, why: str) -> None:
+        """The group no longer works on it."""
+        ...
+
+
+class Listener(Protocol):
+    """Hears of a link's changes. Called on the event loop; never blocks."""
+
+    def link_changed(self, link: "LeaderLink") -> None:
+        """The link opened, was lost, or its group's state changed."""
+        ...
+
+    def assets_came(self, link: "LeaderLink", assets: wire.Assets) -> None:
+        """The leader sent its assets."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Bounds of links. `router` names this router to leaders. `assets_timeout_s` is the longest silence while assets come."""
+
+    token: str
+    router: str
+    heartbeat_timeout_s: float = 3.0
+    open_timeout_s: float = 5.0
+    assets_timeout_s: float = 30.0
+    first_retry_s: float = 0.1
+    last_retry_s: float = 2.0
+
+
+class LeaderLink:
+    """The link to one leader. `run` keeps it up until it is cancelled; all other calls return at once."""
+
+    def __init__(self, endpoint: Endpoint, settings: LinkSettings, listener: Listener, draw: Callable[[], float]) -> None:
+        self.endpoint = endpoint
+        self.state = NOT_CONNECTED
+        self.assets_hash = ""
+        self.revision = ""
+        self.ledger = Ledger()
+        self._settings = settings
+        self._listener = listener
+        self._draw = draw
+        self.is_open = False
+        self._connections = 0
+        self._next_handle = 0
+        self._sinks: dict[int, tuple[Sink, int]] = {}
+        self._outbox: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._frames_seen = 0
+        self._frames_sent = 0
+        self.is_fetching = False
+
+    @property
+    def key(self) -> str:
+        """Names leader, connection and incarnation: what failed under one key may work under the next."""
+        return f"{self.endpoint.key}/{self._connections}/{self.state.incarnation}"
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the group takes requests now."""
+        return self.state.serving
+
+    @property
+    def running(self) -> int:
+        """How many requests of this router the group has."""
+        return len(self._sinks)
+
+    def submit(self, request: wire.Request, sink: Sink) -> int:
+        """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted."""
+        self._next_handle += 1
+        handle = self._next_handle
+        self._sinks[handle] = (sink, request.epoch)
+        self.ledger.dispatch(request_cost(request))
+        self._send(wire.Submit(handle, request))
+        return handle
+
+    def abort(self, handle: int) -> None:
+        """Forgets a request. One that has ended or was lost is no error."""
+        if self._sinks.pop(handle, None) is not None:
+            self._send(wire.Abort([handle]))
+
+    def fetch(self, assets_hash: str) -> None:
+        """Asks for assets; they come to the listener."""
+        self.is_fetching = True
+        self._send(wire.Fetch(assets_hash))
+
+    def _send(self, frame: wire.ToLeader) -> None:
+        if self.is_open:
+            self._outbox.append(wire.encode(frame))
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Connects and connects again, with a jittered wait between, until cancelled."""
+        failures = 0
+        said = ""
+        while True:
+            connections = self._connections
+            why = await self._connect_once()
+            failures = 0 if self._connections > connections else failures + 1
+            if why != said or not failures:
+                log.warning("no link", extra={"leader": self.endpoint.address, "group": self.endpoint.group, "why": why})
+                said = why
+            settings = self._settings
+            wait_s = min(settings.last_retry_s, settings.first_retry_s * 2.0 ** min(failures, 16))
+            await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))
+
+    async def _connect_once(self) -> str:
+        """Why the link ended, or why there was none."""
+        settings = self._settings
+        try:
+            async with connect(
+                f"ws://{self.endpoint.address}{wire.LINK_PATH}",
+                additional_headers={"Authorization": f"Bearer {settings.token}"},
+                proxy=None,
+                compression=None,
+                open_timeout=settings.open_timeout_s,
+                ping_interval=None,  # a leader speaks every second, the watchdog listens
+                close_timeout=1,
+                max_size=MAX_FRAME_BYTES,
+            ) as connection:
+                why = "this router closes the link"
+                try:
+                    why = await self._converse(connection)
+                except (LinkBroken, msgspec.DecodeError, ConnectionClosed, TimeoutError) as error:
+                    why = _explain(error)
+                finally:
+                    self._lose(why)
+                return why
+        except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
+            return _explain(error)
+
+    async def _converse(self, connection: ClientConnection) -> str:
+        """Why the conversation ended. Opens the link when the leader has said who it is."""
+        async with asyncio.timeout(self._settings.open_timeout_s):
+            await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._settings.router)))
+            welcome = wire.decode_from_leader(await connection.recv(decode=False))
+        if not isinstance(welcome, wire.Welcome):
+            raise LinkBroken(f"the leader said {type(welcome).__name__} before Welcome")
+        if welcome.protocol_version != wire.PROTOCOL_VERSION:
+            raise LinkBroken(f"the leader speaks link version {welcome.protocol_version}, this router {wire.PROTOCOL_VERSION}")
+        self._open(welcome)
+        tasks = [asyncio.create_task(part) for part in (self._read(connection), self._write(connection), self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open(self, welcome: wire.Welcome) -> None:
+        self._connections += 1
+        self.is_open = True
+        self.assets_hash = welcome.assets_hash
+        self.revision = welcome.revision
+        self.ledger = Ledger()
+        self.is_fetching = False
+        log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
+
+    def _lose(self, why: str) -> None:
+        """Tells every stream, once, before the connection is closed: closing may take a second."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.state = wire.State(False, self.state.incarnation, why)
+        self._outbox.clear()
+        self._drop_streams(f"group {self.endpoint.group}: {why}")
+        self._listener.link_changed(self)
+
+    def _drop_streams(self, why: str) -> None:
+        lost, self._sinks = self._sinks, {}
+        if lost:
+            self._send(wire.Abort(list(lost)))
+        for sink, epoch in lost.values():
+            sink.lost(epoch, why)
+
+    async def _read(self, connection: ClientConnection) -> str:
+        while True:
+            frame = wire.decode_from_leader(await connection.recv(decode=False))
+            self._frames_seen += 1
+            match frame:
+                case wire.Tokens():
+                    self._give_tokens(frame)
+                case wire.Load():
+                    self.ledger.report(frame)
+                case wire.Refused():
+                    sink, _ = self._sinks.pop(frame.handle, (None, 0))
+                    if sink is not None:
+                        sink.refused(frame)
+                case wire.State():
+                    self._take_state(frame)
+                case wire.Assets():
+                    self.is_fetching = False
+                    self.assets_hash = frame.content_hash
+                    self._listener.assets_came(self, frame)
+                case wire.Welcome():
+                    raise LinkBroken("the leader said Welcome twice")
+
+    def _give_tokens(self, frame: wire.Tokens) -> None:
+        """The hot loop of a router: once per token of all its streams."""
+        sinks = self._sinks
+        try:
+            for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
+                entry = sinks.get(handle)
+                if entry is not None:
+                    entry[0].token(epoch, index, token)
+        except ValueError as error:
+            raise LinkBroken("the lists of a Tokens frame differ in length") from error
+        for end in frame.finished:
+            sink, _ = sinks.pop(end.handle, (None, 0))
+            if sink is not None:
+                sink.finished(end)
+
+    def _take_state(self, state: wire.State) -> None:
+        before, self.state = self.state, state
+        if not state.serving or state.incarnation != before.incarnation:
+            self._drop_streams(f"group {self.endpoint.group}: {state.reason or 'it started anew'}")
+        self._listener.link_changed(self)
+
+    async def _write(self, connection: ClientConnection) -> str:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                await connection.send(self._outbox[0])
+                self._outbox.popleft()
+                self._frames_sent += 1
+
+    async def _watch(self) -> str:
+        """Ends when the leader was silent, or took nothing that waits for it, in each of the last looks."""
+        settings = self._settings
+        look_s = settings.heartbeat_timeout_s / LOOKS
+        silent = stuck = 0
+        while True:
+            seen, sent, waits = self._frames_seen, self._frames_sent, bool(self._outbox)
+            await asyncio.sleep(look_s)
+            silent = silent + 1 if self._frames_seen == seen else 0
+            stuck = stuck + 1 if waits and self._frames_sent == sent else 0
+            timeout_s = settings.assets_timeout_s if self.is_fetching else settings.heartbeat_timeout_s
+            if silent * look_s >= timeout_s:
+                return f"nothing came for {timeout_s:g} s"
+            if stuck >= LOOKS:
+                return f"the leader took nothing for {settings.heartbeat_timeout_s:g} s"
+
+
+def _explain(error: Exception) -> str:
+    """One sentence on why there is no link."""
+    match error:
+        case InvalidStatus() if error.response.status_code in (401, 403):
+            return f"the leader refused the service token (HTTP {error.response.status_code})"
+        case InvalidStatus():
+            return f"the leader answered HTTP {error.response.status_code}"
+        case ConnectionClosed() if error.rcvd is not None:
+            return f"the leader closed the link ({error.rcvd.code} {error.rcvd.reason})".replace(" )", ")")
+        case ConnectionClosed():
+            return "the connection broke"
+        case msgspec.DecodeError():
+            return f"the leader sent no frame of the link: {error}"
+        case TimeoutError():
+            return "the leader did not answer in time"
+        case _:
+            return str(error) or type(error).__name__

@@ -1,0 +1,84 @@
+"""One client's stream: takes what its group says, and gives what the client may have next.
+
+A group speaks once per step; the client's side may be slower. Tokens that wait together are taken together, so the cost
+of a wake-up is per delta, not per token. Tokens that arrived before a setback are given before it.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Delta
+from phalanx_router.journal import Journal, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream's group no longer works on it; prompt and delivered tokens are in the journal."""
+
+    why: str
+
+
+Setback = Lost | wire.Refused
+
+
+class Stream:
+    """Implements `phalanx_router.link.Sink`. One reader: `wait`, then `take` until it gives None."""
+
+    def __init__(self, request: wire.Request) -> None:
+        self.journal = Journal(request)
+        self._start = len(self.journal.delivered)
+        self._end: wire.Finished | None = None
+        self._setback: Setback | None = None
+        self._event = asyncio.Event()
+
+    def token(self, epoch: int, index: int, token: int) -> None:
+        """One token of the stream's group."""
+        verdict = self.journal.accept(epoch, index, token)
+        if verdict is Verdict.DELIVER:
+            self._event.set()
+        elif verdict is Verdict.GAP:
+            self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did")
+
+    def finished(self, end: wire.Finished) -> None:
+        """The request ended by itself."""
+        if end.epoch == self.journal.epoch and self._setback is None:
+            self._end = end
+            self._event.set()
+
+    def refused(self, refused: wire.Refused) -> None:
+        """The group does not run the request, or no longer."""
+        if refused.epoch == self.journal.epoch:
+            self._set_back(refused)
+
+    def lost(self, epoch: int, why: str) -> None:
+        """The group that had the stream in this epoch is gone."""
+        if epoch == self.journal.epoch:
+            self._set_back(Lost(why))
+
+    def _set_back(self, setback: Setback) -> None:
+        if self._setback is None and self._end is None:
+            self._setback = setback
+            self._event.set()
+
+    def nudge(self) -> None:
+        """Wakes the reader though nothing came."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Returns when something came since the last `take`, or after `nudge`."""
+        await self._event.wait()
+        self._event.clear()
+
+    def take(self) -> Delta | Setback | None:
+        """What comes next: tokens that were not taken yet, else a setback (once), else None."""
+        delivered = self.journal.delivered
+        start, self._start = self._start, len(delivered)
+        if self._end is not None:
+            return Delta(start, delivered[start:], self._end.reason, self._end.cached_tokens)
+        if len(delivered) > start:
+            if self._setback is not None:
+                self._event.set()
+            return Delta(start, delivered[start:])
+        setback, self._setback = self._setback, None
+        return setback

@@ -1,0 +1,339 @@
+"""The leader's side of the link: one WebSocket per router, at `wire.LINK_PATH` of the leader's HTTP port.
+
+    upgrade with the token -> Hello -> Welcome, State, Load -> Submit, Abort, Fetch one way
+                                                            -> Tokens, Refused, Load, State, Assets the other
+
+Tokens that wait together leave in one frame, so a slow router costs fewer frames, not more memory; one that lets
+`max_waiting_tokens` wait or takes nothing for `stall_s` is closed. When a connection ends, its requests are aborted.
+Handles on the link are the router's; the engine has its own, because several routers share it.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from starlette.responses import PlainTextResponse
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+
+log = logging.getLogger(__name__)
+
+CLOSE_BAD_FRAME = 4400
+"""Close code: a frame that no router may send here."""
+CLOSE_WRONG_VERSION = 4426
+"""Close code: the router speaks another version of the link; the reason names both."""
+CLOSE_TOO_SLOW = 4408
+"""Close code: the router did not read."""
+
+
+class Sink(Protocol):
+    """Takes what the engine says about requests, in frames with the engine's handles. Called on the event loop; never blocks."""
+
+    def tokens(self, frame: wire.Tokens) -> None:
+        """All tokens of one engine step that belong to this sink's requests. The frame is the sink's own from now on."""
+        ...
+
+    def refused(self, frame: wire.Refused) -> None:
+        """One of this sink's requests does not run."""
+        ...
+
+
+class EngineGateway(Protocol):
+    """What the link needs of the engine client. All calls return at once; all calls are made on the event loop.
+
+    When the incarnation changes every request is forgotten: no sink hears of it again, and the link tells its router.
+    A request that was aborted is not heard of again either.
+    """
+
+    def submit(self, request: wire.Request, sink: Sink) -> int:
+        """The engine's handle of a request that was started; `sink` hears of it later, never within this call."""
+        ...
+
+    def abort(self, handles: list[int]) -> None:
+        """Forgets these requests; unknown handles are no error."""
+        ...
+
+    def state(self) -> wire.State:
+        """Whether the group serves, and its incarnation."""
+        ...
+
+    def load(self) -> wire.Load:
+        """What the engine last said it has in hand."""
+        ...
+
+    def assets(self) -> wire.Assets:
+        """What a door needs of the model. Raises BackendError while no incarnation has served yet."""
+        ...
+
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Calls `changed` after each change of `state`, until the function that this returns is called."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Who this leader is, and the bounds of its links.
+
+    tick_s: time between load reports while there is work. heartbeat_s: time between them while there is none.
+    stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
+    hello_s: how long a router may take to say Hello.
+    """
+
+    token: str
+    group: str
+    revision: str
+    page_size: int
+    tick_s: float = 0.05
+    heartbeat_s: float = 1.0
+    stall_s: float = 10.0
+    max_waiting_tokens: int = 1_000_000
+    hello_s: float = 5.0
+
+
+class LinkDoor:
+    """The endpoint. `routers` counts open links; `turned_away` counts refused ones by reason."""
+
+    def __init__(self, gateway: EngineGateway, settings: LinkSettings) -> None:
+        self.routers = 0
+        self.turned_away: Counter[str] = Counter()
+        self._gateway = gateway
+        self._settings = settings
+        self._expected = b"Bearer " + settings.token.encode()
+
+    def route(self) -> WebSocketRoute:
+        """The route to add to the leader's application."""
+        return WebSocketRoute(wire.LINK_PATH, self.serve)
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Serves one router until its link ends."""
+        offered = websocket.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(offered, self._expected):
+            self.turned_away["token"] += 1
+            log.warning("link refused: wrong token")
+            await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
+            return
+        await websocket.accept()
+        hello = await self._hello(websocket)
+        if hello is None:
+            return
+        self.routers += 1
+        log.info("link opened", extra={"router": hello.router})
+        link = _Link(websocket, self._gateway, self._settings)
+        try:
+            why = await link.run()
+        finally:
+            self.routers -= 1
+        log.info("link ended", extra={"router": hello.router, "why": why})
+
+    async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
+        """The router's first frame, or None after the connection was closed with the reason."""
+        code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"
+        try:
+            async with asyncio.timeout(self._settings.hello_s):
+                frame = wire.decode_to_leader(await websocket.receive_bytes())
+            if isinstance(frame, wire.Hello):
+                if frame.protocol_version == wire.PROTOCOL_VERSION:
+                    return frame
+                code = CLOSE_WRONG_VERSION
+                reason = f"this leader speaks link version {wire.PROTOCOL_VERSION}, the router {frame.protocol_version}"
+        except TimeoutError:
+            reason = f"no Hello within {self._settings.hello_s:g} s"
+        except (msgspec.DecodeError, KeyError):
+            reason = "the first frame is no frame of the link"
+        except WebSocketDisconnect:
+            return None
+        self.turned_away["version" if code == CLOSE_WRONG_VERSION else "hello"] += 1
+        log.warning("link refused", extra={"why": reason})
+        await websocket.close(code, reason)
+        return None
+
+
+class _Link:
+    """One open link. Its sink side is called by the gateway; `run` owns its tasks and ends them."""
+
+    def __init__(self, websocket: WebSocket, gateway: EngineGateway, settings: LinkSettings) -> None:
+        self._websocket = websocket
+        self._gateway = gateway
+        self._settings = settings
+        self._clock = asyncio.get_running_loop().time
+        self._handles: dict[int, int] = {}  # engine's -> router's
+        self._engines: dict[int, int] = {}  # router's -> engine's
+        self._waiting: list[wire.FromLeader] = []
+        self._waiting_tokens = 0
+        self._wake = asyncio.Event()
+        self._sent_state = gateway.state()
+        self._told_assets = ""
+        self._sending_since: float | None = None
+        self._load_at = 0.0
+
+    async def run(self) -> str:
+        """Why the link ended. All its requests are aborted by then."""
+        unsubscribe = self._gateway.subscribe(self._state_changed)
+        tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._tick)]
+        try:
+            self._greet()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            code, why = next(iter(done)).result()
+        finally:
+            unsubscribe()
+            self._gateway.abort(list(self._handles))
+            self._handles.clear()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if code == CLOSE_BAD_FRAME:  # any other peer is gone or does not read: a close frame would wait for it
+            await self._websocket.close(code, why)
+        return why
+
+    def _greet(self) -> None:
+        settings = self._settings
+        assets = self._assets()
+        self._told_assets = "" if assets is None else assets.content_hash
+        self._send(wire.Welcome(wire.PROTOCOL_VERSION, settings.group, settings.revision, settings.page_size, self._told_assets))
+        self._sent_state = self._gateway.state()
+        self._send(self._sent_state)
+        self._report_load()
+
+    # Sink
+
+    def tokens(self, frame: wire.Tokens) -> None:
+        """Tokens of one step, with the engine's handles."""
+        names = self._handles
+        handles = [names[handle] for handle in frame.handles]
+        finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
+        self._add_tokens(wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished))
+
+    def refused(self, frame: wire.Refused) -> None:
+        """A request that does not run, with the engine's handle."""
+        self._send(msgspec.structs.replace(frame, handle=self._forget(frame.handle)))
+
+    def _forget(self, engine_handle: int) -> int:
+        """The router's handle of a request that ended."""
+        handle = self._handles.pop(engine_handle)
+        del self._engines[handle]
+        return handle
+
+    def _add_tokens(self, frame: wire.Tokens) -> None:
+        """Queues a frame; one that directly follows another that still waits is joined to it."""
+        self._waiting_tokens += len(frame.handles)
+        last = self._waiting[-1] if self._waiting else None
+        if isinstance(last, wire.Tokens):
+            last.handles.extend(frame.handles)
+            last.epochs.extend(frame.epochs)
+            last.indices.extend(frame.indices)
+            last.tokens.extend(frame.tokens)
+            last.finished.extend(frame.finished)
+        else:
+            self._send(frame)
+
+    def _state_changed(self) -> None:
+        state = self._gateway.state()
+        if state == self._sent_state:
+            return
+        if state.incarnation != self._sent_state.incarnation:
+            self._handles.clear()
+            self._engines.clear()
+        self._sent_state = state
+        assets = self._assets()
+        if assets is not None and assets.content_hash != self._told_assets:  # the first, or less memory for pages now
+            self._send_assets(assets)
+        self._send(state)
+
+    def _assets(self) -> wire.Assets | None:
+        try:
+            return self._gateway.assets()
+        except BackendError:
+            return None
+
+    def _send_assets(self, assets: wire.Assets) -> None:
+        self._told_assets = assets.content_hash
+        self._send(assets)
+
+    def _report_load(self) -> None:
+        self._load_at = self._clock()
+        self._send(self._gateway.load())
+
+    def _send(self, frame: wire.FromLeader) -> None:
+        self._waiting.append(frame)
+        self._wake.set()
+
+    # Tasks. Each returns the close code and why the link ends.
+
+    async def _read(self) -> tuple[int, str]:
+        try:
+            while True:
+                problem = self._obey(wire.decode_to_leader(await self._websocket.receive_bytes()))
+                if problem is not None:
+                    return CLOSE_BAD_FRAME, problem
+        except WebSocketDisconnect as end:
+            return end.code, "the router left"
+        except (msgspec.DecodeError, KeyError):  # KeyError: a text message
+            return CLOSE_BAD_FRAME, "a message that is no frame of the link"
+
+    def _obey(self, frame: wire.ToLeader) -> str | None:
+        """Does what a frame asks; what is wrong with the frame, if anything."""
+        match frame:
+            case wire.Submit():
+                return self._submit(frame)
+            case wire.Abort():
+                engine_handles = [self._engines.pop(h) for h in frame.handles if h in self._engines]
+                for handle in engine_handles:
+                    del self._handles[handle]
+                self._gateway.abort(engine_handles)
+                return None
+            case wire.Fetch():
+                assets = self._assets()
+                if assets is not None:  # the present ones, whatever was asked for: their hash says what they are
+                    self._send_assets(assets)
+                return None
+            case wire.Hello():
+                return "Hello comes once"
+
+    def _submit(self, frame: wire.Submit) -> str | None:
+        if frame.handle in self._engines:
+            return f"handle {frame.handle} is in use"
+        state = self._gateway.state()
+        if not state.serving:
+            why = state.reason or "the group does not serve"
+            self._send(wire.Refused(frame.handle, frame.request.epoch, 503, "not_ready", why))
+            return None
+        handle = self._gateway.submit(frame.request, self)
+        self._handles[handle] = frame.handle
+        self._engines[frame.handle] = handle
+        return None
+
+    async def _write(self) -> tuple[int, str]:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    batch, self._waiting = self._waiting, []
+                    self._waiting_tokens = 0
+                    for frame in batch:
+                        self._sending_since = self._clock()
+                        await self._websocket.send_bytes(wire.encode(frame))
+                    self._sending_since = None
+        except WebSocketDisconnect as end:
+            return end.code, "the router left"
+
+    async def _tick(self) -> tuple[int, str]:
+        settings = self._settings
+        while True:
+            await asyncio.sleep(settings.tick_s)
+            now = self._clock()
+            since = self._sending_since
+            if self._waiting_tokens > settings.max_waiting_tokens or (since is not None and now - since > settings.stall_s):
+                return CLOSE_TOO_SLOW, "the router does not read"
+            load = self._gateway.load()
+            busy = bool(self._handles or load.running or load.waiting)
+            if since is None and (busy or now - self._load_at >= settings.heartbeat_s):
+                self._report_load()

@@ -1,0 +1,331 @@
+"""A leader that is a real WebSocket server with scripted tokens, and builders for what tests of the router need."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request as HttpRequest
+from websockets.http11 import Response as HttpResponse
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Delta
+from phalanx_router.endpoints import Endpoint
+from phalanx_router.fleet import Fleet, FleetSettings
+from phalanx_router.link import LinkSettings
+from phalanx_router.metrics import RouterMetrics
+
+TOKEN = "secret of the service"
+ASSETS = wire.make_assets({"tokenizer.json": b"{}"}, ["tiny"], 4096, [0])
+
+
+def token_at(prompt: list[int], index: int) -> int:
+    """The token that every fake leader draws: a function of the prompt and the output index alone."""
+    return (sum(prompt) * 31 + len(prompt) * 7 + index * 13) % 50_021 + 1
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """All tokens of an undisturbed run."""
+    return [token_at(prompt, index) for index in range(count)]
+
+
+def make_request(prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 16, id: str = "request") -> wire.Request:
+    return wire.Request(id, 0, list(prompt), [], wire.Sampling(max_tokens=max_tokens, seed=7, temperature=0.0))
+
+
+@dataclass(slots=True)
+class Script:
+    """How a fake leader behaves.
+
+    die_after: cut all connections after so many steps with tokens. hold_at: step after which no more tokens come until
+    `release`. refuse: the answer to every Submit. echo: every frame is sent this often. stale: every frame is preceded by
+    one of an older epoch with wrong tokens. skip: indices that are left out once. silent: no load reports.
+    welcome: None for no Welcome at all. finish: whether ends are told.
+    """
+
+    die_after: int | None = None
+    hold_at: int | None = None
+    refuse: Callable[[wire.Submit], wire.Refused | None] | None = None
+    echo: int = 1
+    stale: bool = False
+    skip: set[int] = field(default_factory=set)
+    silent: bool = False
+    protocol_version: int = wire.PROTOCOL_VERSION
+    first: bytes | None = None
+    finish: bool = True
+    assets: wire.Assets = ASSETS
+    tell_assets: bool = True
+
+
+@dataclass(slots=True)
+class _Running:
+    submit: wire.Submit
+    next_index: int
+
+
+class FakeLeader:
+    """A leader on localhost. One step: one token for each running request, as one frame per connection.
+
+    `submitted`, `aborted` and `fetched` tell what routers asked; `seen` is set at each frame of a router.
+    """
+
+    def __init__(self, group: str = "group-a", script: Script | None = None, token: str = TOKEN) -> None:
+        self.group = group
+        self.script = script or Script()
+        self.token = token
+        self.port = 0
+        self.state = wire.State(True, 1)
+        self.load = wire.Load(0, 0, 0, 10, 10)
+        self.submitted: list[wire.Submit] = []
+        self.aborted: list[int] = []
+        self.fetched = 0
+        self.steps = 0
+        self.seen = asyncio.Event()
+        self._released = asyncio.Event()
+        self._running: dict[ServerConnection, dict[int, _Running]] = {}
+        self._server: Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def endpoint(self, created: str = "", leaving: bool = False) -> Endpoint:
+        return Endpoint(self.group, self.address, self.group, created, leaving)
+
+    async def start(self) -> None:
+        """Listens, on the same port as before when it was stopped."""
+        self._server = await serve(
+            self._serve, "127.0.0.1", self.port, process_request=self._check, compression=None, ping_interval=None
+        )
+        self.port = next(iter(self._server.sockets)).getsockname()[1]
+
+    async def stop(self) -> None:
+        """Cuts every connection and stops listening."""
+        if self._server is not None:
+            self.cut()
+            self._server.close()
+            await self._server.wait_closed()
+            self._server = None
+
+    def cut(self) -> None:
+        """Ends every connection without a word, as a killed process does."""
+        for connection in list(self._running):
+            connection.transport.abort()
+
+    def release(self) -> None:
+        """Goes on after `hold_at`."""
+        self._released.set()
+
+    async def tell(self, frame: wire.FromLeader) -> None:
+        """Sends a frame to every router."""
+        if isinstance(frame, wire.State):
+            if frame.incarnation != self.state.incarnation or not frame.serving:
+                for running in self._running.values():
+                    running.clear()
+            self.state = frame
+        for connection in list(self._running):
+            await connection.send(wire.encode(frame))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds, looking after each frame of a router."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self.seen.wait()
+                self.seen.clear()
+
+    def _check(self, connection: ServerConnection, request: HttpRequest) -> HttpResponse | None:
+        if request.path != wire.LINK_PATH or request.headers.get("Authorization") != f"Bearer {self.token}":
+            return connection.respond(HTTPStatus.UNAUTHORIZED, "wrong token\n")
+        return None
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        script = self.script
+        try:
+            hello = wire.decode_to_leader(await connection.recv(decode=False))
+            assert isinstance(hello, wire.Hello)
+            if script.first is not None:
+                await connection.send(script.first)
+            if hello.protocol_version != script.protocol_version:
+                await connection.close(4426, f"this leader speaks link version {script.protocol_version}")
+                return
+            self._running[connection] = {}
+            assets_hash = script.assets.content_hash if script.tell_assets else ""
+            await connection.send(wire.encode(wire.Welcome(script.protocol_version, self.group, "r1", 16, assets_hash)))
+            await connection.send(wire.encode(self.state))
+            parts = [self._step(connection)] + ([] if script.silent else [self._beat(connection)])
+            tasks = [asyncio.create_task(part) for part in parts]
+            try:
+                while True:
+                    await self._obey(connection, wire.decode_to_leader(await connection.recv(decode=False)))
+                    self.seen.set()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except ConnectionClosed:
+            pass
+        finally:
+            self._running.pop(connection, None)
+
+    async def _obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
+        match frame:
+            case wire.Submit():
+                self.submitted.append(frame)
+                refused = self.script.refuse(frame) if self.script.refuse else None
+                if refused is not None:
+                    await connection.send(wire.encode(refused))
+                else:
+                    self._running[connection][frame.handle] = _Running(frame, len(frame.request.delivered))
+            case wire.Abort():
+                self.aborted += frame.handles
+                for handle in frame.handles:
+                    self._running[connection].pop(handle, None)
+            case wire.Fetch():
+                self.fetched += 1
+                await connection.send(wire.encode(self.script.assets))
+
+    async def _beat(self, connection: ServerConnection) -> None:
+        while True:
+            await connection.send(wire.encode(self.load))
+            await asyncio.sleep(0.02)
+
+    async def _step(self, connection: ServerConnection) -> None:
+        script = self.script
+        while True:
+            await asyncio.sleep(0.001)
+            running = self._running[connection]
+            if not running:
+                continue
+            if script.hold_at is not None and self.steps >= script.hold_at:
+                await self._released.wait()
+            frame = self._frame(running)
+            self.steps += 1
+            if script.stale:
+                stale = [epoch - 1 for epoch in frame.epochs]
+                wrong = wire.Tokens(frame.handles, stale, frame.indices, [token + 1 for token in frame.tokens], [])
+                await connection.send(wire.encode(wrong))
+            for _ in range(script.echo):
+                await connection.send(wire.encode(frame))
+            if script.die_after is not None and self.steps >= script.die_after:
+                self.cut()
+
+    def _frame(self, running: dict[int, _Running]) -> wire.Tokens:
+        frame = wire.Tokens([], [], [], [], [])
+        for handle, entry in list(running.items()):
+            request = entry.submit.request
+            index = entry.next_index
+            entry.next_index += 1
+            if index in self.script.skip:
+                self.script.skip.discard(index)
+                continue
+            frame.handles.append(handle)
+            frame.epochs.append(request.epoch)
+            frame.indices.append(index)
+            frame.tokens.append(token_at(request.prompt, index))
+            if index + 1 >= request.sampling.max_tokens:
+                del running[handle]
+                if self.script.finish:
+                    frame.finished.append(wire.Finished(handle, request.epoch, "length", 5))
+        return frame
+
+
+def make_settings(
+    *,
+    token: str = TOKEN,
+    heartbeat_timeout_s: float = 3.0,
+    patience_s: float = 10.0,
+    keep_alive_s: float = 5.0,
+    max_replays: int = 3,
+    refusal_pause_s: float = 0.02,
+    served_names: tuple[str, ...] = (),
+) -> FleetSettings:
+    link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
+    return FleetSettings(link, served_names, max_replays, patience_s, keep_alive_s, 2.0, refusal_pause_s)
+
+
+class Leaders:
+    """A source of leaders that a test changes."""
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self._endpoints = endpoints
+        self._found: Callable[[dict[str, Endpoint]], None] | None = None
+
+    async def run(self, found: Callable[[dict[str, Endpoint]], None]) -> None:
+        self._found = found
+        self.change(*self._endpoints)
+        await asyncio.Event().wait()
+
+    def change(self, *endpoints: Endpoint) -> None:
+        assert self._found is not None
+        self._found({endpoint.key: endpoint for endpoint in endpoints})
+
+
+@dataclass(slots=True)
+class World:
+    """A running fleet over fake leaders."""
+
+    fleet: Fleet
+    leaders: list[FakeLeader]
+    source: Leaders
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds; it is looked at every few milliseconds, for ten seconds at most."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def until_ready(self, count: int) -> None:
+        await self.until(lambda: self.metric("phalanx_router_groups_ready") == count)
+
+
+@asynccontextmanager
+async def running_world(
+    *leaders: FakeLeader, settings: FleetSettings | None = None, ready: int | None = None
+) -> AsyncIterator[World]:
+    """A fleet with a link to each leader, of which `ready` (all by default) serve."""
+    async with AsyncExitStack() as stack:
+        for leader in leaders:
+            await leader.start()
+            stack.push_async_callback(leader.stop)
+        registry = CollectorRegistry()
+        source = Leaders(*(leader.endpoint() for leader in leaders))
+        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw=lambda: 0.0)
+        task = asyncio.create_task(fleet.run(source))
+        try:
+            world = World(fleet, list(leaders), source, registry)
+            await world.until_ready(len(leaders) if ready is None else ready)
+            yield world
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a client got of one stream."""
+
+    tokens: list[int]
+    finish: str | None
+    keep_alives: int
+
+
+async def hear(fleet: Fleet, request: wire.Request) -> Heard:
+    """The whole stream. Fails unless every delta starts where the one before ended."""
+    heard = Heard([], None, 0)
+    async with asyncio.timeout(20):
+        async for item in fleet.generate(request):
+            if isinstance(item, Delta):
+                assert item.index == len(request.delivered) + len(heard.tokens)
+                heard.tokens += item.tokens
+                heard.finish = item.finish
+            else:
+                heard.keep_alives += 1
+    return heard

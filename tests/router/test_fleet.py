@@ -1,0 +1,249 @@
+"""A stream survives its group: each index once, in order, equal to the undisturbed run."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_router.fleet import Fleet
+from phalanx_router.metrics import RouterMetrics
+from tests.router.fakes import FakeLeader, Script, expected, hear, make_request, make_settings, running_world
+
+
+async def test_streams_go_on_in_another_group_when_a_leader_dies() -> None:
+    dying, other = FakeLeader("a", Script(die_after=7)), FakeLeader("b")
+    async with running_world(dying, other) as world:
+        requests = [make_request(prompt=[i, 5, 9], max_tokens=40, id=f"r{i}") for i in range(8)]
+        heard = await asyncio.gather(*(hear(world.fleet, request) for request in requests))
+        assert [h.tokens for h in heard] == [expected(r.prompt, 40) for r in requests]
+        assert {h.finish for h in heard} == {"length"}
+        assert world.metric("phalanx_router_replays_total") >= 4
+        assert world.metric("phalanx_router_requests_total", outcome="finished") == 8
+    replayed = [s.request for s in other.submitted if s.request.delivered]
+    assert replayed
+    assert all(r.epoch == 1 and r.delivered == expected(r.prompt, len(r.delivered)) for r in replayed)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [Script(echo=3), Script(stale=True), Script(echo=2, stale=True), Script(skip={3, 9})],
+    ids=["every frame thrice", "stale epochs", "both", "lost tokens"],
+)
+async def test_each_token_comes_once_whatever_a_leader_sends(script: Script) -> None:
+    async with running_world(FakeLeader("a", script), FakeLeader("b")) as world:
+        heard = await hear(world.fleet, make_request(max_tokens=20))
+        assert heard.tokens == expected([1, 2, 3], 20)
+
+
+@pytest.mark.parametrize(
+    "state", [wire.State(False, 1, "rank 1 is lost"), wire.State(True, 2)], ids=["stops serving", "new incarnation"]
+)
+async def test_streams_go_on_when_a_group(state: wire.State) -> None:
+    held, other = FakeLeader("a", Script(hold_at=3)), FakeLeader("b", Script(hold_at=0))
+    async with running_world(held, other) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=10)))
+        await world.until(lambda: held.steps == 3)
+        other.release()
+        await held.tell(state)
+        heard = await stream
+        assert heard.tokens == expected([1, 2, 3], 10)
+        await held.until(lambda: held.aborted == [1])
+        assert other.submitted[0].request.delivered == expected([1, 2, 3], 3)
+
+
+async def test_a_silent_leader_is_lost() -> None:
+    silent = FakeLeader("a", Script(silent=True, hold_at=2))
+    async with running_world(
+        silent, FakeLeader("b", Script()), settings=make_settings(heartbeat_timeout_s=0.2), ready=2
+    ) as world:
+        heard = await hear(world.fleet, make_request(max_tokens=10))
+        assert heard.tokens == expected([1, 2, 3], 10)
+        assert world.metric("phalanx_router_links_lost_total") >= 1
+
+
+async def test_new_requests_get_503_with_retry_after_when_no_group_is_ready() -> None:
+    leader = FakeLeader()
+    leader.state = wire.State(False, 1, "loading")
+    async with running_world(leader, ready=0) as world:
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request())
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "no_group_ready", 2.0)
+        assert world.metric("phalanx_router_requests_total", outcome="failed") == 1
+
+
+async def test_a_running_stream_waits_for_its_group_to_come_back() -> None:
+    leader = FakeLeader("a", Script(die_after=4))
+    async with running_world(leader, settings=make_settings(keep_alive_s=0.05)) as world:
+        tokens: list[int] = []
+        stopped = started = False
+        async for item in world.fleet.generate(make_request(max_tokens=12)):
+            if isinstance(item, Delta):
+                tokens += item.tokens
+            elif stopped and not started:
+                await leader.start()
+                started = True
+            if len(tokens) >= 4 and not stopped:
+                await leader.stop()
+                leader.script.die_after = None
+                stopped = True
+        assert tokens == expected([1, 2, 3], 12)
+
+
+async def test_a_running_stream_ends_with_the_reason_when_no_group_comes() -> None:
+    leader = FakeLeader("a", Script(die_after=4))
+    async with running_world(leader, settings=make_settings(patience_s=0.05)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=12)))
+        await world.until(lambda: leader.steps == 4)
+        await leader.stop()
+        with pytest.raises(BackendError, match="no group is ready after"):
+            await stream
+
+
+async def test_a_stream_is_replayed_a_bounded_number_of_times() -> None:
+    leaders = [FakeLeader(name, Script(die_after=1)) for name in "abcd"]
+    async with running_world(*leaders, settings=make_settings(max_replays=3)) as world:
+        for leader in leaders:
+            leader.script.die_after = 1
+            leader.steps = 0
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request(max_tokens=500))
+        assert caught.value.code == "too_many_replays"
+
+
+def refusing(status: int, code: str, first: int = 10**9) -> Callable[[wire.Submit], wire.Refused | None]:
+    """Refuses the first so many submits."""
+    left = iter(range(first))
+
+    def refuse(submit: wire.Submit) -> wire.Refused | None:
+        if next(left, None) is None:
+            return None
+        return wire.Refused(submit.handle, submit.request.epoch, status, code, "why", 9.0)
+
+    return refuse
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_another_group_is_tried_when_one_refuses(status: int) -> None:
+    full = FakeLeader("a", Script(refuse=refusing(status, "queue_full")))
+    async with running_world(full, FakeLeader("b")) as world:
+        heard = await hear(world.fleet, make_request())
+        assert heard.tokens == expected([1, 2, 3], 16)
+        assert len(full.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "asked"),
+    [(429, "queue_full", 2), (503, "draining", 2), (400, "context_length_exceeded", 1)],
+    ids=["full", "draining", "too long"],
+)
+async def test_a_refusal_reaches_the_client(status: int, code: str, asked: int) -> None:
+    leaders = [FakeLeader(name, Script(refuse=refusing(status, code))) for name in "ab"]
+    async with running_world(*leaders) as world:
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request())
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (status, code, 9.0)
+        assert sum(len(leader.submitted) for leader in leaders) == asked
+
+
+async def test_a_running_stream_waits_out_refusals() -> None:
+    dying, full = FakeLeader("a", Script(die_after=3)), FakeLeader("b", Script(refuse=refusing(429, "queue_full", first=5)))
+    async with running_world(dying, full) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=9)))
+        await world.until(lambda: dying.steps >= 3)
+        await dying.stop()
+        assert (await stream).tokens == expected([1, 2, 3], 9)
+        assert len(full.submitted) == 6
+
+
+async def test_a_running_request_that_is_refused_is_replayed() -> None:
+    shed = FakeLeader("a", Script(hold_at=2))
+    async with running_world(shed, FakeLeader("b")) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=9)))
+        await world.until(lambda: shed.steps == 2)
+        await shed.tell(wire.Refused(shed.submitted[0].handle, 0, 503, "preempted", "no pages"))
+        assert (await stream).tokens == expected([1, 2, 3], 9)
+
+
+async def test_a_stream_whose_last_token_came_needs_no_other_group() -> None:
+    leader = FakeLeader("a", Script(finish=False, die_after=6))
+    async with running_world(leader) as world:
+        heard = await hear(world.fleet, make_request(max_tokens=6))
+        assert (heard.tokens, heard.finish) == (expected([1, 2, 3], 6), "length")
+        assert len(leader.submitted) == 1
+
+
+async def test_closing_a_stream_aborts_it_in_the_group() -> None:
+    leader = FakeLeader("a", Script(hold_at=2))
+    async with running_world(leader) as world:
+        stream = world.fleet.generate(make_request())
+        first = await anext(stream)
+        assert isinstance(first, Delta)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await leader.until(lambda: leader.aborted == [1])
+        assert world.metric("phalanx_router_requests_total", outcome="cancelled") == 1
+
+
+async def test_a_silent_stream_says_that_it_lives() -> None:
+    leader = FakeLeader("a", Script(hold_at=0))
+    async with running_world(leader, settings=make_settings(keep_alive_s=0.01)) as world:
+        stream = world.fleet.generate(make_request())
+        assert isinstance(await anext(stream), KeepAlive)
+        leader.release()
+        tokens = [token async for item in stream if isinstance(item, Delta) for token in item.tokens]
+        assert tokens == expected([1, 2, 3], 16)
+
+
+async def test_requests_spread_over_groups_before_any_report() -> None:
+    leaders = [FakeLeader(name, Script(hold_at=0, silent=True)) for name in "ab"]
+    async with running_world(*leaders) as world:
+        streams = [asyncio.create_task(hear(world.fleet, make_request(id=f"r{i}"))) for i in range(8)]
+        await world.until(lambda: sum(len(leader.submitted) for leader in leaders) == 8)
+        assert [len(leader.submitted) for leader in leaders] == [4, 4]
+        for leader in leaders:
+            leader.release()
+        await asyncio.gather(*streams)
+
+
+async def test_the_group_that_reports_less_work_is_chosen() -> None:
+    busy, idle = FakeLeader("a"), FakeLeader("b")
+    busy.load = wire.Load(0, 4, 5000, 0, 10)
+    async with running_world(busy, idle) as world:
+        while not idle.submitted:  # the first report may still be on its way
+            await hear(world.fleet, make_request())
+        before = len(busy.submitted)
+        for _ in range(5):
+            await hear(world.fleet, make_request())
+        assert (len(busy.submitted), len(idle.submitted)) == (before, 6)
+
+
+async def test_a_leaving_leader_gets_no_new_requests_but_keeps_its_streams() -> None:
+    leaving, staying = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(leaving, staying) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(id="old")))
+        await world.until(lambda: leaving.steps == 1)
+        world.source.change(leaving.endpoint(leaving=True), staying.endpoint())
+        await hear(world.fleet, make_request(id="new"))
+        leaving.release()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert [s.request.id for s in leaving.submitted] == ["old"]
+
+
+async def test_streams_leave_a_leader_that_left_the_list() -> None:
+    gone, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(gone, other) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: gone.steps == 1)
+        world.source.change(other.endpoint())
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert world.metric("phalanx_router_groups_known") == 1
+
+
+async def test_ready_means_that_leaders_were_listed() -> None:
+    assert Fleet(make_settings(), RouterMetrics(CollectorRegistry())).not_ready() == "the router has no list of leaders yet"
+    async with running_world() as world:
+        await world.until(lambda: world.fleet.not_ready() is None)
+        world.fleet.draining = True
+        assert world.fleet.not_ready() == "the router is leaving"
