@@ -1,0 +1,307 @@
+"""What any OpenAI server of ours must do, told by the real client. Holds for every model and every backend.
+
+    @pytest.fixture(scope="module")
+    def target() -> Iterator[Target]:
+        yield Target("http://127.0.0.1:8000", "stories15m", has_chat=False)
+
+
+    class TestMyServer(OpenAISuite):
+        ...  # everything in the suite
+
+`Target.is_exact` says that equal requests give equal tokens (fp32); without it the tests that compare texts are skipped.
+A request for `long_tokens` must still run when the client has seen its first token. Only one server process may stand
+behind the URL: the tests of aborts read its /metrics.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+PROMPT = "Once upon a time"
+PATIENCE_S = 60.0
+"""Bound of any one wait: a hang fails, a slow machine does not."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server under test. `base_url` has no /v1."""
+
+    base_url: str
+    model: str
+    has_chat: bool = True
+    is_exact: bool = True
+    long_tokens: int = 220
+
+    def client(self) -> AsyncOpenAI:
+        """The real client, without retries."""
+        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+        return AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S, http_client=http)
+
+    def http(self) -> httpx.AsyncClient:
+        """A plain HTTP client, for what the real one hides."""
+        return httpx.AsyncClient(base_url=self.base_url, timeout=PATIENCE_S, verify=False, trust_env=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An answer to its end, streamed or not."""
+
+    text: str
+    finish: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
+async def complete(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
+    """A completion, not streamed."""
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
+    answer = await client.completions.create(model=target.model, **fields)
+    assert answer.usage is not None
+    choice = answer.choices[0]
+    return Ended(choice.text, choice.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens)
+
+
+async def complete_streamed(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
+    """The same completion, streamed and put together."""
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
+    stream = await client.completions.create(model=target.model, stream=True, stream_options={"include_usage": True}, **fields)
+    text, finish, usage = "", None, None
+    async for chunk in stream:
+        assert finish is None or not chunk.choices, "a chunk with text came after the one with the reason"
+        for choice in chunk.choices:
+            text += choice.text
+            finish = choice.finish_reason
+        usage = chunk.usage
+    assert usage is not None
+    return Ended(text, finish, usage.prompt_tokens, usage.completion_tokens)
+
+
+async def metric(target: Target, name: str, **labels: str) -> float:
+    """Sum of a family's samples that have these labels."""
+    async with target.http() as http:
+        lines = (await http.get("/metrics")).text.splitlines()
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+
+async def until_metric(target: Target, at_least: float, name: str, **labels: str) -> None:
+    """Returns once the metric has got there; TimeoutError when it never does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await metric(target, name, **labels) < at_least:
+            pass
+
+
+@asynccontextmanager
+async def raw_request(target: Target, fields: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """A completion over a socket of its own, cut without any farewell at the end of the block."""
+    url = httpx.URL(target.base_url)
+    reader, writer = await asyncio.open_connection(url.host, url.port or 80)
+    body = json.dumps({"model": target.model, "prompt": PROMPT, "ignore_eos": True, **fields}).encode()
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        f"host: {url.host}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
+    writer.write("\r\n".join([*head, "", ""]).encode() + body)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+class OpenAISuite:
+    """Give it a `target` fixture."""
+
+    @pytest.fixture
+    async def client(self, target: Target) -> AsyncIterator[AsyncOpenAI]:
+        async with target.client() as client:
+            yield client
+
+    @pytest.fixture
+    def exact(self, target: Target) -> None:
+        if not target.is_exact:
+            pytest.skip("equal requests need not give equal tokens on this target")
+
+    @pytest.fixture
+    def chat(self, target: Target) -> None:
+        if not target.has_chat:
+            pytest.skip("the model has no chat template")
+
+    async def test_models_lists_the_served_name_and_its_context(self, target: Target, client: AsyncOpenAI) -> None:
+        cards = {card.id: card async for card in client.models.list()}
+        assert cards[target.model].model_dump()["max_model_len"] > 0
+        assert (await client.models.retrieve(target.model)).id == target.model
+
+    @pytest.mark.parametrize("finish_after", [1, 2, 12])
+    async def test_a_completion_has_as_many_tokens_as_asked(self, target: Target, client: AsyncOpenAI, finish_after: int) -> None:
+        ended = await complete(client, target, max_tokens=finish_after, extra_body={"ignore_eos": True})
+        assert (ended.finish, ended.completion_tokens) == ("length", finish_after)
+        assert ended.prompt_tokens > 0
+
+    async def test_a_completion_has_sixteen_tokens_when_nothing_is_asked(self, target: Target, client: AsyncOpenAI) -> None:
+        answer = await client.completions.create(model=target.model, prompt=PROMPT, extra_body={"ignore_eos": True})
+        assert answer.usage is not None and answer.usage.completion_tokens == 16
+        assert answer.id.startswith("cmpl-")
+
+    @pytest.mark.usefixtures("exact")
+    @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+    async def test_a_stream_is_the_whole_answer_in_pieces(self, target: Target, client: AsyncOpenAI, temperature: float) -> None:
+        whole = await complete(client, target, temperature=temperature, seed=5)
+        assert await complete_streamed(client, target, temperature=temperature, seed=5) == whole
+
+    @pytest.mark.usefixtures("exact")
+    async def test_a_seed_decides_the_text(self, target: Target, client: AsyncOpenAI) -> None:
+        texts = [(await complete(client, target, temperature=1.0, seed=seed)).text for seed in (1, 2, 3, 4, 1, 2, 3, 4)]
+        assert texts[:4] == texts[4:]
+        assert len(set(texts)) > 1
+
+    async def test_without_a_seed_answers_differ(self, target: Target, client: AsyncOpenAI) -> None:
+        texts = {(await complete(client, target, temperature=1.5, extra_body={"ignore_eos": True})).text for _ in range(4)}
+        assert len(texts) > 1
+
+    @pytest.mark.usefixtures("exact")
+    async def test_a_prompt_of_token_ids_is_the_prompt_of_its_text(self, target: Target, client: AsyncOpenAI) -> None:
+        async with target.http() as http:
+            told = (await http.post("/tokenize", json={"model": target.model, "prompt": PROMPT})).json()
+        assert told["count"] == len(told["tokens"])
+        assert await complete(client, target, prompt=told["tokens"]) == await complete(client, target)
+
+    @pytest.mark.usefixtures("exact")
+    @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+    async def test_a_stop_string_ends_the_text_before_itself(
+        self, target: Target, client: AsyncOpenAI, is_streamed: bool
+    ) -> None:
+        free = await complete(client, target, max_tokens=24, extra_body={"ignore_eos": True})
+        starts = [at for at in range(4, len(free.text) - 3) if free.text[at : at + 3].isascii()]
+        assert starts, f"no three ASCII characters to stop at in {free.text!r}"
+        stop = free.text[starts[0] : starts[0] + 3]
+        run = complete_streamed if is_streamed else complete
+        ended = await run(client, target, max_tokens=24, stop=[stop, "never in the text"], extra_body={"ignore_eos": True})
+        assert ended.finish == "stop"
+        assert ended.text == free.text[: free.text.index(stop)]
+        assert ended.completion_tokens <= free.completion_tokens
+
+    @pytest.mark.usefixtures("exact")
+    async def test_streams_beside_one_another_do_not_mix(self, target: Target, client: AsyncOpenAI) -> None:
+        def run(seed: int) -> Any:
+            return complete_streamed(client, target, prompt=f"{PROMPT} {seed}", temperature=0.9, seed=seed)
+
+        alone = [await run(seed) for seed in range(6)]
+        together = await asyncio.gather(*(run(seed) for seed in range(6)))
+        assert together == alone
+
+    async def test_a_stream_has_one_id_and_ends_with_done(self, target: Target) -> None:
+        fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 6, "stream": True}
+        async with target.http() as http:
+            answer = await http.post("/v1/completions", json=fields)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        ids = {json.loads(event)["id"] for event in events[:-1]}
+        assert ids == {answer.headers["x-request-id"]}
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"temperature": -1}, "temperature"),
+            ({"top_p": 0}, "top_p"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"stop": ""}, "stop"),
+            ({"logprobs": 1}, "logprobs"),
+            ({"n": 2}, "n"),
+            ({"presence_penalty": 0.5}, "presence_penalty"),
+            ({"prompt": ""}, None),
+        ],
+        ids=lambda value: str(value),
+    )
+    async def test_a_field_that_cannot_be_obeyed_is_named(
+        self, target: Target, client: AsyncOpenAI, fields: dict[str, Any], param: str | None
+    ) -> None:
+        if "prompt" in fields:
+            fields = {"prompt": []}
+            param = "prompt"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(client, target, **fields)
+        assert caught.value.param == param
+        assert caught.value.type == "invalid_request_error"
+
+    async def test_an_unknown_model_is_not_found(self, target: Target, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.completions.create(model="no-such-model", prompt=PROMPT)
+        assert caught.value.code == "model_not_found"
+
+    @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+    async def test_what_never_fits_the_context_is_refused(self, target: Target, client: AsyncOpenAI, is_streamed: bool) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model=target.model, prompt=PROMPT, max_tokens=10**9, stream=is_streamed)
+        assert caught.value.code == "context_length_exceeded"
+
+    @pytest.mark.parametrize(
+        ("method", "path", "content", "status"),
+        [
+            ("POST", "/v1/completions", '{"prompt": "cut', 400),
+            ("POST", "/v1/completions", "[1, 2]", 400),
+            ("GET", "/v1/completions", "", 405),
+            ("POST", "/v1/nothing", "{}", 404),
+        ],
+        ids=["cut JSON", "no object", "wrong method", "unknown path"],
+    )
+    async def test_every_error_has_openai_form(self, target: Target, method: str, path: str, content: str, status: int) -> None:
+        async with target.http() as http:
+            answer = await http.request(method, path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    async def test_closing_a_stream_aborts_its_request(self, target: Target, client: AsyncOpenAI) -> None:
+        before = await metric(target, "phalanx_requests_finished_total", finished_reason="abort")
+        stream = await client.completions.create(
+            model=target.model, prompt=PROMPT, max_tokens=target.long_tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        await stream.close()
+        await until_metric(target, before + 1, "phalanx_requests_finished_total", finished_reason="abort")
+
+    @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+    async def test_a_lost_client_aborts_its_request(self, target: Target, is_streamed: bool) -> None:
+        before = await metric(target, "phalanx_requests_finished_total", finished_reason="abort")
+        async with raw_request(target, {"max_tokens": target.long_tokens, "stream": is_streamed}):
+            await until_metric(target, 1, "phalanx_requests_in_progress")
+        await until_metric(target, before + 1, "phalanx_requests_finished_total", finished_reason="abort")
+
+    async def test_the_server_says_that_it_is_ready(self, target: Target) -> None:
+        async with target.http() as http:
+            assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
+
+    @pytest.mark.usefixtures("chat")
+    async def test_a_chat_streams_what_it_answers_whole(self, target: Target, client: AsyncOpenAI) -> None:
+        fields: dict[str, Any] = {
+            "model": target.model, "max_completion_tokens": 12, "temperature": 0,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
+        }  # fmt: skip
+        whole = await client.chat.completions.create(**fields)
+        assert whole.id.startswith("chatcmpl-")
+        assert whole.choices[0].message.role == "assistant"
+        text, roles = "", []
+        async for chunk in await client.chat.completions.create(**fields, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            roles.append(chunk.choices[0].delta.role)
+        assert roles[0] == "assistant" and not any(roles[1:])
+        if target.is_exact:
+            assert text == whole.choices[0].message.content
+
+    async def test_a_chat_without_a_template_is_refused_clearly(self, target: Target, client: AsyncOpenAI) -> None:
+        if target.has_chat:
+            pytest.skip("the model has a chat template")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model=target.model, messages=[{"role": "user", "content": "hi"}])
+        assert caught.value.code == "no_chat_template"

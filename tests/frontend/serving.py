@@ -1,0 +1,51 @@
+"""A real HTTP server for an app, on a port of the system's choice."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+
+def _server(app: FastAPI) -> uvicorn.Server:
+    return uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="on", timeout_graceful_shutdown=5))
+
+
+def _listener() -> socket.socket:
+    """A socket whose queue holds connections until the server has started."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def _url(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """The URL where the app answers, in the test's own event loop."""
+    listener, server = _listener(), _server(app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield _url(listener)
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+@contextmanager
+def served_apart(app: FastAPI) -> Iterator[str]:
+    """The URL where the app answers, in a thread and event loop of its own: for fixtures that outlive a test."""
+    listener, server = _listener(), _server(app)
+    url = _url(listener)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
