@@ -138,6 +138,11 @@ class Fleet:
             return "the router is leaving"
         return None if self._has_list else "the router has no list of leaders yet"
 
+    @property
+    def num_ready(self) -> int:
+        """How many groups take requests now."""
+        return sum(link.is_serving and self._shelf.has(link.assets_hash) for link in self._links.values())
+
     # Placing a stream
 
     async def _place(self, run: _Run) -> bool:
@@ -151,10 +156,11 @@ class Fleet:
         now = self._clock()
         if run.homeless_since is None:
             run.homeless_since = now
-        if not (run.losses or run.stream.journal.delivered) or now - run.homeless_since >= self._settings.patience_s:
+        left_s = run.homeless_since + self._settings.patience_s - now
+        if not (run.losses or run.stream.journal.delivered) or left_s <= 0:
             raise self._no_group(run, choice.why)
         pause_s = self._settings.refusal_pause_s if views else self._settings.keep_alive_s
-        if not await self._wait_for_change(pause_s):
+        if not await self._wait_for_change(min(pause_s, left_s)):
             run.excluded.clear()
         return False
 
@@ -198,8 +204,8 @@ class Fleet:
 
     def _eligible(self, tokenizer: str | None) -> dict[str, LeaderLink]:
         """Links of groups that take requests with this tokenizer, by key; leaving leaders only when there is no other."""
-        serving = [link for link in self._links.values() if link.is_serving]
-        same = [link for link in serving if tokenizer is None or self._shelf.tokenizer(link.assets_hash) == tokenizer]
+        serving = [link for link in self._links.values() if link.is_serving and tokenizer is not None]
+        same = [link for link in serving if self._shelf.tokenizer(link.assets_hash) == tokenizer]
         staying = [link for link in same if not link.endpoint.leaving]
         return {link.key: link for link in staying or same}
 
@@ -285,8 +291,7 @@ class Fleet:
                 link.fetch(link.assets_hash)
 
     def _show(self) -> None:
-        ready = sum(link.is_serving for link in self._links.values())
-        self._metrics.show(len(self._links), ready, len(self._runs))
+        self._metrics.show(len(self._links), self.num_ready, len(self._runs))
 
     async def _nudge(self) -> None:
         """Lets silent streams say that they live. One timer for all: a timer per delta would cost more than the delta."""

@@ -130,6 +130,12 @@ class FakeLeader:
         for connection in list(self._running):
             await connection.send(wire.encode(frame))
 
+    async def until_linked(self) -> None:
+        """Returns when a router is there."""
+        async with asyncio.timeout(10):
+            while not self._running:
+                await asyncio.sleep(0.002)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds, looking after each frame of a router."""
         async with asyncio.timeout(10):

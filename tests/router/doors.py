@@ -1,0 +1,131 @@
+"""The leader's real link over an engine that tests script, behind a real HTTP server on localhost."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from phalanx_runtime.server.link import LinkDoor, LinkSettings, Sink
+from tests.router.fakes import ASSETS, TOKEN, token_at
+
+
+class FakeEngine:
+    """An EngineGateway. `step` draws one token for each request, as one frame per sink."""
+
+    def __init__(self) -> None:
+        self.submitted: dict[int, tuple[wire.Request, Sink]] = {}
+        self.aborted: list[int] = []
+        self.present: wire.State = wire.State(True, 1)
+        self.known_assets: wire.Assets | None = ASSETS
+        self.reported = wire.Load(0, 0, 0, 8, 8)
+        self.subscribers: list[Callable[[], None]] = []
+        self._next: dict[int, int] = {}
+
+    def submit(self, request: wire.Request, sink: Sink) -> int:
+        handle = 1000 + len(self._next)
+        self.submitted[handle] = (request, sink)
+        self._next[handle] = len(request.delivered)
+        return handle
+
+    def abort(self, handles: list[int]) -> None:
+        self.aborted += handles
+        for handle in handles:
+            self.submitted.pop(handle, None)
+
+    def state(self) -> wire.State:
+        return self.present
+
+    def load(self) -> wire.Load:
+        return self.reported
+
+    def assets(self) -> wire.Assets:
+        if self.known_assets is None:
+            raise BackendError(503, "model_loading", "not yet")
+        return self.known_assets
+
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        self.subscribers.append(changed)
+        return lambda: self.subscribers.remove(changed)
+
+    def change(self, state: wire.State) -> None:
+        """Tells a new state; a new incarnation forgets all requests."""
+        if state.incarnation != self.present.incarnation:
+            self.submitted.clear()
+        self.present = state
+        for changed in list(self.subscribers):
+            changed()
+
+    def step(self) -> None:
+        """One token for every request."""
+        frames: dict[int, tuple[Sink, wire.Tokens]] = {}
+        for handle, (request, sink) in list(self.submitted.items()):
+            index = self._next[handle]
+            self._next[handle] += 1
+            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
+            frame.handles.append(handle)
+            frame.epochs.append(request.epoch)
+            frame.indices.append(index)
+            frame.tokens.append(token_at(request.prompt, index))
+            if index + 1 >= request.sampling.max_tokens:
+                frame.finished.append(wire.Finished(handle, request.epoch, "length"))
+                del self.submitted[handle]
+        for sink, frame in frames.values():
+            sink.tokens(frame)
+
+    async def run(self) -> None:
+        """Steps for ever, as fast as others let it."""
+        while True:
+            self.step()
+            await asyncio.sleep(0)
+
+
+class QuietServer(uvicorn.Server):
+    """A server that leaves the signals of the test process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def http_server(app: ASGIApp) -> AsyncIterator[str]:
+    """Serves an application on a free port of localhost, and gives its host:port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        app, log_config=None, ws="websockets-sansio", ws_per_message_deflate=False, timeout_graceful_shutdown=1, access_log=False
+    )
+    server = QuietServer(config)
+    task = asyncio.create_task(server.serve([listening]))
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.002)
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+def make_link_settings(
+    *,
+    tick_s: float = 0.01,
+    heartbeat_s: float = 0.05,
+    stall_s: float = 10.0,
+    max_waiting_tokens: int = 1_000_000,
+    hello_s: float = 5.0,
+) -> LinkSettings:
+    return LinkSettings(TOKEN, "group-a", "r1", 16, tick_s, heartbeat_s, stall_s, max_waiting_tokens, hello_s)
+
+
+@asynccontextmanager
+async def running_leader(engine: FakeEngine, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkDoor]]:
+    """The leader's link over an engine: its host:port, and the door."""
+    door = LinkDoor(engine, settings or make_link_settings())
+    async with http_server(Starlette(routes=[door.route()])) as address:
+        yield address, door

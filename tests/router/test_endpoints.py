@@ -1,0 +1,135 @@
+"""Leaders are the leader pods of the service; while the API server is away the last list stands."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from phalanx_router.endpoints import Endpoint, Leaders, Pod, StaticLeaders, leaders_of
+from tests.router.kube import FakeApi, make_pod, watching
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("pod", "endpoint"),
+    [
+        (make_pod("u1"), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
+        (make_pod("u1", ip="fd00::7"), Endpoint("u1", "[fd00::7]:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
+        (make_pod("u1", leaving=True), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z", leaving=True)),
+        (make_pod("u1", ip=""), None),
+        (make_pod("u1", phase="Failed"), None),
+        (make_pod("u1", phase="Succeeded"), None),
+        ({"metadata": {"uid": "u1"}}, None),
+    ],
+    ids=["running", "IPv6", "leaving", "no address yet", "failed", "ended", "nothing known"],
+)
+def test_leaders_of_pods(pod: dict[str, dict[str, object]], endpoint: Endpoint | None) -> None:
+    assert leaders_of([msgspec.convert(pod, Pod)]) == ({} if endpoint is None else {"u1": endpoint})
+
+
+async def test_a_fixed_list_is_told_once() -> None:
+    seen: list[Leaders] = []
+    task = asyncio.create_task(StaticLeaders(["h:1", "i:2"]).run(seen.append))
+    await until(lambda: bool(seen))
+    task.cancel()
+    assert [list(leaders) for leaders in seen] == [["h:1", "i:2"]]
+
+
+async def test_pods_are_listed_in_pages_then_followed() -> None:
+    api = FakeApi()
+    api.page = 2
+    api.pods = {uid: make_pod(uid) for uid in "abc"}
+    async with watching(api) as seen:
+        await seen.until("a", "b", "c")
+        assert api.lists == 2
+        api.change("ADDED", make_pod("d"))
+        await seen.until("a", "b", "c", "d")
+        api.change("DELETED", make_pod("a"))
+        await seen.until("b", "c", "d")
+        api.change("MODIFIED", make_pod("b", leaving=True))
+        await until(lambda: seen.lists[-1]["b"].leaving)
+        assert api.lists == 2
+
+
+async def test_a_change_that_no_router_cares_about_is_not_told() -> None:
+    api = FakeApi()
+    api.pods = {"a": make_pod("a")}
+    async with watching(api) as seen:
+        await seen.until("a")
+        api.change("MODIFIED", make_pod("a"))
+        api.change("ADDED", make_pod("b"))
+        await seen.until("a", "b")
+        assert len(seen.lists) == 2
+
+
+async def test_a_watch_that_ends_goes_on_from_the_last_bookmark() -> None:
+    api = FakeApi()
+    async with watching(api) as seen:
+        await seen.until()
+        api.emit("BOOKMARK", {"metadata": {"resourceVersion": "77"}})
+        api.end_watch()
+        await until(lambda: len(api.watches) == 2)
+        assert [watch["resourceVersion"] for watch in api.watches] == ["10", "77"]
+        assert api.watches[0]["allowWatchBookmarks"].lower() == "true"
+        assert (api.watches[0]["timeoutSeconds"], api.lists) == ("60", 1)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"code": 410, "message": "too old resource version"},
+        {"code": 500, "message": "etcd is away"},
+    ],
+    ids=["version gone", "server error"],
+)
+async def test_an_error_in_the_watch_lists_again_and_replaces_all(trouble: dict[str, object]) -> None:
+    api = FakeApi()
+    api.pods = {"a": make_pod("a")}
+    async with watching(api) as seen:
+        await seen.until("a")
+        api.pods = {"b": make_pod("b")}
+        api.emit("ERROR", trouble)
+        await seen.until("b")
+        assert api.lists == 2
+
+
+async def test_an_event_in_pieces_is_read_whole_and_a_broken_one_lists_again() -> None:
+    api = FakeApi()
+    async with watching(api) as seen:
+        await seen.until()
+        await until(lambda: len(api.watches) == 1)
+        api.emit_raw(b'{"type": "ADDED", "object": {"metadata": {"uid": "a", "resourceVersion": "11"},')
+        api.emit_raw(b' "status": {"phase": "Running", "podIP": "10.0.0.9"}}}\n\n')
+        await seen.until("a")
+        api.pods = {"b": make_pod("b")}
+        api.emit_raw(b"no json\n")
+        await seen.until("b")
+
+
+@pytest.mark.parametrize("failure", [(500, "away"), (403, "no rights"), (410, "expired")], ids=["500", "403", "410"])
+async def test_the_last_list_stands_while_the_api_server_fails(failure: tuple[int, str]) -> None:
+    api = FakeApi()
+    api.pods = {"a": make_pod("a")}
+    async with watching(api) as seen:
+        await seen.until("a")
+        api.fail = failure
+        api.end_watch()
+        await until(lambda: api.failures >= 3)
+        assert len(seen.lists) == 1
+        api.fail = None
+        api.change("ADDED", make_pod("b"))
+        await seen.until("a", "b")
+
+
+async def test_a_watch_that_outlives_its_time_is_given_up() -> None:
+    api = FakeApi()
+    async with watching(api, watch_s=0, slack_s=0.2) as seen:
+        await seen.until()
+        api.pods = {"a": make_pod("a")}
+        await seen.until("a")

@@ -1,0 +1,102 @@
+"""Whatever groups send, each index is delivered once, in order; and the journal alone says when a stream has ended."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_router.journal import Journal, Verdict
+from phalanx_router.stream import Lost, Stream
+from tests.router.fakes import expected, make_request, token_at
+
+
+def play(journal: Journal, messages: Sequence[tuple[int, int, int]]) -> tuple[list[int], bool]:
+    """What is delivered of these messages, and whether a gap showed."""
+    got, gap = [], False
+    for epoch, index, token in messages:
+        verdict = journal.accept(epoch, index, token)
+        if verdict is Verdict.DELIVER:
+            got.append(token)
+        gap = gap or verdict is Verdict.GAP
+    return got, gap
+
+
+@given(seed=st.integers(0, 2**32), length=st.integers(1, 40), epochs=st.integers(1, 6))
+def test_each_index_is_delivered_once_in_order_under_any_schedule(seed: int, length: int, epochs: int) -> None:
+    """Each epoch goes on after the delivered tokens; its messages and late ones of former epochs are lost, doubled, mixed."""
+    draw = random.Random(seed)
+    request = make_request([seed % 97, 3], max_tokens=length)
+    journal = Journal(request)
+    late: list[tuple[int, int, int]] = []
+    got: list[int] = []
+    for _ in range(epochs):
+        replay = journal.replay()
+        assert replay.delivered == got == expected(request.prompt, len(got))
+        sent = [(replay.epoch, i, token_at(request.prompt, i)) for i in range(len(got), length)]
+        stale = [(epoch, index, token + draw.choice([0, 1])) for epoch, index, token in late]
+        messages = [m for m in sent + stale for _ in range(draw.choice([0, 1, 1, 1, 2]))]
+        if draw.random() < 0.5:
+            draw.shuffle(messages)
+        new, gap = play(journal, messages)
+        got += new
+        assert gap or len(got) == length or all(m not in messages for m in sent[len(new) : len(new) + 1])
+        late += sent
+        journal.next_epoch()
+    last, _ = play(journal, [(journal.epoch, i, token_at(request.prompt, i)) for i in range(len(got), length)])
+    assert got + last == expected(request.prompt, length)
+    assert journal.end() == "length"
+
+
+@pytest.mark.parametrize(
+    ("delivered", "sampling", "end"),
+    [
+        ([], wire.Sampling(4, 0, stop_token_ids=[9]), None),
+        ([1, 2], wire.Sampling(4, 0, stop_token_ids=[9]), None),
+        ([1, 9], wire.Sampling(4, 0, stop_token_ids=[9]), "stop"),
+        ([1, 9], wire.Sampling(4, 0, stop_token_ids=[9], min_tokens=3), None),
+        ([1, 2, 3, 4], wire.Sampling(4, 0, stop_token_ids=[9]), "length"),
+        ([1, 2, 3, 9], wire.Sampling(4, 0, stop_token_ids=[9]), "stop"),
+    ],
+    ids=["nothing yet", "goes on", "stop token", "stop token too early", "max_tokens", "both"],
+)
+def test_a_journal_knows_its_end(delivered: list[int], sampling: wire.Sampling, end: str | None) -> None:
+    assert Journal(wire.Request("r", 0, [1], delivered, sampling)).end() == end
+
+
+def test_a_request_that_comes_with_delivered_tokens_goes_on_after_them() -> None:
+    journal = Journal(wire.Request("r", 3, [1], [5, 6], wire.Sampling(4, 0)))
+    assert journal.is_fresh
+    assert journal.accept(3, 1, 6) is Verdict.DROP
+    assert journal.accept(3, 2, 7) is Verdict.DELIVER
+    assert not journal.is_fresh
+    journal.next_epoch()
+    assert journal.replay() == wire.Request("r", 4, [1], [5, 6, 7], wire.Sampling(4, 0))
+
+
+async def test_tokens_before_a_setback_are_given_before_it() -> None:
+    stream = Stream(make_request(max_tokens=9))
+    stream.token(0, 0, 11)
+    stream.token(0, 1, 12)
+    stream.lost(0, "gone")
+    stream.lost(0, "gone again")
+    stream.finished(wire.Finished(1, 0, "stop"))
+    await stream.wait()
+    delta = stream.take()
+    assert delta is not None and not isinstance(delta, Lost | wire.Refused)
+    assert (delta.index, delta.tokens, delta.finish) == (0, [11, 12], None)
+    await stream.wait()
+    assert stream.take() == Lost("gone")
+    assert stream.take() is None
+
+
+async def test_what_an_older_epoch_says_is_not_heard() -> None:
+    stream = Stream(make_request())
+    stream.journal.next_epoch()
+    stream.token(0, 0, 11)
+    stream.finished(wire.Finished(1, 0, "stop"))
+    stream.refused(wire.Refused(1, 0, 503, "c", "m"))
+    stream.lost(0, "gone")
+    assert stream.take() is None
