@@ -12,10 +12,14 @@ class Collective(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """How many ranks."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; gives the same tensor back. Contiguous float tensor, same shape everywhere."""

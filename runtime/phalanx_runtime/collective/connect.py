@@ -1,0 +1,186 @@
+"""Connections of a rank to all others of its group, each peer having proved the group's token.
+
+A rank dials the lower ranks of other pods and is dialled by the higher ones. The dialler sends its rank and a nonce, the
+listener answers with a nonce and its proof, the dialler sends its own proof. A stranger who dials costs a thread for at most
+`HANDSHAKE_S`; nothing it sends reaches the exchange.
+"""
+
+import queue
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+from phalanx_runtime.collective import proof
+from phalanx_runtime.collective.futex import has_futex
+from phalanx_runtime.collective.links import Links
+from phalanx_runtime.collective.own import OwnCollective
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.shared import Pod, SharedMemory
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.errors import PeerLost
+
+HANDSHAKE_S = 5.0
+RETRY_S = 0.05
+_HELLO = struct.Struct("<8sI16s")
+_MAGIC = b"phalanx1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: who it is, which ranks share its pod's memory, and where the others listen.
+
+    addresses[r] is where rank r listens; pod_name is equal for the ranks of one pod and of no other.
+    """
+
+    rank: int
+    world_size: int
+    near: range
+    addresses: list[tuple[str, int]]
+    token: bytes
+    incarnation: int
+    pod_name: str
+
+
+def connect(place: Place, timeout_s: float, listener: socket.socket | None = None) -> Collective:
+    """Our own exchange over all ranks. Raises PeerLost when one of them has not come after `timeout_s`."""
+    if place.world_size == 1:
+        return SoloCollective()
+    near = place.near if has_futex() else range(place.rank, place.rank + 1)
+    far = [rank for rank in range(place.world_size) if rank not in near]
+    deadline = time.monotonic() + timeout_s
+    links = Links(_meet(place, far, deadline, listener)) if far else None
+    try:
+        pod = Pod(near, place.rank, place.pod_name, place.token, place.incarnation)
+        shared = SharedMemory(pod, max(deadline - time.monotonic(), 0.0)) if len(near) > 1 else None
+    except BaseException:
+        if links:
+            links.close()
+        raise
+    return OwnCollective(place.rank, place.world_size, shared, links)
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on every address of this pod. Port 0 takes a free one."""
+    return socket.create_server(("", port), backlog=64)
+
+
+def _meet(place: Place, far: list[int], deadline: float, listener: socket.socket | None) -> dict[int, socket.socket]:
+    """A proven connection to each of these ranks."""
+    found: dict[int, socket.socket] = {}
+    own = listener or listen(place.addresses[place.rank][1])
+    door = _Door(place, own, {rank for rank in far if rank > place.rank})
+    try:
+        for rank in far:
+            if rank < place.rank:
+                found[rank] = _dial(place, rank, deadline)
+        while len(found) < len(far):
+            rank, link = door.next_guest(deadline)
+            found[rank] = link
+    except BaseException:
+        for link in found.values():
+            link.close()
+        raise
+    finally:
+        door.close()
+    return found
+
+
+class _Door:
+    """Lets the expected ranks in, each in a thread of its own so that a silent stranger delays nobody."""
+
+    def __init__(self, place: Place, listener: socket.socket, expected: set[int]) -> None:
+        self._place = place
+        self._listener = listener
+        self._expected = expected
+        self._guests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._accept, name="collective-accept", daemon=True)
+        self._closed = False
+        listener.settimeout(0.2)
+        self._thread.start()
+
+    def next_guest(self, deadline: float) -> tuple[int, socket.socket]:
+        """The next rank that proved itself. Raises PeerLost at the deadline."""
+        try:
+            rank, link = self._guests.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except queue.Empty:
+            raise PeerLost(f"ranks {sorted(self._expected)} have not called rank {self._place.rank}") from None
+        if rank not in self._expected:
+            link.close()
+            return self.next_guest(deadline)
+        self._expected.discard(rank)
+        return rank, link
+
+    def close(self) -> None:
+        """Stops accepting."""
+        self._closed = True
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                link, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            threading.Thread(target=self._greet, args=(link,), name="collective-greet", daemon=True).start()
+
+    def _greet(self, link: socket.socket) -> None:
+        link.settimeout(HANDSHAKE_S)
+        try:
+            magic, rank, theirs = _HELLO.unpack(_read(link, _HELLO.size))
+            ranks, mine = (self._place.rank, rank), proof.make_nonce()
+            if magic != _MAGIC or rank not in self._expected:
+                raise ConnectionRefusedError(f"not one of the ranks expected: {rank}")
+            link.sendall(mine + _proof(self._place, "listen", ranks, theirs + mine))
+            if not proof.agrees(_read(link, proof.PROOF_BYTES), _proof(self._place, "dial", ranks, theirs + mine)):
+                raise ConnectionRefusedError(f"rank {rank} did not prove the token")
+            link.sendall(_MAGIC)
+        except OSError:
+            # A stranger, or a peer that died: it is not let in, and whoever is missing shows at the deadline.
+            link.close()
+            return
+        self._guests.put((rank, link))
+
+
+def _dial(place: Place, rank: int, deadline: float) -> socket.socket:
+    """A proven connection to a lower rank, tried again until it is there. Raises PeerLost at the deadline."""
+    while True:
+        link = None
+        try:
+            link = socket.create_connection(place.addresses[rank], timeout=HANDSHAKE_S)
+            _introduce(place, rank, link)
+            return link
+        except OSError as error:
+            if link is not None:
+                link.close()
+            if time.monotonic() >= deadline:
+                host, port = place.addresses[rank]
+                raise PeerLost(f"rank {rank} at {host}:{port} does not let rank {place.rank} in: {error}") from error
+        time.sleep(RETRY_S)
+
+
+def _introduce(place: Place, rank: int, link: socket.socket) -> None:
+    ranks, mine = (rank, place.rank), proof.make_nonce()
+    link.sendall(_HELLO.pack(_MAGIC, place.rank, mine))
+    answer = _read(link, proof.NONCE_BYTES + proof.PROOF_BYTES)
+    nonces = mine + answer[: proof.NONCE_BYTES]
+    if not proof.agrees(answer[proof.NONCE_BYTES :], _proof(place, "listen", ranks, nonces)):
+        raise ConnectionRefusedError(f"whoever answers for rank {rank} did not prove the token")
+    link.sendall(_proof(place, "dial", ranks, nonces))
+    _read(link, len(_MAGIC))  # admitted
+
+
+def _proof(place: Place, role: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
+    return proof.proof(place.token, role, place.incarnation, ranks, nonces)
+
+
+def _read(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        got = link.recv(size - len(data))
+        if not got:
+            raise ConnectionResetError("closed during the handshake")
+        data += got
+    return data

@@ -1,0 +1,253 @@
+"""Fragments between the ranks of one pod, through one file in shared memory.
+
+Each rank has an outbox per channel: a ring of slots that it alone writes, a counter of fragments posted, and for every reader
+a counter of fragments read. A writer waits while its ring is full, a reader while it is empty; both sleep on the counter.
+The creator removes the file's name as soon as all have joined, so nothing is left behind, however the ranks end.
+"""
+
+import mmap
+import os
+import select
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective import proof
+from phalanx_runtime.collective.futex import Word
+from phalanx_runtime.errors import PeerLost
+
+FRAGMENT_BYTES = 1 << 20
+"""Longest fragment. Larger tensors go in several."""
+SLOTS = 2
+ALL, ROOT = 0, 1
+"""Channels: read by every rank of the pod, read by the group's rank 0 only."""
+LINE = 64
+SPINS = 200
+"""Looks at a counter before sleeping on it, about 20 us: within a step the peer is usually that close."""
+SLICE_S = 0.1
+"""Longest sleep before looking whether the peer still lives."""
+_HEAD = struct.Struct("<II")
+_CARD = struct.Struct("<16s32s32sI")
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """Who shares the memory: the ranks of this pod in order, which of them this is, what names and guards the file."""
+
+    ranks: Sequence[int]
+    rank: int
+    name: str
+    token: bytes
+    incarnation: int
+    folder: Path = Path("/dev/shm")
+
+    @property
+    def path(self) -> Path:
+        """The file, while it has a name."""
+        return self.folder / f"phalanx-{self.name}"
+
+
+class _Layout:
+    """Offsets in the file: nonce, a card per rank, counters, slots."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._counters = LINE + size * 128
+        self._slots = -(-(self._counters + size * 2 * (size + 1) * LINE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._slot_bytes = FRAGMENT_BYTES + LINE
+        self.total = self._slots + size * 2 * SLOTS * self._slot_bytes
+
+    def card(self, member: int) -> int:
+        """Where this member says who it is."""
+        return LINE + member * 128
+
+    def counter(self, writer: int, channel: int, reader: int | None) -> int:
+        """Fragments that the writer posted (reader None), or that the reader has read."""
+        column = 0 if reader is None else 1 + reader
+        return self._counters + ((writer * 2 + channel) * (self.size + 1) + column) * LINE
+
+    def slot(self, writer: int, channel: int, number: int) -> int:
+        """Where the fragment of this number lies."""
+        return self._slots + ((writer * 2 + channel) * SLOTS + number % SLOTS) * self._slot_bytes
+
+
+class SharedMemory:
+    """This rank's end of the pod's memory. Peers are named by their rank in the group."""
+
+    def __init__(self, pod: Pod, timeout_s: float) -> None:
+        self._pod = pod
+        self._layout = _Layout(len(pod.ranks))
+        self._index = {rank: index for index, rank in enumerate(pod.ranks)}
+        self._me = self._index[pod.rank]
+        self._memory, pids = _join(pod, self._layout, self._me, time.monotonic() + timeout_s)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._alive = {rank: os.pidfd_open(pid) for rank, pid in zip(pod.ranks, pids, strict=True) if rank != pod.rank}
+        self._poll = select.poll()
+        for descriptor in self._alive.values():
+            self._poll.register(descriptor, select.POLLIN)
+        size = self._layout.size
+        self._posted = [[self._word(w, c, None) for c in (ALL, ROOT)] for w in range(size)]
+        self._read = [[[self._word(w, c, r) for r in range(size)] for c in (ALL, ROOT)] for w in range(size)]
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of this pod."""
+        return list(self._alive)
+
+    def post(self, channel: int, fragment: Tensor, more: bool) -> None:
+        """Puts a fragment, uint8 of at most FRAGMENT_BYTES, into this rank's outbox. Waits while the ring is full."""
+        posted = self._posted[self._me][channel]
+        number = posted.value
+        readers = self._index.values() if channel == ALL else [0]
+        for reader in readers:
+            if reader != self._me:
+                counter = self._read[self._me][channel][reader]
+                while (number - (read := counter.value)) & 0xFFFFFFFF >= SLOTS:
+                    self._sleep(counter, read)
+        at = self._layout.slot(self._me, channel, number)
+        _HEAD.pack_into(self._memory, at, fragment.numel(), more)
+        start = at + LINE
+        self._bytes[start : start + fragment.numel()].copy_(fragment)
+        posted.advance()
+
+    def take(self, rank: int, channel: int) -> tuple[Tensor, bool]:
+        """The next fragment of this peer, in place, and whether more of its message follows. Valid until `release`."""
+        writer = self._index[rank]
+        posted, seen = self._posted[writer][channel], self._read[writer][channel][self._me].value
+        for _ in range(SPINS):
+            if posted.value != seen:
+                break
+        while posted.value == seen:
+            self._sleep(posted, seen)
+        at = self._layout.slot(writer, channel, seen)
+        length, more = _HEAD.unpack_from(self._memory, at)
+        start = at + LINE
+        return self._bytes[start : start + length], bool(more)
+
+    def release(self, rank: int, channel: int) -> None:
+        """Gives the slot of the fragment last taken back to its writer."""
+        self._read[self._index[rank]][channel][self._me].advance()
+
+    def close(self) -> None:
+        """Lets go of the peers' descriptors; the memory goes with the last view of it."""
+        for descriptor in self._alive.values():
+            os.close(descriptor)
+        self._alive.clear()
+
+    def check_alive(self) -> None:
+        """Raises PeerLost if a rank of this pod has ended. A zombie has ended."""
+        gone = {descriptor for descriptor, _ in self._poll.poll(0)}
+        for rank, descriptor in self._alive.items():
+            if descriptor in gone:
+                raise PeerLost(f"rank {rank} of this pod has ended")
+
+    def _sleep(self, word: Word, seen: int) -> None:
+        word.wait(seen, SLICE_S)
+        if word.value == seen:
+            self.check_alive()
+
+    def _word(self, writer: int, channel: int, reader: int | None) -> Word:
+        return Word(self._memory, self._layout.counter(writer, channel, reader))
+
+
+def _join(pod: Pod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mmap, list[int]]:
+    """The shared memory and every member's process id, once all have proved the token. Raises PeerLost at the deadline."""
+    if me == 0:
+        return _create(pod, layout, deadline)
+    while True:
+        try:
+            descriptor = os.open(pod.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            _pause(deadline, f"rank {pod.ranks[0]} made no shared memory")
+            continue
+        try:
+            memory = _map(descriptor, layout)
+            admitted = memory is not None and _enter(pod, layout, me, memory, deadline, os.fstat(descriptor).st_ino)
+        finally:
+            os.close(descriptor)
+        if memory is not None and admitted:
+            return memory, [_CARD.unpack_from(memory, layout.card(member))[3] for member in range(layout.size)]
+        _pause(deadline, f"rank {pod.ranks[0]} did not let rank {pod.rank} in")
+
+
+def _map(descriptor: int, layout: _Layout) -> mmap.mmap | None:
+    """The file's memory, or None while its creator has not yet given it its size."""
+    if os.fstat(descriptor).st_size < layout.total:
+        return None
+    return mmap.mmap(descriptor, layout.total)
+
+
+def _create(pod: Pod, layout: _Layout, deadline: float) -> tuple[mmap.mmap, list[int]]:
+    """Makes the file, lets every member in that proves the token, and removes the file's name."""
+    with suppress(FileNotFoundError):
+        os.unlink(pod.path)  # of a former process with our number
+    descriptor = os.open(pod.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        nonce = proof.make_nonce()
+        os.pwrite(descriptor, nonce, 0)
+        os.ftruncate(descriptor, layout.total)
+        memory = mmap.mmap(descriptor, layout.total)
+        _CARD.pack_into(memory, layout.card(0), b"", b"", b"", os.getpid())
+        waiting = set(range(1, layout.size))
+        while waiting:
+            waiting -= {member for member in waiting if _admit(pod, layout, member, memory, nonce)}
+            if waiting:
+                _pause(deadline, f"ranks {[pod.ranks[member] for member in sorted(waiting)]} did not join the shared memory")
+        memory[NONCE_END : NONCE_END + 1] = b"\1"
+    finally:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(pod.path)
+    return memory, [_CARD.unpack_from(memory, layout.card(member))[3] for member in range(layout.size)]
+
+
+NONCE_END = proof.NONCE_BYTES
+
+
+def _admit(pod: Pod, layout: _Layout, member: int, memory: mmap.mmap, nonce: bytes) -> bool:
+    """Answers the member's proof with ours. False while it has not given a right one."""
+    at = layout.card(member)
+    theirs, given, _, pid = _CARD.unpack_from(memory, at)
+    ranks = (pod.ranks[0], pod.ranks[member])
+    if not pid or not proof.agrees(given, proof.proof(pod.token, "join", pod.incarnation, ranks, nonce + theirs)):
+        return False
+    answer = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonce + theirs)
+    memory[at + 48 : at + 80] = answer
+    return True
+
+
+def _enter(pod: Pod, layout: _Layout, me: int, memory: mmap.mmap, deadline: float, inode: int) -> bool:
+    """Proves the token to the creator. False if the file turned out to be a dead creator's: it has lost its name to another."""
+    at, ranks, mine = layout.card(me), (pod.ranks[0], pod.rank), proof.make_nonce()
+    nonces = memory[:NONCE_END] + mine
+    memory[at : at + 16] = mine
+    memory[at + 16 : at + 48] = proof.proof(pod.token, "join", pod.incarnation, ranks, nonces)
+    struct.pack_into("<I", memory, at + 80, os.getpid())
+    expected = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonces)
+    while not (proof.agrees(memory[at + 48 : at + 80], expected) and memory[NONCE_END]):
+        if time.monotonic() >= deadline:
+            return False
+        if not _still_named(pod.path, inode) and not proof.agrees(memory[at + 48 : at + 80], expected):
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _still_named(path: Path, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def _pause(deadline: float, why: str) -> None:
+    """Waits a moment. Raises PeerLost after the deadline."""
+    if time.monotonic() >= deadline:
+        raise PeerLost(why)
+    time.sleep(0.002)

@@ -1,0 +1,178 @@
+"""Attention over paged keys and values.
+
+Pages of one layer lie as [pages, kv_heads, page, head_dim], so a gather is one `index_select` of whole (page, head) lumps.
+A step's tokens are packed with the decoding requests first, in groups padded to one length, then prefill chunks one by one.
+The query heads of one KV head are folded into the query length (decode) or spread over a stride-0 head (prefill).
+`DenseAttention` is the slow twin: the same numbers from the definition.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Windows = dict[int | None, Tensor]
+"""Mask of a group or chunk for each sliding window that the model has (None: full attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer: two [pages, kv_heads, page, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Requests with one token each, tokens [start, start + size) of the step.
+
+    lumps: [size * kv_heads * pages] rows of the cache seen as [pages * kv_heads, page * head_dim]. masks: additive,
+    [size, 1, 1, pages * page]. tables: [size, pages] and lengths: [size] say the same for the slow twin.
+    """
+
+    start: int
+    size: int
+    lumps: Tensor
+    masks: Windows
+    tables: Tensor
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages.
+
+    lumps is None when the chunk is the whole context: then keys and values come straight from the step. masks are additive,
+    [size, length]; no entry for a window means plain causal.
+    """
+
+    start: int
+    size: int
+    length: int
+    lumps: Tensor | None
+    masks: Windows
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step as tensors.
+
+    slots: [tokens * kv_heads] rows of the cache seen as [pages * kv_heads * page, head_dim]. drawn: tokens to draw after.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    groups: list[DecodeGroup]
+    chunks: list[Chunk]
+    drawn: Tensor
+
+
+class Attention(Protocol):
+    """Writes a step's keys and values into the pages and attends over them."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        ...
+
+
+def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Puts k and v, [tokens, kv_heads, dim] each, into their slots."""
+    dim = k.shape[-1]
+    cache.k.view(-1, dim).index_copy_(0, slots, k.reshape(-1, dim))
+    cache.v.view(-1, dim).index_copy_(0, slots, v.reshape(-1, dim))
+
+
+class PagedAttention:
+    """The fast path: gather by index_select into kept buffers, then scaled_dot_product_attention."""
+
+    __slots__ = ("_k", "_v")
+
+    def __init__(self) -> None:
+        # Kept between steps: on CPU a fresh allocation of this size costs ten times the gather, in page faults.
+        self._k = torch.empty(0)
+        self._v = torch.empty(0)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        write_pages(k, v, cache, batch.slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in batch.groups:
+            self._decode(q, cache, group, window, out)
+        for chunk in batch.chunks:
+            self._prefill(q, k, v, cache, chunk, window, out)
+        return out.view(q.shape[0], -1)
+
+    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, window: int | None, out: Tensor) -> None:
+        kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
+        keys, values = self._gather(cache, group.lumps)
+        at = slice(group.start, group.start + group.size)
+        shape = (group.size, kv_heads, -1, dim)
+        folded = F.scaled_dot_product_attention(
+            q[at].view(shape), keys.view(shape), values.view(shape), attn_mask=group.masks[window]
+        )
+        out[at].view(shape).copy_(folded)
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: Chunk, window: int | None, out: Tensor) -> None:
+        kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
+        group = q.shape[1] // kv_heads
+        at = slice(chunk.start, chunk.start + chunk.size)
+        if chunk.lumps is None:
+            keys, values = k[at].transpose(0, 1), v[at].transpose(0, 1)
+        else:
+            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in self._gather(cache, chunk.lumps))
+        # [kv_heads, group, tokens, dim]: a KV head's query heads share its keys through a stride of 0.
+        queries = q[at].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
+        spread = (kv_heads, group, chunk.length, dim)
+        mask = chunk.masks.get(window)
+        attended = F.scaled_dot_product_attention(
+            queries,
+            keys.unsqueeze(1).expand(spread),
+            values.unsqueeze(1).expand(spread),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        out[at].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
+
+    def _gather(self, cache: LayerCache, lumps: Tensor) -> tuple[Tensor, Tensor]:
+        size = cache.k.shape[2] * cache.k.shape[3]
+        wanted = lumps.numel() * size
+        if self._k.numel() < wanted or self._k.dtype != cache.k.dtype:
+            self._k = torch.empty(wanted, dtype=cache.k.dtype, device=cache.k.device)
+            self._v = torch.empty(wanted, dtype=cache.v.dtype, device=cache.v.device)
+        shape = (lumps.numel(), size)
+        keys, values = self._k[:wanted].view(shape), self._v[:wanted].view(shape)
+        torch.index_select(cache.k.view(-1, size), 0, lumps, out=keys)
+        torch.index_select(cache.v.view(-1, size), 0, lumps, out=values)
+        return keys, values
+
+
+class DenseAttention:
+    """The slow twin: one request and one query at a time, softmax(q k^T / sqrt(dim)) v written out."""
+
+    __slots__ = ()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        write_pages(k, v, cache, batch.slots)
+        rows = [_attend(q[g.start + i], cache, g.tables[i], n, window) for g in batch.groups for i, n in enumerate(g.lengths)]
+        for chunk in batch.chunks:
+            first = chunk.length - chunk.size
+            for i in range(chunk.size):
+                rows.append(_attend(q[chunk.start + i], cache, chunk.table, first + i + 1, window))
+        return torch.stack(rows)
+
+
+def _attend(q: Tensor, cache: LayerCache, table: Tensor, length: int, window: int | None) -> Tensor:
+    """One query, [heads, dim], over the last `window` of `length` tokens in these pages: [heads * dim]."""
+    first = 0 if window is None else max(0, length - window)
+    kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
+    keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
+    values = cache.v[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
+    group = q.shape[0] // kv_heads
+    scores = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) / dim**0.5
+    return torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).reshape(-1)

@@ -1,0 +1,98 @@
+"""Which part of a model each rank holds. Pure arithmetic.
+
+Attention is cut by KV head with the query heads of its group; sizes that do not divide are cut unevenly. With more ranks
+than KV heads, the ranks of one KV head hold a copy of it and share its query heads. The MLP is cut so that attention and
+MLP together are as even as they can be; vocabulary rows are cut evenly.
+"""
+
+from dataclasses import dataclass
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.config import ModelConfig
+
+MLP_UNIT = 16
+"""Columns of the MLP go to ranks in lumps of this size (a vector register of fp32), where the size allows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open interval of indices."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many indices."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part: heads, MLP columns and vocabulary rows."""
+
+    heads: Span
+    kv_heads: Span
+    mlp: Span
+    vocab: Span
+
+    @property
+    def group(self) -> int:
+        """Query heads of this rank per KV head of this rank."""
+        return self.heads.size // self.kv_heads.size
+
+
+def partition(config: ModelConfig, world_size: int) -> list[Shard]:
+    """The shard of each rank. Raises ModelError when there are more ranks than query heads or MLP columns."""
+    if world_size > config.num_heads:
+        raise ModelError(f"tensor-parallel size {world_size} is more than the model's {config.num_heads} attention heads")
+    if world_size > min(config.intermediate_size, config.vocab_size):
+        raise ModelError(f"tensor-parallel size {world_size} is more than the model's MLP columns or vocabulary")
+    heads = _cut_heads(config, world_size)
+    mlp = _cut_mlp(config, heads, world_size)
+    vocab = cut_evenly(config.vocab_size, world_size)
+    return [Shard(q, kv, mlp[rank], vocab[rank]) for rank, (q, kv) in enumerate(heads)]
+
+
+def cut_evenly(total: int, parts: int) -> list[Span]:
+    """`parts` adjacent spans over [0, total) whose sizes differ by at most one, the larger ones first."""
+    base, extra = divmod(total, parts)
+    spans, start = [], 0
+    for index in range(parts):
+        stop = start + base + (index < extra)
+        spans.append(Span(start, stop))
+        start = stop
+    return spans
+
+
+def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
+    """Query and KV heads of each rank."""
+    kv_heads = config.num_kv_heads
+    group = config.num_heads // kv_heads
+    if world_size <= kv_heads:
+        return [(Span(kv.start * group, kv.stop * group), kv) for kv in cut_evenly(kv_heads, world_size)]
+    cuts = []
+    for head, ranks in enumerate(cut_evenly(world_size, kv_heads)):
+        if ranks.size > group:
+            raise ModelError(
+                f"tensor-parallel size {world_size} would split the {group} query heads of one KV head over {ranks.size} ranks"
+            )
+        for part in cut_evenly(group, ranks.size):
+            cuts.append((Span(head * group + part.start, head * group + part.stop), Span(head, head + 1)))
+    return cuts
+
+
+def _cut_mlp(config: ModelConfig, heads: list[tuple[Span, Span]], world_size: int) -> list[Span]:
+    """MLP columns of each rank, fewer where it has more attention: a column has 3 weights per hidden unit, a head 2 * dim."""
+    unit = MLP_UNIT if config.intermediate_size % MLP_UNIT == 0 and config.intermediate_size >= MLP_UNIT * world_size else 1
+    attention = [(q.size + kv.size) * 2 * config.head_dim / 3 for q, kv in heads]
+    total = sum(attention) + config.intermediate_size
+    left = config.intermediate_size // unit
+    spans, start = [], 0
+    for rank in range(world_size):
+        others = world_size - rank - 1
+        wanted = round((total / world_size - attention[rank]) / unit)
+        size = left if others == 0 else min(max(wanted, 1), left - others)
+        spans.append(Span(start * unit, (start + size) * unit))
+        start, left = start + size, left - size
+    return spans

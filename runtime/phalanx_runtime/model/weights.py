@@ -1,0 +1,95 @@
+"""Tensors of a safetensors checkpoint, read slice by slice: a rank touches only the bytes of its own part."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.partition import Span
+
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """An open checkpoint folder. Each read gives a new tensor in the wanted dtype on the wanted device."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._folder = folder
+        self._files = _tensor_files(folder)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+        return name in self._files
+
+    def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
+        """A one-dimensional tensor of this size, or part of it."""
+        part = span or Span(0, size)
+        return self._place(self._slice(name, (size,))[part.start : part.stop])
+
+    def rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+        """Some rows of a matrix of this shape."""
+        return self._place(self._slice(name, shape)[span.start : span.stop])
+
+    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+        """Some columns of a matrix of this shape."""
+        return self._place(self._slice(name, shape)[:, span.start : span.stop])
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        # A copy in any case: the slice may be a view of the mapped file, which closes after loading.
+        return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
+
+    def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"{self._folder}: tensor {name} is missing")
+        try:
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            lazy = self._open[path].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {error}") from error
+        if tuple(lazy.get_shape()) != shape:
+            raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}, config.json implies {list(shape)}")
+        return lazy
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor: by the index if there is one, else all in one file or in every *.safetensors."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            names = json.loads(index.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{index} cannot be read: {error!r}") from error
+        files = {name: folder / file for name, file in names.items()}
+        for path in sorted(set(files.values())):
+            if not path.exists():
+                raise ModelError(f"{path} is missing: {INDEX} names it")
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ModelError(f"{folder} holds no *.safetensors")
+    files = {}
+    for path in found:
+        try:
+            with safe_open(path, framework="pt") as handle:
+                files.update(dict.fromkeys(handle.keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {error}") from error
+    return files

@@ -1,0 +1,84 @@
+"""`python -m phalanx_runtime.rank`: reads a RankSpec from stdin, loads, says ready on stdout, computes until it is told to leave.
+
+It leaves with 0 when stdin closes (its parent is gone or asks it to), 3 when a peer is lost, 4 when the model cannot be loaded;
+the last line on stderr says why.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+from typing import NoReturn
+
+import msgspec
+
+from phalanx_runtime.errors import ModelError, PeerLost
+from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
+
+log = logging.getLogger("phalanx_runtime.rank")
+
+
+def main() -> NoReturn:
+    """Runs one rank to its end and leaves with its exit code."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    try:
+        spec = msgspec.json.decode(sys.stdin.readline(), type=RankSpec)
+    except msgspec.DecodeError as error:
+        log.error("stdin holds no RankSpec: %s", error)
+        _leave(1)
+    threading.Thread(target=_leave_with_parent, name="stdin", daemon=True).start()
+    try:
+        _serve(spec)
+    except PeerLost as lost:
+        log.error("rank %d leaves: %s", spec.rank, lost)
+        _leave(EXIT_PEER_LOST)
+    except ModelError as error:
+        log.error("%s", error)
+        _leave(EXIT_MODEL)
+    except BaseException:
+        log.exception("rank %d failed", spec.rank)
+        _leave(1)
+    _leave(EXIT_ASKED)
+
+
+def _serve(spec: RankSpec) -> None:
+    """Loads and computes. torch is loaded only here, after the parent is watched."""
+    from phalanx_runtime.rank.cgroup import System
+    from phalanx_runtime.rank.group import join_group
+    from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+
+    system = System()
+    prepare_process(spec, system)
+    device = choose_device(spec)
+    collective = join_group(spec, device)
+    runner, ready = load_rank(spec, collective, device, system)
+    gc.collect()
+    gc.freeze()
+    sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
+    sys.stdout.flush()
+    if spec.rank > 0:
+        runner.follow()
+        return
+    from phalanx_runtime.core.admission import Limits
+    from phalanx_runtime.engine.loop import run_engine
+
+    run_engine(runner, Limits(ready.max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens), spec.engine_socket)
+
+
+def _leave_with_parent() -> None:
+    """Ends this process when stdin closes, whatever the rest of it waits for."""
+    while sys.stdin.readline():
+        pass
+    _leave(EXIT_ASKED)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends at once: other threads may be inside a wait that nothing ends."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

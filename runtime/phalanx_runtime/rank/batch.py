@@ -1,0 +1,160 @@
+"""From a step plan to the tensors of a step.
+
+Each rank keeps the page table of every row; a plan only adds to it. Requests that compute one token are put first, sorted by
+length and cut into groups that are padded to one length; the rest follow as chunks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.model.attention import Chunk, DecodeGroup, StepBatch, Windows
+
+WASTE_BYTES = 1 << 20
+"""Padding that a group of decoding requests may read per layer before another group, at some 50 us a layer, is cheaper."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What of the cache the builder must know: tokens per page, this rank's KV heads, bytes of one page in one layer, and the
+    sliding windows that the model's layers have."""
+
+    page_size: int
+    kv_heads: int
+    layer_page_bytes: int
+    windows: frozenset[int | None]
+
+
+def decode_groups(pages: list[int], waste_pages: int) -> list[int]:
+    """Sizes of the groups that requests with these falling page counts are cut into, each padded to its first."""
+    sizes: list[int] = []
+    first, wasted = 0, 0
+    for count in pages:
+        if sizes and wasted + first - count <= waste_pages:
+            sizes[-1] += 1
+            wasted += first - count
+        else:
+            sizes.append(1)
+            first, wasted = count, 0
+    return sizes
+
+
+class BatchBuilder:
+    """Page tables and sampling parameters of the rows, and the tensors of one step after another."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.params: dict[int, NewRow] = {}
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._tables: Ints = np.zeros((8, 8), np.int64)
+        self._held: Ints = np.zeros(8, np.int64)
+        self._heads: Ints = np.arange(shape.kv_heads, dtype=np.int64)
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The plan's tensors. The rows' tables are brought up to date first."""
+        self._update(plan)
+        rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
+        lengths = starts + counts
+        order = np.lexsort((-lengths, counts != 1))
+        offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
+        ones = int((counts == 1).sum())
+        rows, starts, counts, lengths = rows[order], starts[order], counts[order], lengths[order]
+        first = np.concatenate(([0], np.cumsum(counts)))
+        within = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+        positions = np.repeat(starts, counts) + within
+        tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
+        rank_of = np.empty_like(order)
+        rank_of[order] = np.arange(len(order))
+        drawn = first[1:][rank_of[[request for request, _ in plan.draws]]] - 1 if plan.draws else np.zeros(0, np.int64)
+        return StepBatch(
+            tokens=self._tensor(tokens),
+            positions=self._tensor(positions),
+            slots=self._tensor(self._slots(np.repeat(rows, counts), positions)),
+            groups=self._groups(rows[:ones], lengths[:ones]),
+            chunks=[self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i])) for i in range(ones, len(rows))],
+            drawn=self._tensor(drawn),
+        )
+
+    def _update(self, plan: StepPlan) -> None:
+        for new in plan.admitted:
+            self._reserve(new.row + 1, 1)
+            self.params[new.row] = new
+            self._held[new.row] = 0
+        for row, pages in zip(plan.rows, plan.pages, strict=True):
+            if pages:
+                held = int(self._held[row])
+                self._reserve(row + 1, held + len(pages))
+                self._tables[row, held : held + len(pages)] = pages
+                self._held[row] = held + len(pages)
+
+    def _reserve(self, rows: int, pages: int) -> None:
+        """Room for this many rows and pages per row, doubling."""
+        have_rows, have_pages = self._tables.shape
+        if rows > have_rows or pages > have_pages:
+            more_rows = max(have_rows, 1 << (rows - 1).bit_length())
+            more_pages = max(have_pages, 1 << (pages - 1).bit_length())
+            self._tables = np.pad(self._tables, ((0, more_rows - have_rows), (0, more_pages - have_pages)))
+            self._held = np.pad(self._held, (0, more_rows - have_rows))
+
+    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+        page_size, kv_heads = self._shape.page_size, self._shape.kv_heads
+        pages = self._tables[rows, positions // page_size]
+        lumps = pages[:, None] * kv_heads + self._heads
+        slots: Ints = (lumps * page_size + (positions % page_size)[:, None]).reshape(-1)
+        return slots
+
+    def _groups(self, rows: Ints, lengths: Ints) -> list[DecodeGroup]:
+        """Groups of decoding requests, longest first."""
+        pages = -(-lengths // self._shape.page_size)
+        waste = WASTE_BYTES // max(self._shape.layer_page_bytes, 1)
+        groups, start = [], 0
+        for size in decode_groups(pages.tolist(), waste):
+            at = slice(start, start + size)
+            groups.append(self._group(start, rows[at], lengths[at], pages[at]))
+            start += size
+        return groups
+
+    def _group(self, start: int, rows: Ints, lengths: Ints, pages: Ints) -> DecodeGroup:
+        wide = int(pages[0])
+        columns = np.arange(wide)
+        tables = self._tables[rows, :wide]
+        # Padding repeats the row's own first page, so that what another request wrote is never read.
+        tables = np.where(columns < pages[:, None], tables, tables[:, :1])
+        lumps = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
+        columns = np.arange(wide * self._shape.page_size)
+        seen = columns < lengths[:, None]
+        masks: Windows = {}
+        for window in self._shape.windows:
+            visible = seen if window is None else seen & (columns >= lengths[:, None] - window)
+            masks[window] = self._mask(visible[:, None, None, :])
+        return DecodeGroup(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist())
+
+    def _chunk(self, start: int, row: int, size: int, length: int) -> Chunk:
+        pages = self._tables[row, : -(-length // self._shape.page_size)]
+        whole = size == length
+        lumps = None if whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
+        masks: Windows = {}
+        columns, queries = np.arange(length), np.arange(length - size, length)[:, None]
+        for window in self._shape.windows:
+            narrow = window is not None and window < length
+            if not whole or narrow:
+                visible = columns <= queries
+                if window is not None:
+                    visible &= columns > queries - window
+                masks[window] = self._mask(visible)
+        return Chunk(start, size, length, lumps, masks, self._tensor(pages))
+
+    def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
+        """Additive: 0 where visible, minus infinity elsewhere."""
+        seen = torch.from_numpy(visible).to(self._device)
+        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, float("-inf"))
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

@@ -1,0 +1,85 @@
+"""What this process may use, as its cgroups say it (version 1 and 2). The machine's own size is only the upper bound."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+UNLIMITED_BYTES = 1 << 60
+"""Version 1 writes a huge number where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Where the kernel tells its limits. Tests give folders of their own."""
+
+    cgroup: Path = Path("/sys/fs/cgroup")
+    own: Path = Path("/proc/self/cgroup")
+    meminfo: Path = Path("/proc/meminfo")
+    processors: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+
+def cpu_limit(system: System) -> float:
+    """Processors that this process may keep busy: the smallest quota on its path, and no more than it may run on."""
+    limit = float(system.processors)
+    for folder in _folders(system, "cpu"):
+        quota = _cpu_v2(folder) or _cpu_v1(folder)
+        if quota is not None:
+            limit = min(limit, quota)
+    return limit
+
+
+def memory_limit(system: System) -> int:
+    """Bytes of memory that this process may use: the smallest limit on its path, and no more than the machine has."""
+    limit = _machine_memory(system)
+    for folder in _folders(system, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text.isdigit() and int(text) < UNLIMITED_BYTES:
+                limit = min(limit, int(text))
+    return limit
+
+
+def _folders(system: System, controller: str) -> Iterator[Path]:
+    """The cgroup folders from this process's own up to the root, for a controller of version 1 or for version 2."""
+    for line in _read(system.own).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            root = system.cgroup
+        elif controller in controllers.split(","):
+            root = system.cgroup / controller
+        else:
+            continue
+        # Inside a container the path may be the host's while the mounted root is already our own: missing folders are skipped.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            folder = root.joinpath(*parts[:depth])
+            if folder.is_dir():
+                yield folder
+
+
+def _cpu_v2(folder: Path) -> float | None:
+    quota, _, period = _read(folder / "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _cpu_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _machine_memory(system: System) -> int:
+    for line in _read(system.meminfo).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemTotal":
+            return int(value.split()[0]) * 1024
+    return UNLIMITED_BYTES
+
+
+def _read(path: Path) -> str:
+    """The file's text without its end of line; empty when it is not there."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,58 @@
+"""The page pool of a rank: how many pages fit, and the memory they lie in."""
+
+import math
+import mmap
+
+import torch
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.partition import Shard
+
+CPU_POOL_BYTES = 4 << 30
+"""Most that the pool of a pod takes on CPU when no size is asked for."""
+CPU_POOL_SHARE = 0.3
+"""Share of the memory limit that it takes at most."""
+
+
+def cpu_pool_bytes(memory_limit: int, local_world_size: int) -> int:
+    """Bytes of one rank's pool on CPU when no size is asked for."""
+    return int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * memory_limit)) // local_world_size
+
+
+def page_bytes(config: ModelConfig, shard: Shard, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, keys and values, on this rank."""
+    return 2 * config.num_layers * shard.kv_heads.size * page_size * config.head_dim * dtype.itemsize
+
+
+def longest_request(asked: int | None, config: ModelConfig, num_pages: int, page_size: int) -> int:
+    """Tokens, prompt and output, of the longest request: what was asked for, else what model and pool hold.
+
+    Raises ModelError when the pool holds no page, or not one request of the length asked for.
+    """
+    held = num_pages * page_size
+    if num_pages < 1:
+        raise ModelError("the KV cache has no room for a single page: raise kv_cache_memory_bytes or give the pod more memory")
+    if asked is not None and asked > held:
+        raise ModelError(
+            f"max_model_len {asked} does not fit the KV cache, which holds {held} tokens; raise kv_cache_memory_bytes"
+        )
+    return asked if asked is not None else min(config.max_position, held)
+
+
+def make_caches(
+    config: ModelConfig, shard: Shard, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """Zeroed pages of every layer. On CPU memory is taken as pages are first used."""
+    shape = (num_pages, shard.kv_heads.size, page_size, config.head_dim)
+    if device.type != "cpu":
+        return [
+            LayerCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(config.num_layers)
+        ]
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, 2 * config.num_layers * count * dtype.itemsize)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    parts = flat.view(config.num_layers, 2, *shape)
+    return [LayerCache(parts[layer, 0], parts[layer, 1]) for layer in range(config.num_layers)]

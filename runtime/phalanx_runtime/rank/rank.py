@@ -1,0 +1,106 @@
+"""A rank ready to compute: device, dtype, weights, page pool, runner."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.config import read_config
+from phalanx_runtime.model.linear import choose_dtype, read_cpu_flags
+from phalanx_runtime.model.llama import Llama, load
+from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.threads import rank_threads
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def choose_device(spec: RankSpec) -> torch.device:
+    """This rank's GPU where the machine has one for it, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= spec.local_world_size:
+        return torch.device("cuda", spec.local_rank)
+    return torch.device("cpu")
+
+
+def prepare_process(spec: RankSpec, system: System) -> None:
+    """Sets the threads of this rank, and keeps freed memory with the process: mapping it anew costs more than using it."""
+    torch.set_num_threads(rank_threads(spec.num_threads, cpu_limit(system), spec.local_world_size))
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
+    """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
+    folder = Path(spec.model_dir)
+    config = read_config(folder)
+    dtype = choose_dtype(spec.dtype, config.dtype, device, read_cpu_flags())
+    positions = max(config.max_position, spec.max_model_len or 0)
+    model = load(folder, config, collective, dtype, device, positions)
+    num_pages = _agree(_own_pages(spec, model, dtype, device, system), collective, device)
+    max_model_len = longest_request(spec.max_model_len, config, num_pages, spec.page_size)
+    caches = make_caches(config, model.shard, num_pages, spec.page_size, dtype, device)
+    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device)
+    return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len)
+
+
+def make_runner(
+    model: Llama, caches: list[LayerCache], pool: PoolShape, collective: Collective, dtype: torch.dtype, device: torch.device
+) -> ModelRunner:
+    """A runner of this model over these pages."""
+    config, kv_heads = model.config, model.shard.kv_heads.size
+    layer_page_bytes = page_bytes(config, model.shard, pool.page_size, dtype) // config.num_layers
+    shape = CacheShape(pool.page_size, kv_heads, layer_page_bytes, frozenset(config.windows))
+    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective)
+
+
+def _own_pages(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device, system: System) -> int:
+    """Pages that fit this rank's memory."""
+    size = page_bytes(model.config, model.shard, spec.page_size, dtype)
+    if spec.kv_cache_memory_bytes is not None:
+        return spec.kv_cache_memory_bytes // size
+    if device.type == "cpu":
+        return cpu_pool_bytes(memory_limit(system), spec.local_world_size) // size
+    return _gpu_pool_bytes(spec, model, dtype, device) // size
+
+
+def _gpu_pool_bytes(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device) -> int:
+    """What the share of the GPU's memory leaves after the weights and the largest step."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _largest_step(spec, model, dtype, device)
+    free, total = torch.cuda.mem_get_info(device)
+    held, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    others = total - free - held
+    left = int(total * spec.gpu_memory_utilization) - others - peak
+    if left <= 0:
+        raise ModelError(f"gpu_memory_utilization {spec.gpu_memory_utilization} leaves no memory for the KV cache; raise it")
+    return left
+
+
+def _largest_step(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device) -> None:
+    """Runs one prefill of the largest step, with max_num_seqs draws' worth of scores, and forgets it."""
+    tokens = min(spec.max_num_batched_tokens, model.config.max_position)
+    num_pages = -(-tokens // spec.page_size)
+    caches = make_caches(model.config, model.shard, num_pages, spec.page_size, dtype, device)
+    builder = BatchBuilder(
+        CacheShape(spec.page_size, model.shard.kv_heads.size, 1, frozenset(model.config.windows)), dtype, device
+    )
+    row = NewRow(0, 0, 0.0, 1.0, None, 0.0)
+    draws = [(0, 0)] * spec.max_num_seqs
+    plan = StepPlan(0, [row], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
+    with torch.inference_mode():
+        model.logits(builder.build(plan), caches)
+    torch.cuda.synchronize(device)
+
+
+def _agree(num_pages: int, collective: Collective, device: torch.device) -> int:
+    """The smallest count of any rank: page numbers mean the same everywhere."""
+    return int(collective.all_gather(torch.tensor([num_pages], device=device), 0).min())

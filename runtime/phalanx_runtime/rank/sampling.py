@@ -1,0 +1,95 @@
+"""From logits to tokens: argmax of logits / T + Gumbel noise over the tokens that top-k, top-p and min-p leave.
+
+What the filters leave, in this order (as `transformers` does): the k highest; of those, the highest until their mass reaches
+p; of those, the ones at least min_p times as probable as the highest. Ties at a cut stay, so the order of tokens decides nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.rank.noise import gumbel, noise_key
+
+CANDIDATES = 1024
+"""Tokens sorted at first to find a top-p cut; a flatter distribution is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to draw: output index `index` of a request with these parameters. Temperature 0 is greedy."""
+
+    seed: int
+    index: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens may be cut."""
+        return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+
+def draw(logits: Tensor, draws: list[Draw]) -> list[int]:
+    """The token of each draw. logits: [draws, vocabulary]."""
+    sampled = [row for row, one in enumerate(draws) if one.temperature > 0]
+    if not sampled:
+        return _integers(logits.argmax(-1))
+    wanted = [draws[row] for row in sampled]
+    at = torch.tensor(sampled, device=logits.device)
+    scores = scaled(logits.index_select(0, at), wanted)
+    keep_filtered(scores, wanted)
+    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    keys = torch.tensor([noise_key(one.seed, one.index) for one in wanted], dtype=torch.int32, device=logits.device)
+    chosen = scores.add_(gumbel(keys, tokens, scores.dtype)).argmax(-1)
+    if len(sampled) == len(draws):
+        return _integers(chosen)
+    return _integers(logits.argmax(-1).index_copy_(0, at, chosen))
+
+
+def scaled(logits: Tensor, draws: list[Draw]) -> Tensor:
+    """logits / T in float32, or float64 if they are. A new tensor."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide / torch.tensor([one.temperature for one in draws], dtype=wide.dtype, device=wide.device).unsqueeze(1)
+
+
+def keep_filtered(scores: Tensor, draws: list[Draw]) -> None:
+    """Puts minus infinity where a draw's filters cut. scores: [draws, vocabulary], logits / T, changed in place."""
+    rows = [row for row, one in enumerate(draws) if one.is_filtered]
+    if not rows:
+        return
+    at = torch.tensor(rows, device=scores.device)
+    part = scores.index_select(0, at)
+    cuts = torch.stack([_cut(part[i], draws[row]) for i, row in enumerate(rows)])
+    scores.index_copy_(0, at, part.masked_fill_(part < cuts.unsqueeze(1), -math.inf))
+
+
+def _cut(scores: Tensor, one: Draw) -> Tensor:
+    """The lowest score that this draw keeps."""
+    top = scores.max()
+    cut = top + math.log(one.min_p) if one.min_p > 0 else torch.full_like(top, -math.inf)
+    size = scores.shape[0]
+    limit = size if one.top_k is None else min(one.top_k, size)
+    if one.top_p >= 1.0:
+        return cut if limit == size else torch.maximum(cut, scores.topk(limit).values[-1])
+    highest = scores.topk(min(limit, CANDIDATES)).values
+    if len(highest) < limit:
+        kept, enough = _nucleus(highest, scores, one.top_p)
+        if enough:
+            return torch.maximum(cut, kept)
+        highest = scores.topk(limit).values
+    return torch.maximum(cut, _nucleus(highest, highest, one.top_p)[0])
+
+
+def _nucleus(highest: Tensor, all_scores: Tensor, top_p: float) -> tuple[Tensor, bool]:
+    """The last of the falling scores before which less than `top_p` of the mass lies, and whether it is among them."""
+    mass = (highest - torch.logsumexp(all_scores, 0)).exp().cumsum(0)
+    count = int((mass < top_p).sum())
+    return highest[min(count, len(highest) - 1)], count < len(highest)
+
+
+def _integers(tokens: Tensor) -> list[int]:
+    return [int(token) for token in tokens.tolist()]

@@ -1,0 +1,57 @@
+"""What a rank process is told at its start. No torch here: the supervisor imports it.
+
+The supervisor writes one line, the JSON of `RankSpec`, to the rank's stdin and keeps stdin open; when it closes, the
+rank leaves. The rank answers with one JSON line, `RankReady`, on stdout when it has loaded.
+"""
+
+from typing import Literal
+
+import msgspec
+
+EXIT_ASKED = 0
+"""The rank was asked to leave, or its parent is gone."""
+EXIT_PEER_LOST = 3
+"""Another rank is gone. The group starts a new incarnation."""
+EXIT_MODEL = 4
+"""The model cannot be loaded; the last line on stderr says why."""
+
+DType = Literal["auto", "float32", "bfloat16", "float64"]
+Backend = Literal["auto", "own", "gloo", "nccl"]
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one incarnation.
+
+    `hosts[r]` is the host of rank r, and rank r listens on `base_port + 1 + r` if some rank is in another pod. The ranks
+    of this pod are `rank - local_rank` up to `local_world_size` of them. `token` (hex) is the key that ranks prove to one
+    another. `kv_cache_memory_bytes` is per rank. `num_threads` None follows the cgroup's CPU limit.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    local_rank: int
+    incarnation: int
+    hosts: list[str]
+    base_port: int
+    token: str
+    model_dir: str
+    engine_socket: str = ""
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    backend: Backend = "auto"
+    num_threads: int | None = None
+
+
+class RankReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has loaded its weights and made its page pool."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    ready: bool = True

@@ -1,0 +1,93 @@
+"""Tiny random checkpoints of the supported families, with a byte-level tokenizer, made in a moment and served like real ones."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
+VOCAB_SIZE = 320
+EOS_ID = 257
+WINDOW = 24
+"""Sliding window of the tiny Mistral, in tokens."""
+
+_SPECIAL = {256: "<s>", 257: "</s>", 258: "<|user|>", 259: "<|assistant|>"}
+_CHAT = (
+    "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
+    "{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_tiny(folder: Path, family: Family = "llama", seed: int = 0, **changes: Any) -> Path:
+    """Writes a checkpoint of this family and gives its folder back. `changes` go into its config."""
+    import torch
+    import transformers
+
+    config = _config(family, changes)
+    torch.manual_seed(seed)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def _config(family: Family, changes: dict[str, Any]) -> Any:
+    """4 query heads over 2 KV heads, 3 layers; large weights, so that near-ties are rare."""
+    import transformers
+
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 256,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+    }
+    if family == "mistral":
+        fields["sliding_window"] = WINDOW
+    return transformers.AutoConfig.for_model(family, **{**fields, **changes})
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes a byte-level tokenizer: ids 0 to 255 are bytes, 256 up are special, the rest are unused."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _byte_letters()
+    vocabulary = {letter: byte for byte, letter in enumerate(letters)}
+    vocabulary |= {name: token for token, name in _SPECIAL.items()}
+    vocabulary |= {f"<unused{token}>": token for token in range(256 + len(_SPECIAL), VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _SPECIAL.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": False,
+        "chat_template": _CHAT,
+        "model_max_length": 256,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": EOS_ID}))
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that byte-level tokenizers write for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters, spare = [], 256
+    for byte in range(256):
+        letters.append(chr(byte if byte in printable else spare))
+        spare += byte not in printable
+    return letters
