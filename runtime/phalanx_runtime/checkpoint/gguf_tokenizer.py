@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as a tokenizer.json.
 
-The file names the pre-tokenizer (`tokenizer.ggml.pre`) and llama.cpp's source says what the name means. That meaning is
-followed, also where transformers ignores the name: its GGUF tokenizer joins the digits that `smollm` splits one by one, and
-so gives other ids for numbers than the model was trained on.
+The file names its pre-tokenizer (`tokenizer.ggml.pre`), and llama.cpp's source says what the name means. That meaning is
+followed, also where transformers does not know the name: `smollm` splits every numeral off, so " ½" is two pieces and not one.
+(The vocabulary of SmolLM2 has no token of two digits or of a space and a digit, so other prompts give equal ids.)
 """
 
 from collections.abc import Callable

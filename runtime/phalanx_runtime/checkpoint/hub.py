@@ -169,7 +169,7 @@ class _Repository:
             hub=self.hub,
             client=self.client,
             base_url=f"{self.hub.endpoint.rstrip('/')}/{self.name}/resolve/{commit}",
-            tally=Tally(what, total_bytes, self.hub.progress),
+            tally=Tally(what, total_bytes, self.hub),
             stopped=lambda: failed.is_set() or self.hub.stop.is_set(),
             refusal=self.refusal,
         )

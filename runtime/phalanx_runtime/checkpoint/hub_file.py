@@ -18,14 +18,13 @@ _MAX_FAILURES = 5
 """Attempts in a row that bring nothing new before the download gives up."""
 _LONGEST_BACKOFF_S = 10.0
 _CHUNK_BYTES = 1 << 20
-_REPORT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hub:
     """Where to fetch, with which token, and whom to tell. Setting `stop` ends everything within a second.
 
-    backoff_s: first wait after a failure; doubles, up to 10 s.
+    backoff_s: first wait after a failure; doubles, up to 10 s. report_every_s: least time between two lines of progress.
     """
 
     endpoint: str
@@ -33,6 +32,7 @@ class Hub:
     progress: Callable[[str], None]
     stop: threading.Event
     backoff_s: float = 0.5
+    report_every_s: float = 5.0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Tally:
 
     what: str
     total_bytes: int
-    progress: Callable[[str], None]
+    hub: Hub
     done_bytes: int = 0
     _reported_at: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -74,10 +74,10 @@ class Tally:
         with self._lock:
             self.done_bytes += num_bytes
             now = time.monotonic()
-            if now - self._reported_at < _REPORT_EVERY_S:
+            if now - self._reported_at < self.hub.report_every_s:
                 return
             self._reported_at = now
-        self.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
+        self.hub.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
 
 
 def with_retries(hub: Hub, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
@@ -176,7 +176,7 @@ class Fetch:
     def _append(self, response: httpx.Response, part: Path, mode: int) -> None:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | mode, 0o644)
         with open(descriptor, "wb") as out:
-            for chunk in response.iter_raw(_CHUNK_BYTES):
+            for chunk in response.iter_raw():
                 if self.stopped():
                     raise ModelError(f"{self.tally.what}: stopped")
                 out.write(chunk)

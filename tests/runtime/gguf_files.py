@@ -1,0 +1,122 @@
+"""Small GGUF files with random weights, written as llama.cpp's converter writes them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+from tokenizers import pre_tokenizers
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+HEAD_DIM = 16
+Array = npt.NDArray[np.float32]
+
+
+def vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens and merges of a byte-level BPE: three special tokens, 256 bytes, then a token for each merge."""
+    merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "1 2", "Ġ 1", "Ġ hello", "e r"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return ["<s>", "</s>", "<think>", *alphabet, *(merge.replace(" ", "") for merge in merges)], merges
+
+
+@dataclass
+class TinyGguf:
+    """What goes into the file; a test changes what it is about. `drop` are metadata keys to leave out."""
+
+    architecture: str = "llama"
+    pre: str = "smollm"
+    quantization: GGMLQuantizationType = GGMLQuantizationType.F32
+    tied: bool = True
+    add_bos: bool = False
+    add_eos: bool = False
+    extra: dict[str, object] = field(default_factory=dict)
+    drop: set[str] = field(default_factory=set)
+    extra_tensors: dict[str, Array] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, object]:
+        tokens, merges = vocabulary()
+        arch = self.architecture
+        values: dict[str, object] = {
+            "general.name": "tiny",
+            f"{arch}.block_count": LAYERS,
+            f"{arch}.context_length": 128,
+            f"{arch}.embedding_length": HIDDEN,
+            f"{arch}.feed_forward_length": INNER,
+            f"{arch}.attention.head_count": HEADS,
+            f"{arch}.attention.head_count_kv": KV_HEADS,
+            f"{arch}.attention.key_length": HEAD_DIM,
+            f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
+            f"{arch}.rope.freq_base": 500000.0,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": self.pre,
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3, 3, 4] + [1] * (len(tokens) - 3),
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.add_bos_token": self.add_bos,
+            "tokenizer.ggml.add_eos_token": self.add_eos,
+            "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+        }
+        return {key: value for key, value in (values | self.extra).items() if key not in self.drop}
+
+    def tensors(self) -> dict[str, Array]:
+        random = np.random.default_rng(0)
+
+        def weights(*shape: int) -> Array:
+            return random.standard_normal(shape, dtype=np.float32)
+
+        made = {"token_embd.weight": weights(len(vocabulary()[0]), HIDDEN), "output_norm.weight": weights(HIDDEN)}
+        if not self.tied:
+            made["output.weight"] = weights(len(vocabulary()[0]), HIDDEN)
+        for layer in range(LAYERS):
+            shapes = {
+                "attn_norm.weight": (HIDDEN,),
+                "ffn_norm.weight": (HIDDEN,),
+                "attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+                "attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+                "attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+                "attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+                "ffn_gate.weight": (INNER, HIDDEN),
+                "ffn_up.weight": (INNER, HIDDEN),
+                "ffn_down.weight": (HIDDEN, INNER),
+            }
+            if self.architecture == "qwen2":
+                shapes |= {"attn_q.bias": (HEADS * HEAD_DIM,), "attn_k.bias": (32,), "attn_v.bias": (32,)}
+            if self.architecture == "qwen3":
+                shapes |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
+            made |= {f"blk.{layer}.{name}": weights(*shape) for name, shape in shapes.items()}
+        return made | self.extra_tensors
+
+    def write(self, path: Path) -> Path:
+        """The file at `path`."""
+        writer = GGUFWriter(path, self.architecture)
+        for key, value in self.metadata().items():
+            _add(writer, key, value)
+        for name, values in self.tensors().items():
+            kind = self.quantization if values.ndim == 2 else GGMLQuantizationType.F32
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+
+def _add(writer: GGUFWriter, key: str, value: object) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+        case _:
+            raise TypeError(f"{key}: {value!r}")

@@ -1,0 +1,171 @@
+"""A model hub on this machine: the part of the Hub's HTTP API that downloads use, with faults on demand."""
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Seen:
+    """One request as it arrived."""
+
+    path: str
+    range: str | None
+    if_range: str | None
+    authorization: str | None
+    status: int
+
+
+@dataclass
+class HubServer:
+    """Repositories by name, commit and file name; what to break; and what was asked."""
+
+    repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    branches: dict[tuple[str, str], str] = field(default_factory=dict)
+    private: dict[str, str] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+    cut_after: dict[str, list[int]] = field(default_factory=dict)
+    trouble: dict[str, list[int]] = field(default_factory=dict)
+    wrong: set[str] = field(default_factory=set)
+    without_etag: bool = False
+    new_etag_each_time: bool = False
+    redirect_to: str | None = None
+    endpoint: str = ""
+    seen: list[Seen] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, repository: str, files: dict[str, bytes], branch: str = "main", commit: str | None = None) -> str:
+        """A new commit on a branch; gives its id."""
+        digest = hashlib.sha1(json.dumps([repository, branch, sorted(files), len(self.branches)]).encode()).hexdigest()
+        commit = commit or digest
+        self.repositories.setdefault(repository, {})[commit] = files
+        self.branches[(repository, branch)] = commit
+        return commit
+
+    def asked_for(self, suffix: str) -> list[Seen]:
+        """Requests whose path ends so."""
+        return [seen for seen in self.seen if seen.path.endswith(suffix)]
+
+    def next_fault(self, faults: dict[str, list[int]], name: str) -> int | None:
+        with self._lock:
+            waiting = faults.get(name, [])
+            return waiting.pop(0) if waiting else None
+
+    def listing(self, repository: str, commit: str) -> bytes:
+        files = self.repositories[repository][commit]
+        return json.dumps({"sha": commit, "siblings": [self._sibling(name, files[name]) for name in files]}).encode()
+
+    def _sibling(self, name: str, content: bytes) -> dict[str, object]:
+        sha1 = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        entry: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": sha1}
+        if name in self.large:
+            entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        return entry
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: HubServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        fault = self.hub.next_fault(self.hub.trouble, path.rsplit("/", 1)[-1])
+        if fault is not None:
+            self._answer(fault, b"", {"Retry-After": "0"})
+            return
+        parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
+            self._list("/".join(parts[2:4]), "/".join(parts[5:]))
+        elif parts[2:3] == ["resolve"]:
+            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        else:
+            self._answer(404, b"")
+
+    def _refused(self, repository: str) -> bool:
+        secret = self.hub.private.get(repository)
+        if secret is None or self.headers.get("Authorization") == f"Bearer {secret}":
+            return False
+        self._answer(403 if self.headers.get("Authorization") else 401, b"")
+        return True
+
+    def _list(self, repository: str, revision: str) -> None:
+        if self._refused(repository):
+            return
+        commit = self.hub.branches.get((repository, revision), revision)
+        if commit not in self.hub.repositories.get(repository, {}):
+            self._answer(404, b"")
+        else:
+            self._answer(200, self.hub.listing(repository, commit))
+
+    def _file(self, repository: str, commit: str, name: str) -> None:
+        redirected = self.headers.get("Host", "").startswith("localhost")
+        if not redirected and self._refused(repository):
+            return
+        if self.hub.redirect_to and not redirected:
+            self._answer(302, b"", {"Location": self.hub.redirect_to + self.path})
+            return
+        content = self.hub.repositories.get(repository, {}).get(commit, {}).get(name)
+        if content is None:
+            self._answer(404, b"")
+            return
+        if name in self.hub.wrong:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        self._send_range(name, content)
+
+    def _send_range(self, name: str, content: bytes) -> None:
+        version = len(self.hub.seen) if self.hub.new_etag_each_time else 0
+        etag = f'"{hashlib.sha1(content).hexdigest()}-{version}"'
+        headers = {} if self.hub.without_etag else {"ETag": etag}
+        asked, condition = self.headers.get("Range"), self.headers.get("If-Range")
+        if asked is None or condition not in (None, etag):
+            self._answer(200, content, headers, name)
+            return
+        start = int(asked.removeprefix("bytes=").removesuffix("-"))
+        if start >= len(content):
+            self._answer(416, b"")
+        else:
+            span = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+            self._answer(206, content[start:], headers | span, name)
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
+        known = self.headers
+        seen = Seen(self.path, known.get("Range"), known.get("If-Range"), known.get("Authorization"), status)
+        self.hub.seen.append(seen)
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        cut = self.hub.next_fault(self.hub.cut_after, name) if name else None
+        self.wfile.write(body[:cut])
+        self.close_connection = self.close_connection or cut is not None
+
+
+@contextmanager
+def running_hub() -> Iterator[HubServer]:
+    """A hub that listens on a free port until the block ends."""
+    hub = HubServer()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def statuses(seen: list[Seen]) -> Counter[int]:
+    """How often each status was answered."""
+    return Counter(entry.status for entry in seen)
