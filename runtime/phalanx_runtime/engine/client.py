@@ -84,6 +84,7 @@ class EngineClient:
         self._state = wire.State(False, 0, "starting")
         self._load = NO_LOAD
         self._assets: wire.Assets | None = None
+        self._is_leaving = False
         self._subscribers: list[Callable[[], None]] = []
 
     def state(self) -> wire.State:
@@ -108,6 +109,8 @@ class EngineClient:
     def bind(self, endpoint: str) -> None:
         """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
         self._close_socket()
+        if self._is_leaving:
+            return
         socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -117,6 +120,8 @@ class EngineClient:
 
     def serve(self, assets: wire.Assets) -> None:
         """Takes requests from now on: every rank of the incarnation is ready, and this is what doors need to know."""
+        if self._is_leaving:
+            return
         self._assets = assets
         self._change(wire.State(True, self._state.incarnation))
         self._drain()
@@ -129,8 +134,18 @@ class EngineClient:
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason))
 
+    def tell(self, next_incarnation: int, reason: str) -> None:
+        """Says anew why the group does not serve."""
+        self._change(wire.State(False, next_incarnation, reason))
+
+    def refuse(self, reason: str) -> None:
+        """Ends all requests and takes no more, whatever becomes of the incarnation: the process is leaving."""
+        self._is_leaving = True
+        self.lose(self._state.incarnation, reason)
+
     def close(self) -> None:
         """Ends everything for good."""
+        self._is_leaving = True
         self._close_socket()
         self._context.term()
 
@@ -153,6 +168,8 @@ class EngineClient:
             self._send(wire.Abort(known))
 
     def _change(self, state: wire.State) -> None:
+        if state == self._state or (self._is_leaving and not self._state.serving):
+            return
         self._state = state
         for changed in list(self._subscribers):
             changed()

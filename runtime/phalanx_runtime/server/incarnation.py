@@ -1,0 +1,210 @@
+"""What a group's leader does when pods come and go and ranks load and fail: joint starts, all or nothing.
+
+    gathering --all pods are there--> loading --all pods are ready--> serving
+        ^------ a pod left / ranks failed, after the back-off ----------'
+
+At rest: serving, no action. Any failure ends the whole incarnation: every pod ends its ranks, and the number goes up at once, so
+that routers see the loss before the next start. A pod that left is no crash: the group starts when it is back. Failed ranks are:
+the first failure after a long service starts again at once, others wait 1, 2, 4 ... 30 s.
+Pure: the clock is an argument; `supervisor` does what is decided here.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, assert_never
+
+MAX_BACKOFF_S = 30.0
+STABLE_S = 60.0
+"""Service that long makes earlier failures forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A pod proved the token; its ranks can be reached at `host`."""
+
+    pod: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The connection to a pod is lost."""
+
+    pod: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksReady:
+    """All ranks of a pod have loaded."""
+
+    pod: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFailed:
+    """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one."""
+
+    pod: int
+    incarnation: int
+    why: str
+    is_echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffOver:
+    """The wait before this incarnation is over."""
+
+    incarnation: int
+
+
+Event = Joined | Left | RanksReady | RanksFailed | BackoffOver
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Every pod starts its ranks. `hosts[p]` is the host of pod p."""
+
+    incarnation: int
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Every rank is ready: requests may come."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Every pod kills the ranks of this incarnation; its requests are lost."""
+
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAfter:
+    """Say BackoffOver(incarnation) after so long."""
+
+    incarnation: int
+    delay_s: float
+
+
+Action = Start | Serve | Stop | WakeAfter
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it."""
+
+    num_pods: int
+    incarnation: int = 1
+    phase: Literal["gathering", "backoff", "loading", "serving"] = "gathering"
+    hosts: tuple[tuple[int, str], ...] = ()
+    ready: frozenset[int] = frozenset()
+    failures: int = 0
+    serving_since: float | None = None
+    delay_s: float = 0.0
+    why: str = ""
+    is_echo: bool = False
+
+    def reason(self) -> str:
+        """Why the group does not serve, in words; empty when it does."""
+        after = f" after: {self.why}" if self.why else ""
+        match self.phase:
+            case "serving":
+                return ""
+            case "loading":
+                return f"loading the model, {len(self.ready)} of {self.num_pods} pods are ready{after}"
+            case "backoff":
+                return f"waiting {self.delay_s:g} s before start {self.incarnation}{after}"
+            case "gathering":
+                here = {pod for pod, _ in self.hosts}
+                missing = ", ".join(str(pod) for pod in range(self.num_pods) if pod not in here)
+                return f"waiting for pod {missing} of the group's {self.num_pods}{after}"
+
+
+def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]]:
+    """What the leader knows after the event, and what must be done, in order."""
+    match event:
+        case Joined(pod, host):
+            return _joined(group, pod, host, now)
+        case Left(pod, why):
+            hosts = tuple((p, h) for p, h in group.hosts if p != pod)
+            return _lost(replace(group, hosts=hosts), f"pod {pod} left: {why}")
+        case RanksReady(pod, incarnation):
+            if group.phase != "loading" or incarnation != group.incarnation:
+                return group, []
+            group = replace(group, ready=group.ready | {pod})
+            if len(group.ready) < group.num_pods:
+                return group, []
+            return replace(group, phase="serving", serving_since=now), [Serve(group.incarnation)]
+        case RanksFailed():
+            return _failed(group, event, now)
+        case BackoffOver(incarnation):
+            if group.phase != "backoff" or incarnation != group.incarnation:
+                return group, []
+            return _start_if_all_here(replace(group, phase="gathering"))
+        case _:
+            assert_never(event)
+
+
+def _joined(group: Group, pod: int, host: str, now: float) -> tuple[Group, list[Action]]:
+    if not 0 <= pod < group.num_pods:
+        return group, []
+    actions: list[Action] = []
+    if any(p == pod for p, _ in group.hosts):
+        # It came back before its loss was noticed: what ran in it is gone.
+        group, actions = advance(group, Left(pod, "it came back anew"), now)
+    group, more = _start_if_all_here(replace(group, hosts=tuple(sorted([*group.hosts, (pod, host)]))))
+    return group, actions + more
+
+
+def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:
+    why = f"pod {event.pod}: {event.why}"
+    if event.incarnation == group.incarnation - 1 and group.is_echo and not event.is_echo:
+        return replace(group, why=why, is_echo=False), []
+    if event.incarnation != group.incarnation or group.phase not in ("loading", "serving"):
+        return group, []
+    since = group.serving_since
+    failures = 1 if since is not None and now - since >= STABLE_S else group.failures + 1
+    delay_s = backoff_s(failures, has_served=since is not None)
+    group, actions = _lost(group, why)
+    group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
+    if delay_s == 0:
+        group, more = _start_if_all_here(group)
+        return group, actions + more
+    return replace(group, phase="backoff"), [*actions, WakeAfter(group.incarnation, delay_s)]
+
+
+def backoff_s(failures: int, has_served: bool) -> float:
+    """How long to wait after so many failures in a row; nothing after the first one of an incarnation that served."""
+    if has_served and failures == 1:
+        return 0.0
+    return min(MAX_BACKOFF_S, 2.0 ** (min(failures, 10) - 1))
+
+
+def _lost(group: Group, why: str) -> tuple[Group, list[Action]]:
+    """Ends the incarnation that runs, if one does; a group that waits goes on waiting."""
+    if group.phase not in ("loading", "serving"):
+        return group, []
+    stopped = Stop(group.incarnation, why)
+    group = replace(
+        group,
+        phase="gathering",
+        incarnation=group.incarnation + 1,
+        ready=frozenset(),
+        serving_since=None,
+        why=why,
+        is_echo=False,
+    )
+    return group, [stopped]
+
+
+def _start_if_all_here(group: Group) -> tuple[Group, list[Action]]:
+    if group.phase != "gathering" or len(group.hosts) < group.num_pods:
+        return group, []
+    hosts = tuple(host for _, host in group.hosts)
+    return replace(group, phase="loading"), [Start(group.incarnation, hosts)]

@@ -1,0 +1,110 @@
+"""What one pod does in each incarnation: finds the model, starts its ranks, says that they are ready, says why they ended.
+
+One incarnation at a time: the next one starts after every rank of the former is gone, so its ports and memory are free.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.ranks import RANK_COMMAND, Ranks, RanksEnded
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One incarnation as this pod is told of it: the hosts of all pods, the key between ranks, rank 0's socket."""
+
+    incarnation: int
+    hosts: tuple[str, ...]
+    key: str
+    engine_socket: str = ""
+
+
+class Reporter(Protocol):
+    """Who hears what becomes of the ranks."""
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+        """All ranks of this pod have loaded; `ready` is what the first of them said. May raise ModelError."""
+        ...
+
+    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+        """The incarnation cannot go on because of this pod. Its ranks are gone."""
+        ...
+
+
+class Pod:
+    """The ranks of this pod, incarnation after incarnation. `make_specs` says what each rank is told."""
+
+    def __init__(
+        self,
+        locate: Callable[[], Awaitable[Path]],
+        make_specs: Callable[[Launch, Path], list[RankSpec]],
+        reporter: Reporter,
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        self._locate = locate
+        self._make_specs = make_specs
+        self._reporter = reporter
+        self._command = command
+        self._wanted: asyncio.Queue[Launch | None] = asyncio.Queue()
+        self._life: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    def start(self, launch: Launch) -> None:
+        """Starts the ranks of an incarnation, once those of the former are gone."""
+        self._wanted.put_nowait(launch)
+
+    def stop(self) -> None:
+        """Kills the ranks."""
+        self._wanted.put_nowait(None)
+
+    async def run(self) -> None:
+        """Does what `start` and `stop` ask, for ever; ends the ranks when it is cancelled, giving them time to leave."""
+        try:
+            while True:
+                launch = await self._wanted.get()
+                await self._end_life()
+                if launch is not None:
+                    self._life = asyncio.create_task(self._live(launch))
+        finally:
+            self._is_closing = True
+            await self._end_life()
+
+    async def _end_life(self) -> None:
+        if self._life is None:
+            return
+        life, self._life = self._life, None
+        life.cancel()
+        await asyncio.wait([life])
+
+    async def _live(self, launch: Launch) -> None:
+        """One incarnation in this pod, to its end."""
+        try:
+            end = await self._run_ranks(launch)
+        except (ModelError, OSError) as error:
+            end = RanksEnded(str(error), is_echo=False)
+        except RanksEnded as ended:
+            end = ended
+        except Exception as bug:
+            log.exception("an incarnation ended by a bug", extra={"incarnation": launch.incarnation})
+            end = RanksEnded(f"internal error: {bug!r}", is_echo=False)
+        log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
+        self._reporter.ranks_failed(launch, end.why, end.is_echo)
+
+    async def _run_ranks(self, launch: Launch) -> RanksEnded:
+        """Why the ranks ended. Raises what went wrong before they were ready."""
+        folder = await self._locate()
+        ranks = await Ranks.start(self._make_specs(launch, folder), self._command)
+        try:
+            ready = await ranks.ready()
+            await self._reporter.ranks_ready(launch, folder, ready[0])
+            return await ranks.failure()
+        finally:
+            await (ranks.leave() if self._is_closing else ranks.kill())

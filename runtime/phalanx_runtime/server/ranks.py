@@ -1,0 +1,173 @@
+"""The rank processes of one pod in one incarnation: started together, ended together.
+
+A rank reads its RankSpec from the first line of stdin and says RankReady in one line on stdout; stdin stays open, so that a
+rank leaves when this process is gone, however it went. Everything a rank says on stderr is logged; its last line is the reason
+when the rank ends.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from phalanx_runtime.rank_spec import EXIT_PEER_LOST, RankReady, RankSpec
+
+log = logging.getLogger(__name__)
+
+RANK_COMMAND = (sys.executable, "-m", "phalanx_runtime.rank")
+ECHO_WAIT_S = 0.2
+"""How long a failure waits for a better reason: a rank that lost its peer may end before the peer is seen to."""
+LEAVE_S = 1.0
+"""How long ranks have to leave by themselves once stdin is closed, before they are killed."""
+_CHUNK_BYTES = 1 << 16
+_MAX_LINE_BYTES = 4096
+
+
+class RanksEnded(Exception):
+    """Ranks ended, and with them the incarnation. `is_echo`: none of them for a reason of its own."""
+
+    def __init__(self, why: str, is_echo: bool) -> None:
+        super().__init__(why)
+        self.why = why
+        self.is_echo = is_echo
+
+
+class RankProcess:
+    """One rank. `ready` is done when it has loaded, `ended` when it is gone and all that it said was read."""
+
+    def __init__(self, spec: RankSpec, process: asyncio.subprocess.Process) -> None:
+        self.rank = spec.rank
+        self._process = process
+        self.ready: asyncio.Future[RankReady] = asyncio.get_running_loop().create_future()
+        self._last_line = ""
+        self._pipes = asyncio.gather(self._read_stdout(), self._read_stderr())
+        self.ended = asyncio.create_task(self._wait())
+
+    @classmethod
+    async def start(cls, spec: RankSpec, command: Sequence[str]) -> "RankProcess":
+        """A rank that was told its spec. Raises OSError when the program cannot be started."""
+        pipe = asyncio.subprocess.PIPE
+        # A session of its own: Ctrl-C in a terminal is for us, and we end the ranks.
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        assert process.stdin is not None, "stdin is a pipe"
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        return cls(spec, process)
+
+    def why_ended(self) -> str:
+        """The exit status in words, with the last line that the rank said."""
+        code = self._process.returncode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return f"rank {self.rank} {how}" + (f": {self._last_line}" if self._last_line else "")
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether the rank ended because another one had."""
+        return self._process.returncode == EXIT_PEER_LOST
+
+    def ask_to_leave(self) -> None:
+        """Closes stdin."""
+        assert self._process.stdin is not None, "stdin is a pipe"
+        self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Kills the process if it still runs."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _wait(self) -> None:
+        await self._process.wait()
+        await self._pipes
+
+    async def _read_stdout(self) -> None:
+        """Takes the ready line; later output has no meaning but must not fill the pipe."""
+        assert self._process.stdout is not None, "stdout is a pipe"
+        async for line in read_lines(self._process.stdout):
+            if self.ready.done():
+                log.warning("unexpected output of rank %d: %s", self.rank, line)
+                continue
+            try:
+                self.ready.set_result(msgspec.json.decode(line, type=RankReady))
+            except msgspec.DecodeError:
+                log.error("rank %d said on stdout, instead of being ready: %s", self.rank, line)
+
+    async def _read_stderr(self) -> None:
+        assert self._process.stderr is not None, "stderr is a pipe"
+        async for line in read_lines(self._process.stderr):
+            self._last_line = line
+            log.info("rank %d: %s", self.rank, line)
+
+
+async def read_lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines that are not empty, as they come, each cut to a length that a log can take."""
+    rest = b""
+    while chunk := await reader.read(_CHUNK_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line[:_MAX_LINE_BYTES].decode("utf-8", "replace").strip()
+        rest = rest[:_MAX_LINE_BYTES]
+    if rest.strip():
+        yield rest.decode("utf-8", "replace").strip()
+
+
+class Ranks:
+    """The ranks of this pod in one incarnation."""
+
+    def __init__(self, processes: list[RankProcess]) -> None:
+        self._processes = processes
+
+    @classmethod
+    async def start(cls, specs: list[RankSpec], command: Sequence[str] = RANK_COMMAND) -> "Ranks":
+        """All ranks of the pod, told their specs. When one cannot be started, those before it are killed. Raises OSError."""
+        ranks = cls([])
+        try:
+            for spec in specs:
+                ranks._processes.append(await RankProcess.start(spec, command))
+        except BaseException:
+            await ranks.kill()
+            raise
+        return ranks
+
+    async def ready(self) -> list[RankReady]:
+        """What the ranks said, in their order. Raises RanksEnded when one ends before."""
+        ended = asyncio.create_task(self.failure())
+        try:
+            said = []
+            for process in self._processes:
+                both: list[asyncio.Future[Any]] = [process.ready, ended]
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    raise ended.result()
+                said.append(process.ready.result())
+            return said
+        finally:
+            ended.cancel()
+
+    async def failure(self) -> RanksEnded:
+        """Why ranks ended, after the first did: the reason of one that did not just lose a peer, if there is one."""
+        ends = [process.ended for process in self._processes]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if all(process.has_lost_peer for process in self._processes if process.ended.done()):
+            await asyncio.wait(ends, timeout=ECHO_WAIT_S)
+        gone = [process for process in self._processes if process.ended.done()]
+        own = [process for process in gone if not process.has_lost_peer]
+        return RanksEnded((own or gone)[0].why_ended(), is_echo=not own)
+
+    async def leave(self) -> None:
+        """Asks the ranks to leave; kills those that do not within `LEAVE_S`."""
+        for process in self._processes:
+            process.ask_to_leave()
+        if self._processes:
+            await asyncio.wait([process.ended for process in self._processes], timeout=LEAVE_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Kills all ranks and waits until they are gone."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            await process.ended

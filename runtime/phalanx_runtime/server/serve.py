@@ -1,0 +1,187 @@
+"""One pod's HTTP process: settings become a supervisor and an application, and uvicorn runs them until a signal comes."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from uvicorn.config import WS_PROTOCOLS
+
+from phalanx_api import wire
+from phalanx_runtime.checkpoint.assets import read_assets
+from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.app import Supervisor, add_readiness, make_leader_app, make_member_app, supervised
+from phalanx_runtime.server.link import LinkSettings
+from phalanx_runtime.server.metrics import EngineMetrics
+from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
+from phalanx_runtime.settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3
+"""How long open streams have to take their last event after a signal. With the ranks' own second it stays below 5 s."""
+EXIT_SUPERVISOR = 1
+
+
+class PodServer(uvicorn.Server):
+    """A server that ends open streams when a signal comes, instead of waiting for them."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient | None) -> None:
+        super().__init__(config)
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Remembers the loop, which signals must be brought to."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup()
+        for server in self.servers:
+            for listening in server.sockets:
+                log.info("listening", extra={"address": listening.getsockname()[:2]})
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ends the streams, then the server."""
+        if self._loop is not None and self._client is not None and not self.should_exit:
+            self._loop.call_soon_threadsafe(self._client.refuse, "the pod is stopping")
+        super().handle_exit(sig, frame)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server with a code that says so."""
+        self.exit_code = EXIT_SUPERVISOR
+        self.should_exit = True
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code: 0 then, 1 when the supervisor failed."""
+    # uvicorn raises a signal again once it is done; it has been obeyed by then.
+    signal.signal(signal.SIGTERM, _obeyed)
+    signal.signal(signal.SIGINT, _obeyed)
+    server = make_server(settings)
+    server.run()
+    return server.exit_code
+
+
+def _obeyed(number: int, frame: FrameType | None) -> None:
+    """Nothing."""
+
+
+def make_server(settings: ServeSettings) -> PodServer:
+    """The server of this pod, ready to run."""
+    registry = CollectorRegistry()
+    stop = threading.Event()
+    parts = make_parts(settings, stop)
+    place = Place(
+        settings.node_rank,
+        settings.nnodes,
+        settings.master_addr,
+        settings.master_port,
+        settings.token or secrets.token_hex(32),
+    )
+    client: EngineClient | None = None
+    supervisor: Supervisor
+    if settings.node_rank == 0:
+        client = EngineClient(EngineMetrics(registry, settings.served_names[0]))
+        supervisor = LeaderSupervisor(place, parts, client)
+    else:
+        supervisor = MemberSupervisor(place, parts)
+
+    def ended() -> None:
+        stop.set()
+        if client is not None:
+            client.close()
+
+    lifespan = supervised(supervisor, lambda error: server.fail(error), ended)
+    app: FastAPI
+    if client is not None:
+        link = None
+        if settings.token is not None:
+            link = LinkSettings(settings.token, settings.group, settings.revision_hash, settings.page_size)
+        app = make_leader_app(supervisor, client, link, registry, lifespan)
+    else:
+        app = make_member_app(supervisor, registry, lifespan)
+    add_readiness(app, supervisor, settings.group, settings.revision_hash)
+    server = PodServer(make_config(app, settings.host, settings.port), client)
+    return server
+
+
+def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http="httptools",
+        ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
+        ws_ping_interval=None,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+def make_parts(settings: ServeSettings, stop: threading.Event) -> Parts:
+    """How the model is found, what each rank is told, and what doors need to know. `stop` ends a download."""
+
+    def find() -> Path:
+        local = locate(
+            settings.model,
+            revision=settings.revision,
+            cache_dir=settings.download_dir,
+            hf_token=settings.hf_token,
+            progress=log.info,
+            stop=stop,
+        )
+        return local.dir
+
+    async def find_beside() -> Path:
+        return await asyncio.to_thread(find)
+
+    def make_specs(launch: Launch, folder: Path) -> list[RankSpec]:
+        return make_rank_specs(settings, launch, folder)
+
+    def assets(folder: Path, ready: RankReady) -> wire.Assets:
+        longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
+        return read_assets(folder, settings.served_names, longest)
+
+    return Parts(find_beside, make_specs, assets)
+
+
+def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> list[RankSpec]:
+    """What each rank of this pod is told: pods hold the ranks in order, the same number each."""
+    local = settings.local_world_size
+    first = settings.node_rank * local
+    return [
+        RankSpec(
+            rank=first + i,
+            world_size=settings.tensor_parallel_size,
+            local_world_size=local,
+            local_rank=i,
+            incarnation=launch.incarnation,
+            hosts=[host for host in launch.hosts for _ in range(local)],
+            base_port=settings.master_port,
+            token=launch.key,
+            model_dir=str(folder),
+            engine_socket=launch.engine_socket if first + i == 0 else "",
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            page_size=settings.page_size,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+        )
+        for i in range(local)
+    ]

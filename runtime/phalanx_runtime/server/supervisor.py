@@ -1,0 +1,200 @@
+"""The supervisor of a pod: the leader's runs the group, the other pods' obey it.
+
+The leader feeds `incarnation.advance` with what happens and does what it answers; this module decides nothing. Both kinds
+end their ranks when they are cancelled, and are ready only while the whole group serves.
+"""
+
+import asyncio
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from phalanx_api import wire
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server import incarnation as inc
+from phalanx_runtime.server import rendezvous_wire as say
+from phalanx_runtime.server.pod import Launch, Pod
+from phalanx_runtime.server.ranks import RANK_COMMAND
+from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
+from phalanx_runtime.server.rendezvous_wire import DEFAULT_TIMING, Timing, rank_key
+
+log = logging.getLogger(__name__)
+
+Locate = Callable[[], Awaitable[Path]]
+MakeSpecs = Callable[[Launch, Path], list[RankSpec]]
+ReadAssets = Callable[[Path, RankReady], wire.Assets]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This pod's place: its index, how many pods there are, where the leader listens, the service's token."""
+
+    pod: int
+    num_pods: int
+    leader_host: str
+    port: int
+    token: str
+    timing: Timing = DEFAULT_TIMING
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a supervisor is given: how the model is found, what ranks and doors are told, and the rank program."""
+
+    locate: Locate
+    make_specs: MakeSpecs
+    read_assets: ReadAssets
+    command: Sequence[str] = RANK_COMMAND
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether the pod serves, in which incarnation, and why not."""
+
+    ready: bool
+    incarnation: int
+    reason: str
+
+
+class LeaderSupervisor:
+    """Runs the group from pod 0: its state machine, its own ranks, the other pods, and the engine client."""
+
+    def __init__(self, place: Place, parts: Parts, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._place = place
+        self._parts = parts
+        self._client = client
+        self._clock = clock
+        self._group = inc.Group(place.num_pods)
+        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command)
+        self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._happened, place.timing)
+        self._assets: wire.Assets | None = None
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._sockets = ""
+        self.port: int | None = None
+        """Where pods are met; None in a group of one pod, and before `run`."""
+
+    def status(self) -> Status:
+        """Whether the group serves."""
+        return Status(self._group.phase == "serving", self._group.incarnation, self._group.reason())
+
+    async def run(self) -> None:
+        """Keeps the group running until it is cancelled, which ends its ranks. Raises OSError when the port is taken."""
+        self._sockets = tempfile.mkdtemp(prefix="phalanx-")
+        try:
+            if self._place.num_pods > 1:
+                self.port = await self._rendezvous.listen(None, self._place.port)
+            self._happened(inc.Joined(0, self._place.leader_host))
+            await self._pod.run()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            await self._rendezvous.close()
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+        """Our ranks have loaded; reads what doors need of the model."""
+        self._assets = await asyncio.to_thread(self._parts.read_assets, folder, ready)
+        self._happened(inc.RanksReady(0, launch.incarnation))
+
+    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+        """Our ranks are gone."""
+        self._happened(inc.RanksFailed(0, launch.incarnation, why, is_echo))
+
+    def _happened(self, event: inc.Event) -> None:
+        before = self._group
+        self._group, actions = inc.advance(before, event, self._clock())
+        for action in actions:
+            self._do(action)
+        if self._group.phase != "serving" and self._group.reason() != before.reason():
+            log.info("group is not ready: %s", self._group.reason(), extra={"incarnation": self._group.incarnation})
+            self._client.tell(self._group.incarnation, self._group.reason())
+
+    def _do(self, action: inc.Action) -> None:
+        match action:
+            case inc.Start(incarnation, hosts):
+                self._start(incarnation, list(hosts))
+            case inc.Serve(incarnation):
+                assert self._assets is not None, "our own ranks were ready"
+                log.info("group serves", extra={"incarnation": incarnation})
+                self._client.serve(self._assets)
+                self._rendezvous.send(say.Serve(incarnation))
+            case inc.Stop(incarnation, why):
+                log.warning("group stopped: %s", why, extra={"incarnation": incarnation})
+                self._client.lose(incarnation + 1, why)
+                self._pod.stop()
+                self._rendezvous.send(say.Stop(incarnation, why))
+            case inc.WakeAfter(incarnation, delay_s):
+                loop = asyncio.get_running_loop()
+                self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > loop.time()}
+                self._timers.add(loop.call_later(delay_s, self._happened, inc.BackoffOver(incarnation)))
+            case _:
+                assert_never(action)
+
+    def _start(self, incarnation: int, hosts: list[str]) -> None:
+        """Starts our ranks and tells the others. The name by which pods found us is better known than our own address."""
+        hosts[0] = self._rendezvous.own_host or hosts[0]
+        nonce = secrets.token_bytes(16)
+        endpoint = f"ipc://{self._sockets}/engine-{incarnation}"
+        self._client.bind(endpoint)
+        self._pod.start(Launch(incarnation, tuple(hosts), rank_key(self._place.token, incarnation, nonce), endpoint))
+        self._rendezvous.send(say.Start(incarnation, hosts, nonce))
+
+
+class MemberSupervisor:
+    """Obeys the leader from any other pod."""
+
+    def __init__(self, place: Place, parts: Parts) -> None:
+        self._place = place
+        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command)
+        self._membership = Membership(place.token, place.pod, place.num_pods, self._obey, place.timing)
+        self._status = Status(False, 0, "looking for the leader")
+
+    def status(self) -> Status:
+        """Whether the group serves, as the leader said."""
+        return self._status
+
+    async def run(self) -> None:
+        """Obeys the leader until cancelled, which ends the ranks."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pod.run())
+            tasks.create_task(self._membership.run(self._place.leader_host, self._place.port, self._lost))
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+        """Our ranks have loaded."""
+        self._membership.say(say.Ready(launch.incarnation))
+
+    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+        """Our ranks are gone."""
+        self._show(Status(False, launch.incarnation, why))
+        self._membership.say(say.Failed(launch.incarnation, why, is_echo))
+
+    def _obey(self, command: say.Command) -> None:
+        match command:
+            case say.Start(incarnation, hosts, nonce):
+                self._show(Status(False, incarnation, "loading the model"))
+                self._pod.start(Launch(incarnation, tuple(hosts), rank_key(self._place.token, incarnation, nonce)))
+            case say.Serve(incarnation):
+                self._show(Status(True, incarnation, ""))
+            case say.Stop(incarnation, why):
+                self._show(Status(False, incarnation, why))
+                self._pod.stop()
+            case _:
+                assert_never(command)
+
+    def _lost(self, why: str) -> None:
+        self._show(Status(False, self._status.incarnation, why))
+        self._pod.stop()
+
+    def _show(self, status: Status) -> None:
+        if status != self._status:
+            log.info(
+                "pod is %s", "ready" if status.ready else f"not ready: {status.reason}", extra={"incarnation": status.incarnation}
+            )
+        self._status = status

@@ -1,0 +1,226 @@
+"""Flags of `phalanx-runtime`, read once at start and frozen. Named as vLLM names them where they mean the same.
+
+A flag that cannot be used ends the program with code 2, its name and its value.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from phalanx_api import labels
+from phalanx_runtime.rank_spec import DType
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What one pod of a group serves, and how."""
+
+    model: str
+    """A folder, a .gguf file, file:///path, hf://org/name, or org/name where no such path is."""
+    revision: str | None
+    """Branch, tag or commit of a model of the hub."""
+    served_names: list[str]
+    """Names that requests may call the model by; the first is the one shown. Default: the model's last path element."""
+    tensor_parallel_size: int
+    """Ranks of the group, over all its pods."""
+    dtype: DType
+    """Of weights and KV cache; auto takes the fastest that the device is good at."""
+    max_model_len: int | None
+    """Tokens of prompt and output of one request; default: what the model and the page pool allow."""
+    max_num_seqs: int
+    """Requests in one step. More use more memory for scores; fewer waste the weights' reading."""
+    max_num_batched_tokens: int
+    """Tokens in one step. More make prompts faster and running streams slower, which wait for the whole step."""
+    page_size: int
+    """Tokens in a page of the KV cache."""
+    kv_cache_memory_bytes: int | None
+    """KV cache of each rank; default: what the device leaves."""
+    gpu_memory_utilization: float
+    """Share of a GPU's memory that may be used, weights included."""
+    download_dir: Path
+    """Where models are downloaded and converted to."""
+    host: str
+    port: int
+    nnodes: int
+    """Pods of the group."""
+    node_rank: int
+    """This pod's index; pod 0 leads."""
+    master_addr: str
+    """Where the leader is reached by the other pods."""
+    master_port: int
+    """Port where the pods meet; rank r listens on the r + 1st port after it."""
+    token: str | None
+    """The service's token, which routers, pods and ranks prove; None on one machine alone, which then has no link."""
+    group: str
+    revision_hash: str
+    """The operator's names of the group and its revision, told to routers."""
+    hf_token: str | None
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks of this pod."""
+        return self.tensor_parallel_size // self.nnodes
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertSettings:
+    """A GGUF file, and the folder that is made of it."""
+
+    gguf: Path
+    folder: Path
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeSettings | ConvertSettings:
+    """What the flags say. Exits with code 2, name and value when one cannot be used."""
+    parser = _make_parser()
+    flags = parser.parse_args(arguments)
+    if flags.command == "convert":
+        return ConvertSettings(flags.gguf, flags.folder)
+    _check(parser, flags)
+    return ServeSettings(
+        model=flags.model,
+        revision=flags.revision,
+        served_names=flags.served_model_name or [_last_element(flags.model)],
+        tensor_parallel_size=flags.tensor_parallel_size,
+        dtype=flags.dtype,
+        max_model_len=flags.max_model_len,
+        max_num_seqs=flags.max_num_seqs,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        page_size=flags.page_size,
+        kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
+        gpu_memory_utilization=flags.gpu_memory_utilization,
+        download_dir=flags.download_dir or _default_download_dir(environment),
+        host=flags.host,
+        port=flags.port,
+        nnodes=flags.nnodes,
+        node_rank=flags.node_rank,
+        master_addr=flags.master_addr,
+        master_port=flags.master_port,
+        token=_read_token(parser, flags.token_file),
+        group=environment.get(labels.ENV_GROUP) or socket.gethostname(),
+        revision_hash=environment.get(labels.ENV_REVISION, ""),
+        hf_token=environment.get("HF_TOKEN") or None,
+    )
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("phalanx-runtime", description="Serve a language model from this machine or pod.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = serve.add_argument
+    add("model", metavar="MODEL", help="folder, .gguf file, file:///path, hf://org/name or org/name")
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
+    add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share the model")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto", help="of weights and KV cache")
+    add("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and output of one request")
+    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step")
+    add("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens in one step")
+    add("--page-size", type=_positive, default=16, metavar="N", help="tokens in a page of the KV cache")
+    add("--kv-cache-memory-bytes", type=_positive, metavar="B", help="KV cache of each rank; default: what the device leaves")
+    add("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of a GPU's memory")
+    add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
+    add("--host", default="127.0.0.1", help="address of the HTTP server")
+    add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
+    add("--nnodes", type=_positive, default=1, metavar="N", help="pods of the group")
+    add("--node-rank", type=_natural, default=0, metavar="I", help="index of this pod; 0 leads")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="where the other pods reach the leader")
+    add(
+        "--master-port",
+        type=_port,
+        default=labels.RENDEZVOUS_PORT,
+        metavar="PORT",
+        help="where pods meet; ranks take the next ones",
+    )
+    add("--token-file", type=Path, metavar="FILE", help="token of the service, proved by routers, pods and ranks")
+    convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
+    convert.add_argument("gguf", type=Path, metavar="GGUF")
+    convert.add_argument("folder", type=Path, metavar="DIR")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """What no flag can be judged on alone."""
+    if flags.tensor_parallel_size % flags.nnodes:
+        parser.error(f"--tensor-parallel-size {flags.tensor_parallel_size} cannot be split evenly over --nnodes {flags.nnodes}")
+    if flags.node_rank >= flags.nnodes:
+        parser.error(f"--node-rank {flags.node_rank} must be below --nnodes {flags.nnodes}")
+    if flags.nnodes > 1 and flags.token_file is None:
+        parser.error(f"--nnodes {flags.nnodes} needs --token-file: pods let one another in by the token")
+    if flags.max_num_batched_tokens < flags.max_num_seqs:
+        parser.error(
+            f"--max-num-batched-tokens {flags.max_num_batched_tokens} must be at least --max-num-seqs {flags.max_num_seqs}, "
+            "or a step could not hold one token of each request"
+        )
+    path = _local_path(flags.model)
+    if path is not None and not path.exists():
+        parser.error(f"MODEL {flags.model}: no such file or folder")
+
+
+def _local_path(model: str) -> Path | None:
+    """The path that the model is said to be at, or None when it may be a name at the hub."""
+    if model.startswith("file://"):
+        return Path(unquote(urlsplit(model).path))
+    if model.startswith(("/", ".", "~")) or (model.endswith(".gguf") and "://" not in model):
+        return Path(model).expanduser()
+    return None
+
+
+def _last_element(model: str) -> str:
+    """The name of a folder, file or repository, without what is before and without .gguf."""
+    path = _local_path(model)
+    name = model if path is None else str(path.resolve())
+    return name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+def _default_download_dir(environment: Mapping[str, str]) -> Path:
+    """The pod's cache volume where it is writable, else the user's cache."""
+    if os.access(labels.CACHE_DIR, os.W_OK):
+        return Path(labels.CACHE_DIR)
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "phalanx"
+
+
+def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--token-file {file}: {error}")
+    if not token:
+        parser.error(f"--token-file {file}: the file is empty")
+    return token
+
+
+def _natural(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return value
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
+    return value
