@@ -30,24 +30,27 @@ def create_app(
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     responses = response_counter(registry)
-    app = _make_app(backend.not_ready, registry, responses, lifespan)
+    door = Door(backend, DoorMetrics(registry, responses), limits)
+    app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.include_router(openai_routes(Door(backend, DoorMetrics(registry, responses), limits)))
+    app.include_router(health_routes(backend.not_ready, registry, warm=door.model))
+    app.include_router(openai_routes(door))
     return app
 
 
 def create_health_app(
-    not_ready: Callable[[], str | None], *, registry: CollectorRegistry, lifespan: Lifespan | None = None
+    not_ready: Callable[[], str | None], *, registry: CollectorRegistry | None = None, lifespan: Lifespan | None = None
 ) -> FastAPI:
     """Only /healthz, /readyz and /metrics: for pods that have no door. Every error has the OpenAI form."""
-    return _make_app(not_ready, registry, response_counter(registry), lifespan)
-
-
-def _make_app(
-    not_ready: Callable[[], str | None], registry: CollectorRegistry, responses: Counter, lifespan: Lifespan | None
-) -> FastAPI:
-    app = FastAPI(title="Phalanx", lifespan=lifespan)
+    registry = registry if registry is not None else CollectorRegistry()
+    app = _make_app(response_counter(registry), lifespan)
     app.include_router(health_routes(not_ready, registry))
+    return app
+
+
+def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
+    """An application without routes, whose errors have OpenAI's form and are counted."""
+    app = FastAPI(title="Phalanx", lifespan=lifespan)
 
     async def answer(request: Request, error: Exception) -> Response:
         told = of_exception(error, request)

@@ -1,6 +1,6 @@
 """Whether this process is well, whether it serves, and what it measured. For every pod, with or without a door."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
@@ -10,8 +10,17 @@ from starlette.responses import Response
 from phalanx_frontend.errors import ApiError
 
 
-def health_routes(not_ready: Callable[[], str | None], registry: CollectorRegistry) -> APIRouter:
-    """GET /healthz, /readyz, /metrics. `not_ready` says why the pod cannot serve, or None."""
+async def _nothing() -> None:
+    pass
+
+
+def health_routes(
+    not_ready: Callable[[], str | None], registry: CollectorRegistry, warm: Callable[[], Awaitable[object]] = _nothing
+) -> APIRouter:
+    """GET /healthz, /readyz, /metrics. `not_ready` says why the pod cannot serve, or None.
+
+    `warm` is awaited before the first "ready": what the first request would else wait for.
+    """
     routes = APIRouter(tags=["health"])
 
     @routes.get("/healthz")
@@ -26,6 +35,7 @@ def health_routes(not_ready: Callable[[], str | None], registry: CollectorRegist
         reason = not_ready()
         if reason is not None:
             raise ApiError(503, reason, code="not_ready")
+        await warm()
         return {"status": "ok"}
 
     @routes.get("/metrics")

@@ -25,7 +25,8 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written out in it are recognised. Raises UnicodeEncodeError on lone surrogates."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call lets other threads run meanwhile, the single one does not.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
