@@ -69,6 +69,7 @@ async def serve(settings: Settings) -> int:
         port=settings.port,
         log_config=None,
         access_log=False,
+        ws="none",
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
     )
     server = _Server(config)
@@ -94,9 +95,13 @@ async def make_source(settings: Settings) -> LeaderSource:
     """Where this router learns of leaders."""
     if settings.leaders:
         return StaticLeaders(settings.leaders)
-    from phalanx_router.watch import WatchedLeaders, make_api  # a second of imports that a fixed list does not need
+    from phalanx_router.watch import NoCluster, WatchedLeaders, make_api  # a second of imports that a fixed list does not need
 
-    return WatchedLeaders(await make_api(), settings.namespace, settings.service)
+    try:
+        return WatchedLeaders(await make_api(), settings.namespace, settings.service)
+    except NoCluster as error:
+        print(f"phalanx-router: --service {settings.service}: {error}; --leaders needs no cluster", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

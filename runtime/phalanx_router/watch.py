@@ -30,6 +30,10 @@ class ApiError(Exception):
     """The API server said no: status and the beginning of its answer."""
 
 
+class NoCluster(Exception):
+    """This process is neither in a cluster nor has it a kubeconfig."""
+
+
 class _ListMetadata(msgspec.Struct, frozen=True, rename="camel"):
     resource_version: str = ""
     continue_: str = msgspec.field(default="", name="continue")
@@ -55,12 +59,15 @@ class _Bookmark(msgspec.Struct, frozen=True):
 
 
 async def make_api() -> client.CoreV1Api:
-    """An API client: of the pod's service account inside a cluster, else of the kubeconfig. Raises ConfigException."""
+    """An API client: of the pod's service account inside a cluster, else of the kubeconfig. Raises NoCluster."""
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-    except config.ConfigException:
-        await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    except config.ConfigException as outside:
+        try:
+            await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+        except config.ConfigException as error:
+            raise NoCluster(f"leaders cannot be watched: {outside} {error}") from error
     return client.CoreV1Api(client.ApiClient(settings))
 
 

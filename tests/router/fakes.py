@@ -44,7 +44,8 @@ class Script:
     die_after: cut all connections after so many steps with tokens. hold_at: step after which no more tokens come until
     `release`. refuse: the answer to every Submit. echo: every frame is sent this often. stale: every frame is preceded by
     one of an older epoch with wrong tokens. skip: indices that are left out once. silent: no load reports.
-    welcome: None for no Welcome at all. finish: whether ends are told.
+    first: what comes before Welcome. finish: whether ends are told. draw: what the token at an index is. endless_from:
+    requests for so many tokens or more never get past their fifth.
     """
 
     die_after: int | None = None
@@ -59,6 +60,8 @@ class Script:
     finish: bool = True
     assets: wire.Assets = ASSETS
     tell_assets: bool = True
+    draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
+    endless_from: int = 10**9
 
 
 @dataclass(slots=True)
@@ -209,6 +212,8 @@ class FakeLeader:
             if script.hold_at is not None and self.steps >= script.hold_at:
                 await self._released.wait()
             frame = self._frame(running)
+            if not frame.handles and not script.skip:
+                continue
             self.steps += 1
             if script.stale:
                 stale = [epoch - 1 for epoch in frame.epochs]
@@ -224,6 +229,8 @@ class FakeLeader:
         for handle, entry in list(running.items()):
             request = entry.submit.request
             index = entry.next_index
+            if index >= 5 and request.sampling.max_tokens >= self.script.endless_from:
+                continue
             entry.next_index += 1
             if index in self.script.skip:
                 self.script.skip.discard(index)
@@ -231,7 +238,7 @@ class FakeLeader:
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
-            frame.tokens.append(token_at(request.prompt, index))
+            frame.tokens.append(self.script.draw(request, index))
             if index + 1 >= request.sampling.max_tokens:
                 del running[handle]
                 if self.script.finish:

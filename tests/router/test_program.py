@@ -1,0 +1,122 @@
+"""The program: its settings, and a life from start to drained end."""
+
+import asyncio
+import logging
+import os
+import pathlib
+import re
+import signal
+
+import httpx
+import pytest
+
+from phalanx_router.__main__ import main, make_source, serve
+from phalanx_router.endpoints import StaticLeaders
+from phalanx_router.settings import Settings, read_settings
+from phalanx_router.watch import WatchedLeaders
+from tests.frontend.fakes import plain_tokens, tiny_assets
+from tests.router.fakes import TOKEN, FakeLeader, Script
+
+
+@pytest.fixture
+def token_file(tmp_path: pathlib.Path) -> str:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    return str(path)
+
+
+def read(token_file: str, *flags: str, **environment: str) -> Settings:
+    return read_settings(["serve", "--token-file", token_file, *flags], environment)
+
+
+def test_settings_of_the_contract(token_file: str) -> None:
+    settings = read(
+        token_file,
+        *("--host", "0.0.0.0", "--port", "8000", "--service", "chat", "--namespace", "ns", "--served-model-name", "a", "b"),
+    )
+    assert (settings.host, settings.port, settings.service, settings.namespace) == ("0.0.0.0", 8000, "chat", "ns")
+    assert (settings.served_names, settings.token, settings.leaders) == (("a", "b"), TOKEN, ())
+
+
+def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
+    assert read(token_file, "--service", "chat", POD_NAMESPACE="ns").namespace == "ns"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000", "--leaders", "h:1"], ["--port", "70000"]),
+        (["--port", "x", "--leaders", "h:1"], ["--port", "x"]),
+        (["--leaders", "nowhere"], ["--leaders", "nowhere"]),
+        (["--leaders", "h:1", "--service", "chat"], ["--leaders", "--service"]),
+        ([], ["--leaders", "--service"]),
+        (["--service", "chat"], ["--namespace"]),
+        (["--leaders", "h:1", "--patience-s", "-1"], ["--patience-s", "-1"]),
+        (["--leaders", "h:1", "--token-file", "/no/such"], ["--token-file", "/no/such"]),
+        (["--leaders", "h:1", "--token-file", os.devnull], ["--token-file", "is empty"]),
+    ],
+    ids=["port", "no number", "address", "two sources", "no source", "namespace", "seconds", "no token", "empty token"],
+)
+def test_a_bad_flag_ends_the_program_with_its_name_and_value(
+    token_file: str, flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read(token_file, *flags)
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+
+
+async def test_leaders_come_from_the_list_or_the_cluster(
+    token_file: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(await make_source(read(token_file, "--leaders", "h:1,i:2")), StaticLeaders)
+    watched = read(token_file, "--service", "chat", "--namespace", "ns")
+    config = tmp_path / "config"
+    config.write_text(
+        "{apiVersion: v1, kind: Config, current-context: c, clusters: [{name: k, cluster: {server: 'http://127.0.0.1:1'}}],"
+        " users: [{name: u, user: {}}], contexts: [{name: c, context: {cluster: k, user: u}}]}"
+    )
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
+    source = await make_source(watched)
+    assert isinstance(source, WatchedLeaders)
+    config.unlink()
+    with pytest.raises(SystemExit) as caught:
+        await make_source(watched)
+    assert caught.value.code == 2
+
+
+def test_main_refuses_bad_flags_before_it_starts() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--leaders", "nowhere"])
+    assert caught.value.code == 2
+
+
+async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "uvicorn.error")
+    leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
+    await leader.start()
+    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0.5", "--drain-s", "10", "--served-model-name", "mine"]
+    serving = asyncio.create_task(serve(read(token_file, *flags)))
+    try:
+        async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
+            while not (found := re.search(r"http://127\.0\.0\.1:\d+", caplog.text)):
+                await asyncio.sleep(0.002)
+            url = found.group()
+            while (await http.get(f"{url}/v1/models")).status_code != 200:
+                pass
+            assert (await http.get(f"{url}/readyz")).status_code == 200
+            body = {"model": "mine", "prompt": "hello", "max_tokens": 9, "stream": True}
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                while (await http.get(f"{url}/readyz")).status_code != 503:
+                    pass
+                leader.release()
+                assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await serving == 0
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await leader.stop()
