@@ -1,0 +1,85 @@
+"""Conditions of an InferenceService: their types, their reasons, and how one is set.
+
+True is good in all of them but `Stalled`, which is absent unless a person must act (kstatus).
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from phalanx_api.schema import Record
+
+ConditionType = Literal["Ready", "Available", "Progressing", "Stalled"]
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+class Reason(StrEnum):
+    """Every reason that a condition may carry."""
+
+    READY = "Ready"
+    SUSPENDED = "Suspended"
+    SCALED_TO_ZERO = "ScaledToZero"
+    SPEC_INVALID = "SpecInvalid"
+    REJECTED = "Rejected"
+    """The API server refused a child; the message has its words."""
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    POD_FAILING = "PodFailing"
+    ROLLING_OUT = "RollingOut"
+    GROUPS_NOT_READY = "GroupsNotReady"
+    ROUTER_NOT_READY = "RouterNotReady"
+    SERVING = "Serving"
+    NO_READY_GROUP = "NoReadyGroup"
+    ROLLING = "Rolling"
+    SCALING = "Scaling"
+    COMPLETE = "Complete"
+
+
+class Condition(Record):
+    """One condition, in the form that Kubernetes clients know."""
+
+    type: str = Field(max_length=64)
+    status: ConditionStatus
+    observed_generation: int = 0
+    last_transition_time: str = Field(max_length=64, json_schema_extra={"format": "date-time"})
+    reason: str = Field(max_length=64)
+    message: str = Field(default="", max_length=1024)
+
+
+def set_condition(
+    conditions: Sequence[Condition],
+    kind: ConditionType,
+    is_true: bool,
+    *,
+    reason: Reason,
+    message: str = "",
+    generation: int,
+    now: str,
+) -> tuple[Condition, ...]:
+    """The conditions with this one set. Its transition time moves only when its status changes."""
+    status: ConditionStatus = "True" if is_true else "False"
+    former = next((c for c in conditions if c.type == kind), None)
+    since = former.last_transition_time if former and former.status == status else now
+    new = Condition(
+        type=kind,
+        status=status,
+        observed_generation=generation,
+        last_transition_time=since,
+        reason=reason.value,
+        message=message[:1024],
+    )
+    if former is None:
+        return (*conditions, new)
+    return tuple(new if c.type == kind else c for c in conditions)
+
+
+def drop_condition(conditions: Sequence[Condition], kind: ConditionType) -> tuple[Condition, ...]:
+    """The conditions without this one."""
+    return tuple(c for c in conditions if c.type != kind)
+
+
+def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
+    """The condition of this type, if it is there."""
+    return next((c for c in conditions if c.type == kind), None)

@@ -1,0 +1,91 @@
+"""The CustomResourceDefinition, generated from the models."""
+
+from typing import Any
+
+from phalanx_api import inference_service as api
+from phalanx_api.schema import structural
+from phalanx_api.status import Status
+
+CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
+_PARENTS = ("parallelism", "resources", "engine", "router")
+"""Objects that exist even when the manifest leaves them out, so that defaults and rules inside them apply."""
+
+
+def _column(name: str, kind: str, path: str, *, wide: bool = False) -> dict[str, Any]:
+    return {"name": name, "type": kind, "jsonPath": path, "priority": int(wide)}
+
+
+def _columns() -> list[dict[str, Any]]:
+    ready = ".status.conditions[?(@.type=='Ready')]"
+    return [
+        _column("Ready", "string", f"{ready}.status"),
+        _column("Reason", "string", f"{ready}.reason"),
+        _column("Desired", "integer", ".spec.replicas"),
+        _column("Groups", "integer", ".status.readyReplicas"),
+        _column("Updated", "integer", ".status.updatedReplicas"),
+        _column("TP", "integer", ".spec.parallelism.tensor"),
+        _column("Model", "string", ".spec.model.uri"),
+        _column("Age", "date", ".metadata.creationTimestamp"),
+        _column("URL", "string", ".status.url", wide=True),
+        _column("Revision", "string", ".status.updateRevision", wide=True),
+    ]
+
+
+def schema() -> dict[str, Any]:
+    """The structural schema of the whole object."""
+    spec, status = structural(api.Spec), structural(Status)
+    for parent in _PARENTS:
+        _fill_default(spec["properties"][parent])
+    return {
+        "type": "object",
+        "description": "A language model, served by groups of pods behind one address.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": api.MAX_NAME, "pattern": api.NAME_PATTERN}},
+            },
+            "spec": spec,
+            "status": status,
+        },
+    }
+
+
+def _fill_default(node: dict[str, Any]) -> None:
+    """Gives an object its default: all defaults inside it, for the API server checks it by the object's rules as it stands."""
+    children = node["properties"]
+    for child in children.values():
+        if "properties" in child:
+            _fill_default(child)
+    node["default"] = {name: child["default"] for name, child in children.items() if "default" in child}
+
+
+def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition as an object of the Kubernetes API."""
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    version = {
+        "name": api.VERSION,
+        "served": True,
+        "storage": True,
+        "additionalPrinterColumns": _columns(),
+        "subresources": {"status": {}, "scale": scale},
+        "schema": {"openAPIV3Schema": schema()},
+    }
+    names = {"kind": api.KIND, "listKind": f"{api.KIND}List", "plural": api.PLURAL, "singular": "inferenceservice"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": CRD_NAME},
+        "spec": {
+            "group": api.GROUP,
+            "scope": "Namespaced",
+            "names": names | {"shortNames": ["infsvc"], "categories": ["all"]},
+            "versions": [version],
+        },
+    }

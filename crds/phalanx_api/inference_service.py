@@ -1,0 +1,207 @@
+"""The InferenceService: its spec, as pydantic models that are the single source of the CRD, and how a manifest is read.
+
+Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
+Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+
+from phalanx_api.group import GroupShape
+from phalanx_api.pod_template import PodTemplate
+from phalanx_api.quantities import Cpu, Memory
+from phalanx_api.schema import Record, rule, rules, with_rules
+
+GROUP = "phalanx.dev"
+VERSION = "v1alpha1"
+KIND = "InferenceService"
+PLURAL = "inferenceservices"
+MAX_NAME = 40
+"""Names of pods are made of the service's, and must fit a DNS label."""
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+MAX_GROUPS = 1000
+
+_PATH = r"[A-Za-z0-9._/@+=:,~-]"
+URI_PATTERN = (
+    rf"^file:///{_PATH}+$"
+    rf"|^pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/{_PATH}*)?$"
+    r"|^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+)
+URI_FORMS = "must be file:///path, pvc://claim/path or hf://org/name, with letters, digits and ._/@+=:,~- only"
+_RESOURCE_NAME = r"^$|^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+ServedName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
+
+
+def _known_uri(uri: str) -> str:
+    if not re.search(URI_PATTERN, uri):
+        raise ValueError(URI_FORMS)
+    return uri
+
+
+class SecretRef(Record):
+    """A Secret in the namespace of the service."""
+
+    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    key: str = Field(default="token", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
+    """Key in the Secret that holds the token."""
+
+
+class Model(Record):
+    """Where the weights and the tokenizer come from."""
+
+    model_config = Record.model_config | rules(
+        rule(
+            "!has(self.revision) || self.uri.startsWith('hf://')",
+            "revision pins a commit of a hub: it goes with hf:// only",
+            ".revision",
+        ),
+        rule(
+            "!has(self.secretRef) || self.uri.startsWith('hf://')",
+            "secretRef is a hub's token: it goes with hf:// only",
+            ".secretRef",
+        ),
+    )
+    uri: Annotated[str, AfterValidator(_known_uri)] = Field(
+        min_length=1,
+        max_length=512,
+        json_schema_extra=with_rules(
+            rule(f"self.matches('{URI_PATTERN}')", URI_FORMS), rule("!self.matches('/[.][.](/|$)')", "a path must not hold '..'")
+        ),
+    )
+    """`file:///path` in the image or a mounted volume, `pvc://claim/path` in a claim, or `hf://org/name` on a hub."""
+    revision: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
+    """Branch, tag or commit on the hub."""
+    secret_ref: SecretRef | None = None
+    """Token for the hub."""
+
+
+class Parallelism(Record):
+    """How many ranks a group has, and how they are shared out over pods."""
+
+    model_config = Record.model_config | rules(
+        rule(
+            "self.gpusPerPod == 0 || self.tensor % self.gpusPerPod == 0",
+            "gpusPerPod must divide tensor, or be 0 to put all ranks in one pod",
+            ".gpusPerPod",
+        )
+    )
+    tensor: int = Field(default=1, ge=1, le=64)
+    """Ranks that share each layer."""
+    gpus_per_pod: int = Field(default=0, ge=0, le=64)
+    """Devices, and so ranks, in each pod; 0 puts all ranks in one pod."""
+
+
+class Accelerator(Record):
+    """The device that each rank gets."""
+
+    resource_name: str = Field(default="nvidia.com/gpu", max_length=253, pattern=_RESOURCE_NAME)
+    """Extended resource of which each rank asks for one; empty for ranks on CPU."""
+
+
+class Resources(Record):
+    """What each pod of a group asks for; requests and limits are equal."""
+
+    accelerator: Accelerator = Field(default_factory=Accelerator)
+    cpu: Cpu | None = None
+    memory: Memory | None = None
+    shm: Memory | None = None
+    """Size of /dev/shm, where ranks of a pod meet; it counts as memory."""
+
+
+class Engine(Record):
+    """Settings of the runtime; each is a flag of `phalanx-runtime serve`, and unset ones keep its defaults."""
+
+    image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
+    """Image of the runtime; the operator's default otherwise."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1, le=16_777_216)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=65_536)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
+    page_size: int | None = Field(default=None, ge=1, le=256)
+    """Tokens in a page of the KV cache."""
+    kv_cache_memory: Memory | None = None
+    """Memory of the KV cache of each rank; measured otherwise."""
+    gpu_memory_utilization: str | None = Field(default=None, max_length=5, pattern=r"^0\.(0[1-9]|[1-9][0-9]?)$|^1(\.0{1,2})?$")
+    """Share of a device's memory that weights and KV cache may take, such as "0.90"."""
+
+
+class Router(Record):
+    """The front door."""
+
+    replicas: int = Field(default=1, ge=1, le=32)
+
+
+class Spec(Record):
+    """What the user wants."""
+
+    model: Model
+    served_names: tuple[ServedName, ...] | None = Field(
+        default=None, min_length=1, max_length=8, json_schema_extra={"x-kubernetes-list-type": "set"}
+    )
+    """Names by which clients ask for the model; the service's name otherwise."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    resources: Resources = Field(default_factory=Resources)
+    engine: Engine = Field(default_factory=Engine)
+    replicas: int | None = Field(default=None, ge=0, le=MAX_GROUPS)
+    """Groups wanted. The operator writes 1 here once if it is not given; after that it belongs to the scale subresource."""
+    router: Router = Field(default_factory=Router)
+    suspend: bool = False
+    """Run no group, whatever `replicas` says."""
+    pod_template: PodTemplate | None = None
+    """Overlay on the pods of the groups."""
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> "Spec":
+        shape_of(self.parallelism)
+        return self
+
+
+def shape_of(parallelism: Parallelism) -> GroupShape:
+    """The shape of a group. Raises: ValueError when the ranks do not fill the pods."""
+    return GroupShape(parallelism.tensor, parallelism.gpus_per_pod)
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceService:
+    """A manifest that was read: who it is, and what it wants."""
+
+    namespace: str
+    name: str
+    uid: str
+    spec: Spec
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names by which clients ask for the model."""
+        return self.spec.served_names or (self.name,)
+
+    @property
+    def shape(self) -> GroupShape:
+        """The shape of its groups."""
+        return shape_of(self.spec.parallelism)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """A field that is wrong, and why."""
+
+    field: str
+    message: str
+
+
+def parse(body: Mapping[str, Any]) -> InferenceService | list[FieldError]:
+    """The service that a manifest describes, or what is wrong with it, field by field."""
+    metadata = body["metadata"]
+    try:
+        spec = Spec.model_validate(body.get("spec", {}))
+    except ValidationError as error:
+        return [FieldError(_dotted(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+    return InferenceService(metadata["namespace"], metadata["name"], metadata["uid"], spec)
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    return "spec" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)

@@ -1,0 +1,119 @@
+"""The user's overlay on a group's pods: merged over what the operator renders, except for what the operator needs for itself.
+
+Lists are merged by the key that names their items (containers by name, mounts by path), as `kubectl patch` does. What is
+reserved is refused by the API server: names, paths and labels that the runtime, the routers and the operator rely on.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+from pydantic.config import JsonDict
+
+from phalanx_api import labels
+from phalanx_api.schema import OpenRecord, Record, rule, rules, with_rules
+
+RUNTIME_CONTAINER = "runtime"
+"""Name of the container that runs the ranks."""
+TOKEN_VOLUME = "token"
+TMP_VOLUME = "tmp"
+CACHE_VOLUME = "cache"
+SHM_VOLUME = "shm"
+MODEL_VOLUME = "model"
+RESERVED_VOLUMES = (TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, MODEL_VOLUME)
+"""Volumes that the operator makes in each pod of a group."""
+RESERVED_PATHS = (labels.TOKEN_DIR, "/tmp", labels.CACHE_DIR, "/dev/shm", labels.MODEL_DIR)
+"""Where those volumes are mounted."""
+
+_MAP: JsonDict = {"maxProperties": 64}
+_KEYED: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+_OURS = " && ".join(["!k.startsWith('phalanx.dev/')", "!k.startsWith('apps.kubernetes.io/')", f"k != '{labels.MANAGED_BY}'"])
+_LABEL_RULE = rule(f"self.all(k, {_OURS})", "labels of phalanx.dev/, apps.kubernetes.io/ and managed-by are set by the operator")
+_ANNOTATION_RULE = rule("self.all(k, !k.startsWith('phalanx.dev/'))", "annotations of phalanx.dev/ are set by the operator")
+Name = Annotated[str, StringConstraints(min_length=1, max_length=63)]
+LabelValue = Annotated[str, StringConstraints(max_length=63)]
+AnnotationValue = Annotated[str, StringConstraints(max_length=1024)]
+
+
+def _quoted(words: tuple[str, ...]) -> str:
+    return ", ".join(f"'{word}'" for word in words)
+
+
+class PodMetadata(Record):
+    """Labels and annotations added to the pods."""
+
+    labels: dict[str, LabelValue] = Field(default_factory=dict, json_schema_extra=_MAP | with_rules(_LABEL_RULE))
+    annotations: dict[str, AnnotationValue] = Field(default_factory=dict, json_schema_extra=_MAP | with_rules(_ANNOTATION_RULE))
+
+
+class EnvOverlay(OpenRecord):
+    """One environment variable of a container."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule("!self.name.startsWith('PHALANX_')", "variables named PHALANX_ are set by the operator", ".name"),
+        rule("self.name != 'HF_TOKEN'", "give the token of the hub by spec.model.secretRef", ".name"),
+    )
+    name: str = Field(min_length=1, max_length=128)
+
+
+class MountOverlay(OpenRecord):
+    """One volume mount of a container."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(f"!(self.mountPath in [{_quoted(RESERVED_PATHS)}])", "this path is one of the runtime's own volumes", ".mountPath"),
+    )
+    mount_path: str = Field(min_length=1, max_length=512)
+
+
+class ContainerOverlay(OpenRecord):
+    """A container beside the ranks, or fields laid over the container `runtime`."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(
+            f"self.name != '{RUNTIME_CONTAINER}' || (!has(self.command) && !has(self.args) && !has(self.image))",
+            "command, args and image of the container runtime come from spec.engine and spec.model",
+            ".name",
+        ),
+    )
+    name: Name
+    image: str | None = Field(default=None, max_length=512)
+    command: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
+    args: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
+    env: list[EnvOverlay] | None = Field(default=None, max_length=64, json_schema_extra=_KEYED)
+    volume_mounts: list[MountOverlay] | None = Field(default=None, max_length=32)
+
+
+class VolumeOverlay(OpenRecord):
+    """A volume added to the pods."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(f"!(self.name in [{_quoted(RESERVED_VOLUMES)}])", "this name is one of the runtime's own volumes", ".name"),
+    )
+    name: Name
+
+
+class PodOverlay(OpenRecord):
+    """Fields laid over the pods' spec: tolerations, affinity, more volumes, sidecars."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(
+            "!has(self.hostname) && !has(self.subdomain) && !has(self.restartPolicy)",
+            "hostname, subdomain and restartPolicy are the operator's: ranks find one another by them",
+        ),
+    )
+    hostname: str | None = Field(default=None, max_length=63)
+    subdomain: str | None = Field(default=None, max_length=63)
+    restart_policy: str | None = Field(default=None, max_length=16)
+    containers: list[ContainerOverlay] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
+    init_containers: list[ContainerOverlay] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
+    volumes: list[VolumeOverlay] | None = Field(default=None, max_length=32, json_schema_extra=_KEYED)
+
+
+class PodTemplate(Record):
+    """What to lay over the pods of a group."""
+
+    metadata: PodMetadata = Field(default_factory=PodMetadata)
+    spec: PodOverlay = Field(default_factory=PodOverlay)
+
+    def overlay(self) -> dict[str, Any]:
+        """The overlay's pod spec as it was written."""
+        return self.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)

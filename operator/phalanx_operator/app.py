@@ -1,0 +1,117 @@
+"""The whole operator put together: lease, informers, kopf, workers. Any part that ends, ends all."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+
+import kopf
+
+from phalanx_operator import handlers, probes
+from phalanx_operator.apply import Hands
+from phalanx_operator.events import Notes
+from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
+from phalanx_operator.informer import Informer
+from phalanx_operator.kube import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, KubeClient
+from phalanx_operator.lease import Lease
+from phalanx_operator.loop import Loop
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.observe import Children
+from phalanx_operator.reconcile import Reconciler
+from phalanx_operator.render.objects import Images
+from phalanx_operator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """Somebody asked the operator to end."""
+
+
+async def run(settings: Settings) -> None:
+    """Runs until SIGTERM or SIGINT. Raises: what ended it otherwise, after giving the lease back."""
+    metrics, health = Metrics(), probes.Health()
+    client = await connect()
+    endpoint = await probes.serve(probes.make_app(health, metrics), settings.port)
+    kube = HttpKube(client)
+    identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    lease = Lease(kube, settings.lease_namespace, identity)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    health.ready = True  # a standby is ready to lead
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_end_when(stop))
+            await lease.acquire()
+            metrics.is_leader.set(1)
+            tasks.create_task(lease.keep())
+            await _lead(tasks, settings, kube, identity, metrics, health, stop)
+    except* Stopped:
+        log.info("stopped")
+    finally:
+        await lease.give_back()
+        await endpoint.cleanup()
+        await client.close()
+
+
+async def _end_when(stop: asyncio.Event) -> None:
+    await stop.wait()
+    raise Stopped
+
+
+async def _lead(
+    tasks: asyncio.TaskGroup,
+    settings: Settings,
+    kube: KubeClient,
+    identity: str,
+    metrics: Metrics,
+    health: probes.Health,
+    stop: asyncio.Event,
+) -> None:
+    """Starts all that a leader does. Nobody looks at a service before every first list is in."""
+    children = Children()
+    hands = Hands(kube, children, Images(settings.runtime_image, settings.router_image), lambda: secrets.token_hex(32))
+    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics).reconcile, metrics)
+    informers = [
+        Informer(kube, resource, namespace, store, loop.wake)
+        for namespace in settings.namespaces or (None,)
+        for resource, store in (
+            (PODS, children.pods),
+            (STATEFUL_SETS, children.sets),
+            (DEPLOYMENTS, children.deployments),
+            (SERVICES, children.services),
+        )
+    ]
+    health.stalls = lambda: _stalls(informers)
+    for informer in informers:
+        tasks.create_task(informer.run())
+    for informer in informers:
+        await informer.synced.wait()
+    tasks.create_task(loop.work(settings.workers))
+    tasks.create_task(_watch_services(settings, loop, stop))
+
+
+async def _watch_services(settings: Settings, loop: Loop, stop: asyncio.Event) -> None:
+    """kopf, which takes over the signals: when it ends, all ends."""
+    handlers.quiet()
+    await kopf.operator(
+        registry=handlers.registry(loop.wake),
+        standalone=True,
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+    )
+    stop.set()
+
+
+def _stalls(informers: list[Informer]) -> list[str]:
+    """Watches that were not heard for far too long, and were not begun again."""
+    now = time.monotonic()
+    return [
+        f"nothing heard of {informer.resource.plural} for {now - informer.heard_at:.0f} s"
+        for informer in informers
+        if now - informer.heard_at > 4 * SILENCE_S
+    ]

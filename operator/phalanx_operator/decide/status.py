@@ -1,0 +1,117 @@
+"""The status of a service, from what is seen of it."""
+
+from collections.abc import Sequence
+
+from phalanx_api import labels
+from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, set_condition
+from phalanx_api.inference_service import FieldError
+from phalanx_api.status import MAX_LISTED_GROUPS, GroupStatus, Status
+from phalanx_operator.decide.groups import Desired, live
+from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter, Snapshot
+
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "Error")
+
+
+def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -> Status:
+    """The whole status of a service whose spec is valid."""
+    here = live(snapshot.groups)
+    updated = [group for group in here if group.revision == desired.revision]
+    settled = len(here) == len(updated) == desired.replicas and all(group.ready for group in here)
+    serving = any(group.ready for group in here)
+    former = snapshot.status
+    conditions = drop_condition(former.conditions, "Stalled")
+    generation = snapshot.generation
+    reason, message = _why_not_ready(snapshot, desired)
+    if reason is None:
+        reason = Reason.SUSPENDED if suspended else Reason.SCALED_TO_ZERO if not desired.replicas else Reason.READY
+        message = f"{len(here)} groups of revision {desired.revision} are ready" if desired.replicas else "no group is wanted"
+        conditions = set_condition(conditions, "Ready", True, reason=reason, message=message, generation=generation, now=now)
+    else:
+        conditions = set_condition(conditions, "Ready", False, reason=reason, message=message, generation=generation, now=now)
+    conditions = _set_available(conditions, snapshot.router, serving, generation, now)
+    progress = Reason.COMPLETE if settled else Reason.ROLLING if len(updated) < len(here) else Reason.SCALING
+    conditions = set_condition(conditions, "Progressing", True, reason=progress, generation=generation, now=now)
+    return Status(
+        observed_generation=generation,
+        replicas=len(here),
+        ready_replicas=sum(group.ready for group in here),
+        updated_replicas=len(updated),
+        selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
+        url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
+        current_revision=desired.revision if settled and here else former.current_revision or desired.revision,
+        update_revision=desired.revision,
+        groups=_listed(snapshot.groups),
+        conditions=conditions,
+    )
+
+
+def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str) -> Status:
+    """The status when the spec cannot be followed: the groups stay as they are, and the conditions name the fields."""
+    message = "; ".join(f"{error.field}: {error.message}" for error in errors)
+    here = live(snapshot.groups)
+    conditions = snapshot.status.conditions
+    generation = snapshot.generation
+    verdicts: tuple[tuple[ConditionType, bool], ...] = (("Ready", False), ("Progressing", False), ("Stalled", True))
+    for kind, is_true in verdicts:
+        conditions = set_condition(conditions, kind, is_true, reason=reason, message=message, generation=generation, now=now)
+    conditions = _set_available(conditions, snapshot.router, any(group.ready for group in here), generation, now)
+    return snapshot.status.model_copy(
+        update={
+            "observed_generation": generation,
+            "replicas": len(here),
+            "ready_replicas": sum(group.ready for group in here),
+            "groups": _listed(snapshot.groups),
+            "conditions": conditions,
+        }
+    )
+
+
+def _set_available(
+    conditions: tuple[Condition, ...], router: ObservedRouter | None, serving: bool, generation: int, now: str
+) -> tuple[Condition, ...]:
+    """Whether a client would get an answer now, whatever a rollout does."""
+    has_router = router is not None and router.ready > 0
+    reason = Reason.NO_READY_GROUP if not serving else Reason.SERVING if has_router else Reason.ROUTER_NOT_READY
+    return set_condition(conditions, "Available", serving and has_router, reason=reason, generation=generation, now=now)
+
+
+def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None, str]:
+    """The gravest thing that keeps the service from being as wanted, or None."""
+    here = live(snapshot.groups)
+    unready = [group for group in here if not group.ready]
+    pods = [pod for group in unready for pod in group.pods if pod.reason]
+    for reasons, answer in (
+        (_IMAGE_REASONS, Reason.IMAGE_PULL_FAILED),
+        (_FAILING_REASONS, Reason.POD_FAILING),
+        (("Unschedulable",), Reason.INSUFFICIENT_CAPACITY),
+    ):
+        for pod in pods:
+            if pod.reason in reasons:
+                return answer, f"pod {pod.name}: {pod.reason}: {pod.message}"
+    old = sum(group.revision != desired.revision for group in here)
+    if old:
+        return Reason.ROLLING_OUT, f"{old} of {len(here)} groups are not of revision {desired.revision} yet"
+    if unready or len(here) != desired.replicas:
+        return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready"
+    if snapshot.router is None or not snapshot.router.settled:
+        ready = snapshot.router.ready if snapshot.router else 0
+        return Reason.ROUTER_NOT_READY, f"{ready} routers are ready"
+    return None, ""
+
+
+def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
+    """The groups for people to read: those that are not ready first, and no more than the schema takes."""
+    worst_first = sorted(groups, key=lambda group: (group.ready, group.name))
+    return tuple(
+        GroupStatus(
+            name=group.name,
+            revision=group.revision,
+            phase="Terminating" if group.terminating else "Ready" if group.ready else "Starting",
+            pods=group.size,
+            ready_pods=group.ready_pods,
+            nodes=tuple(pod.node for pod in group.pods if pod.node)[:64],
+            reason=next((pod.reason for pod in group.pods if pod.reason and not group.ready), ""),
+        )
+        for group in worst_first[:MAX_LISTED_GROUPS]
+    )

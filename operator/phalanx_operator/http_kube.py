@@ -1,0 +1,181 @@
+"""The KubeClient over HTTP, on the official client's sessions: kubeconfig or ServiceAccount, TLS, tokens that are renewed."""
+
+import asyncio
+import json
+import urllib.parse
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from phalanx_api import labels
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator.kube import Json, Page, Resource
+
+PAGE = 500
+REQUEST_TIMEOUT_S = 30
+WATCH_S = 300
+"""How long the API server keeps a watch before it ends it; then the next one goes on from the last version."""
+SILENCE_S = 70
+"""Bookmarks come each minute: a watch that is silent for longer is dead, whatever its socket says."""
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+_PARTIAL = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the latter for errors
+
+
+async def connect() -> Any:
+    """A client for the cluster that this process runs in, or else for the current kubeconfig.
+
+    Raises: ConfigException when there is neither.
+    """
+    configuration = Configuration()
+    try:
+        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except ConfigException:
+        await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    return ApiClient(configuration)
+
+
+class HttpKube:
+    """A `KubeClient`. The ApiClient stays its owner's."""
+
+    def __init__(self, client: Any) -> None:  # the library is not typed
+        self._client = client
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
+        """See KubeClient."""
+        return await self._json("GET", resource.path(namespace, name), accept=_PARTIAL if metadata_only else "application/json")
+
+    async def create(self, resource: Resource, body: Json) -> Json:
+        """See KubeClient. Unknown fields are refused, for they come from the user's overlay."""
+        query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"}
+        return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body)
+
+    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        """See KubeClient. Fields that the operator applies are the operator's, so it takes them by force."""
+        metadata = body["metadata"]
+        path = resource.path(metadata["namespace"], metadata["name"], subresource)
+        query = {"fieldManager": labels.MANAGER, "force": "true"}
+        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY)
+
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
+        """See KubeClient."""
+        query = {"fieldManager": labels.MANAGER}
+        return await self._json("PATCH", resource.path(namespace, name), query=query, body=dict(patch), content_type=_MERGE)
+
+    async def replace(self, resource: Resource, body: Json) -> Json:
+        """See KubeClient."""
+        metadata = body["metadata"]
+        return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """See KubeClient. The object stays visible until what it owns is gone."""
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Foreground",
+            "preconditions": {"uid": uid},
+        }
+        await self._json("DELETE", resource.path(namespace, name), body=options)
+
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+        """See KubeClient."""
+        query = {"labelSelector": selector, "limit": str(PAGE)} | ({"continue": after} if after else {})
+        answer = await self._json("GET", resource.path(namespace), query=query)
+        metadata = answer["metadata"]
+        return Page(answer.get("items") or [], metadata["resourceVersion"], metadata.get("continue") or "")
+
+    async def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
+        """See KubeClient."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "labelSelector": selector,
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(WATCH_S),
+        }
+        response = await self._send("GET", resource.path(namespace), query=query, timeout_s=WATCH_S + SILENCE_S)
+        try:
+            async for event in _events(response.response.content):
+                yield event
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: a line that was cut off
+            raise Retry(f"watch of {resource.plural}: {error or 'nothing heard'}") from error
+        finally:
+            response.response.close()
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Json:
+        response = await self._send(
+            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout_s=REQUEST_TIMEOUT_S
+        )
+        try:
+            answer: Json = json.loads(await response.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
+        return answer
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        body: Json | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+        timeout_s: float,
+    ) -> Any:
+        """The response, its body not read yet. Raises: a KubeError unless the status is a success."""
+        headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
+        await self._client.update_params_for_auth(headers, None, ["BearerToken"], path, method, body)
+        url = f"{self._client.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        try:
+            response = await self._client.rest_client.request(
+                method, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=timeout_s)
+            )
+            if response.status < 300:
+                return response
+            text = (await response.read()).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
+        raise failure(response.status, f"{method} {path}", text)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Json]:
+    """The events of a watch. Raises: TimeoutError after a silence; a KubeError that the server sent in-band."""
+    while line := await asyncio.wait_for(content.readline(), SILENCE_S):
+        event: Json = json.loads(line)
+        if event["type"] == "ERROR":
+            status = event["object"]
+            raise failure(int(status.get("code", 500)), "watch", str(status.get("message", "")))
+        yield event
+
+
+def failure(status: int, what: str, text: str) -> KubeError:
+    """The error for an answer of the API server. `text` is its body: a Status object, or whatever a proxy says."""
+    message, reason = text[:500], ""
+    try:
+        answer = json.loads(text)
+        message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
+    except (ValueError, AttributeError):
+        pass
+    words = f"{what}: {status} {message}"
+    if status in (404, 410):
+        return Gone(words)
+    if status == 409:
+        return Conflict(words)
+    if status in (401, 403):
+        return Rejected(words) if status == 403 and ("exceeded quota" in message or "PodSecurity" in message) else Denied(words)
+    if status in (400, 422) or reason == "Invalid":
+        return Rejected(words)
+    return Retry(words)

@@ -1,0 +1,92 @@
+"""Keeps a Store equal to what the API server has: a paged list, then a watch from its version; a new list replaces everything.
+
+Only objects with the operator's label are asked for. A watch that falls silent, breaks or grows too old begins again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx_api import labels
+from phalanx_operator.errors import Denied, Gone, KubeError
+from phalanx_operator.kube import Json, KubeClient, Resource
+from phalanx_operator.store import Key, Store
+
+log = logging.getLogger(__name__)
+SELECTOR = f"{labels.MANAGED_BY}={labels.MANAGER}"
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Informer:
+    """One kind of object in one namespace, or in all. `wake` is told each service of which something changed."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        resource: Resource,
+        namespace: str | None,
+        store: Store[Any],
+        wake: Callable[[Key], None],
+        pause: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        self.resource = resource
+        self.synced = asyncio.Event()
+        """Set once the first list is in."""
+        self.heard_at = time.monotonic()
+        """When the API server last said anything, by the monotonic clock."""
+        self._client = client
+        self._namespace = namespace
+        self._store = store
+        self._wake = wake
+        self._pause = pause
+
+    async def run(self) -> None:
+        """Never ends by itself; an error of the API server only makes it wait and begin again."""
+        failures = 0
+        while True:
+            try:
+                version = await self._list()
+                failures = 0
+                while True:
+                    version = await self._watch(version)
+                    await self._pause(BACKOFF_S[0])
+            except Gone as error:
+                log.info("list again", extra={"kind": self.resource.plural, "why": str(error)})
+            except KubeError as error:
+                level = logging.ERROR if isinstance(error, Denied) else logging.WARNING
+                log.log(level, "watch failed", extra={"kind": self.resource.plural, "why": str(error), "attempt": failures})
+            await self._pause(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+            failures += 1
+
+    async def _list(self) -> str:
+        """Replaces the store by what is there now; the version from which to watch."""
+        bodies: list[Json] = []
+        after = ""
+        while True:
+            page = await self._client.list_page(self.resource, self._namespace, SELECTOR, after)
+            self.heard_at = time.monotonic()
+            bodies += page.items
+            after = page.next_page
+            if not after:
+                break
+        for key in self._store.replace(bodies):
+            self._wake(key)
+        self.synced.set()
+        return page.resource_version
+
+    async def _watch(self, version: str) -> str:
+        """Follows changes until the server ends the watch; the version from which to go on."""
+        async for event in self._client.watch(self.resource, self._namespace, SELECTOR, version):
+            self.heard_at = time.monotonic()
+            body = event["object"]
+            version = body["metadata"]["resourceVersion"]
+            if event["type"] == "BOOKMARK":
+                continue
+            metadata = body["metadata"]
+            gone = event["type"] == "DELETED"
+            key = self._store.drop(metadata["namespace"], metadata["name"]) if gone else self._store.put(body)
+            if key:
+                self._wake(key)
+        return version

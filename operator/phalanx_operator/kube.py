@@ -1,0 +1,95 @@
+"""The door to the API server: the Protocol that the operator needs of it, and paths of the objects it speaks of."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx_api import inference_service as api
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object, as the API's paths know it."""
+
+    api_version: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Path of one object, or of all objects in a namespace, or (no namespace) in the cluster."""
+        parts = ["api" if "/" not in self.api_version else "apis", self.api_version]
+        parts += ["namespaces", namespace] if namespace else []
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/" + "/".join(part for part in parts if part)
+
+
+SERVICES_OF_OURS = Resource(f"{api.GROUP}/{api.VERSION}", api.PLURAL)
+PODS = Resource("v1", "pods")
+STATEFUL_SETS = Resource("apps/v1", "statefulsets")
+DEPLOYMENTS = Resource("apps/v1", "deployments")
+SERVICES = Resource("v1", "services")
+SECRETS = Resource("v1", "secrets")
+EVENTS = Resource("events.k8s.io/v1", "events")
+LEASES = Resource("coordination.k8s.io/v1", "leases")
+RESOURCES = {
+    ("apps/v1", "StatefulSet"): STATEFUL_SETS,
+    ("apps/v1", "Deployment"): DEPLOYMENTS,
+    ("v1", "Service"): SERVICES,
+    ("v1", "Secret"): SECRETS,
+    ("v1", "ServiceAccount"): Resource("v1", "serviceaccounts"),
+    ("rbac.authorization.k8s.io/v1", "Role"): Resource("rbac.authorization.k8s.io/v1", "roles"),
+    ("rbac.authorization.k8s.io/v1", "RoleBinding"): Resource("rbac.authorization.k8s.io/v1", "rolebindings"),
+}
+"""Kinds that the operator renders."""
+
+
+def resource_of(rendered: Json) -> Resource:
+    """The resource of a rendered object."""
+    return RESOURCES[rendered["apiVersion"], rendered["kind"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a list: its objects, the list's version, and where the next page begins (empty: no more)."""
+
+    items: list[Json]
+    resource_version: str
+    next_page: str
+
+
+class KubeClient(Protocol):
+    """What the operator asks of the API server. A call that does not succeed raises a `KubeError`; all end in bounded time."""
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
+        """The object. Raises: Gone when there is none."""
+        ...
+
+    async def create(self, resource: Resource, body: Json) -> Json:
+        """The object as made. Raises: Conflict when one of that name is there."""
+        ...
+
+    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        """The object after server-side apply with the operator as field manager."""
+        ...
+
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
+        """The object after a merge patch. Raises: Conflict when the patch names another resourceVersion."""
+        ...
+
+    async def replace(self, resource: Resource, body: Json) -> Json:
+        """The object after an update. Raises: Conflict when it was changed meanwhile."""
+        ...
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Starts the deletion of an object and all that it owns. Raises: Gone, or Conflict when it is another object by now."""
+        ...
+
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+        """One page of the objects with these labels; `after` is the former page's `next_page`."""
+        ...
+
+    def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
+        """Changes since that version as `{"type": .., "object": ..}`, bookmarks too. Ends when the server ends it. Raises: Gone
+        when that version is too old, Retry when nothing at all was heard for too long."""
+        ...

@@ -1,0 +1,119 @@
+"""Leader election over one Lease object. Who loses the lease ends its process: two leaders would undo each other's work."""
+
+import asyncio
+import datetime
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx_operator.decide.lease import Held, Take, Wait, claim
+from phalanx_operator.errors import Gone, KubeError
+from phalanx_operator.kube import LEASES, Json, KubeClient
+
+log = logging.getLogger(__name__)
+NAME = "phalanx-operator"
+LEASE_S = 15.0
+RENEW_S = 2.0
+GIVE_UP_S = 10.0
+"""A leader that could not renew for so long stops, well before anyone else may take the lease."""
+
+
+class LeaseLost(Exception):
+    """This process leads no more."""
+
+
+class Lease:
+    """One candidate's hold on the lease."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        identity: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._identity = identity
+        self._clock = clock
+        self._pause = pause
+        self._seen = ("", 0.0)
+
+    async def acquire(self) -> None:
+        """Returns when this process leads."""
+        announced = ""
+        while True:
+            try:
+                match await self._try():
+                    case Take(why):
+                        log.info("leading", extra={"identity": self._identity, "why": why})
+                        return
+                    case Wait(holder) if holder != announced:
+                        announced = holder
+                        log.info("standing by", extra={"identity": self._identity, "leader": holder})
+            except KubeError as error:
+                log.warning("lease not read", extra={"why": str(error)})
+            await self._pause(RENEW_S)
+
+    async def keep(self) -> None:
+        """Renews for ever. Raises: LeaseLost when someone else leads, or nothing could be renewed for too long."""
+        renewed_at = self._clock()
+        while True:
+            await self._pause(RENEW_S)
+            try:
+                if isinstance(answer := await self._try(), Wait):
+                    raise LeaseLost(f"{answer.holder} leads now")
+                renewed_at = self._clock()
+            except KubeError as error:
+                log.warning("lease not renewed", extra={"why": str(error)})
+                if self._clock() - renewed_at > GIVE_UP_S:
+                    raise LeaseLost(f"not renewed for {GIVE_UP_S:.0f} s: {error}") from error
+
+    async def give_back(self) -> None:
+        """Lets the next candidate lead at once. An error is only logged: the lease then runs out by itself."""
+        try:
+            body = await self._client.get(LEASES, self._namespace, NAME)
+            if body["spec"].get("holderIdentity") == self._identity:
+                await self._client.replace(LEASES, body | {"spec": body["spec"] | {"holderIdentity": ""}})
+        except KubeError as error:
+            log.warning("lease not given back", extra={"why": str(error)})
+
+    async def _try(self) -> Take | Wait:
+        """One attempt. Raises: Conflict when another candidate was faster, or another KubeError."""
+        try:
+            body: Json | None = await self._client.get(LEASES, self._namespace, NAME)
+        except Gone:
+            body = None
+        answer = claim(self._identity, self._held(body), LEASE_S)
+        if isinstance(answer, Wait):
+            return answer
+        if body is None:
+            metadata = {"name": NAME, "namespace": self._namespace}
+            lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": self._spec({})}
+            await self._client.create(LEASES, lease)
+        else:
+            await self._client.replace(LEASES, body | {"spec": self._spec(body.get("spec") or {})})
+        return answer
+
+    def _held(self, body: Json | None) -> Held | None:
+        if body is None:
+            return None
+        version = body["metadata"]["resourceVersion"]
+        if version != self._seen[0]:
+            self._seen = (version, self._clock())
+        holder = (body.get("spec") or {}).get("holderIdentity") or ""
+        return Held(holder, version, self._clock() - self._seen[1])
+
+    def _spec(self, former: Json) -> Json:
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        mine = former.get("holderIdentity") == self._identity
+        return {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(LEASE_S),
+            "acquireTime": former.get("acquireTime", now) if mine else now,
+            "renewTime": now,
+            "leaseTransitions": int(former.get("leaseTransitions", 0)) + (0 if mine else 1),
+        }

@@ -1,0 +1,99 @@
+"""Looks at services, one after the other for each, several side by side: when something woke them, and every ten minutes."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.store import Key
+from phalanx_operator.wakeups import Wakeups, backoff
+
+log = logging.getLogger(__name__)
+COALESCE_S = 0.05
+"""Changes that come together are one look."""
+LOOK_TIMEOUT_S = 180.0
+"""A look that takes longer hangs; it is ended and tried again."""
+
+
+class Loop:
+    """The keyed queue and those who work on it."""
+
+    def __init__(
+        self,
+        reconcile: Callable[[Key], Awaitable[float | None]],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._reconcile = reconcile
+        self._metrics = metrics
+        self._clock = clock
+        self._draw = draw
+        self._wakeups = Wakeups()
+        self._changed = asyncio.Event()
+        self._failures: dict[Key, int] = {}
+
+    def wake(self, key: Key, after_s: float = COALESCE_S) -> None:
+        """Look at this service soon. An object without a service's label wakes nobody."""
+        if key[1]:
+            self._wakeups.wake(key, self._clock() + after_s)
+            self._changed.set()
+
+    async def work(self, workers: int) -> None:
+        """Runs for ever."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workers):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            key = self._wakeups.take(self._clock())
+            if key is None:
+                await self._wait()
+                continue
+            try:
+                await self.look(key)
+            finally:
+                self._wakeups.done(key)
+                self._changed.set()
+
+    async def _wait(self) -> None:
+        """Until a key may be due."""
+        self._changed.clear()
+        due = self._wakeups.next_due()
+        try:
+            await asyncio.wait_for(self._changed.wait(), None if due is None else max(due - self._clock(), 0.001))
+        except TimeoutError:
+            pass
+
+    async def look(self, key: Key) -> None:
+        """One look at one service; decides when the next one is due."""
+        began = self._clock()
+        name = "/".join(key)
+        try:
+            next_s = await asyncio.wait_for(self._reconcile(key), LOOK_TIMEOUT_S)
+            self._failures.pop(key, None)
+            if next_s is not None:
+                self.wake(key, next_s * (0.9 + 0.2 * self._draw()))
+        except (Conflict, Gone) as error:
+            self._again(key, error, logging.DEBUG, name)
+        except (Rejected, Denied) as error:
+            self._again(key, error, logging.ERROR, name)
+        except (KubeError, TimeoutError) as error:
+            self._again(key, error, logging.WARNING, name)
+        except Exception as error:  # a bug in one service's look must not end the others'
+            self._again(key, error, logging.CRITICAL, name)
+        self._metrics.reconcile_seconds.observe(self._clock() - began)
+        self._metrics.queue_keys.set(len(self._wakeups))
+
+    def _again(self, key: Key, error: Exception, level: int, name: str) -> None:
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        wait_s = backoff(failures, self._draw)
+        self._metrics.errors.labels(type(error).__name__).inc()
+        fields = {"service": name, "why": str(error) or type(error).__name__, "again_s": round(wait_s, 1)}
+        log.log(level, "look failed", extra=fields, exc_info=error if level == logging.CRITICAL else None)
+        self.wake(key, wait_s)

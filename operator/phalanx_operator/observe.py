@@ -1,0 +1,178 @@
+"""From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself is read afresh."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from phalanx_api import labels
+from phalanx_api.status import Status
+from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.kube import Json
+from phalanx_operator.store import Key, Store
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSet:
+    """A StatefulSet that may be a group of ours."""
+
+    owner_uid: str
+    group: ObservedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedDeployment:
+    """A Deployment that may be a router of ours."""
+
+    owner_uid: str
+    name: str
+    router: ObservedRouter
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedName:
+    """An object of which it matters only that it is there."""
+
+    owner_uid: str
+    name: str
+
+
+def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
+    """What matters of a pod."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or []}
+    ready = conditions.get("Ready", {}).get("status") == "True" and "deletionTimestamp" not in metadata
+    reason, message = ("", "") if ready else _trouble(status, conditions)
+    index = (metadata.get("labels") or {}).get(labels.POD_INDEX, "0")
+    return ObservedPod(
+        name=metadata["name"],
+        index=int(index) if index.isdecimal() else 0,
+        owner_uid=owner_uid(metadata),
+        ready=ready,
+        node=(body.get("spec") or {}).get("nodeName") or "",
+        reason=reason,
+        message=message[:300],
+    )
+
+
+def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Why a pod is not ready, if it says more than that it is still starting."""
+    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    for container in containers:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return waiting["reason"], waiting.get("message") or ""
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return scheduled.get("reason") or "Unschedulable", scheduled.get("message") or ""
+    return "", ""
+
+
+def trim_set(body: Mapping[str, Any]) -> ObservedSet:
+    """What matters of a StatefulSet; its pods are filled in by `snapshot`."""
+    metadata = body["metadata"]
+    group = ObservedGroup(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        revision=(metadata.get("labels") or {}).get(labels.REVISION, ""),
+        created=metadata["creationTimestamp"],
+        size=body["spec"].get("replicas", 1),
+        terminating="deletionTimestamp" in metadata,
+    )
+    return ObservedSet(owner_uid(metadata), group)
+
+
+def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
+    """What matters of a Deployment."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    router = ObservedRouter(
+        wanted=body["spec"].get("replicas", 1),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        current=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+    )
+    return ObservedDeployment(owner_uid(metadata), metadata["name"], router)
+
+
+def trim_name(body: Mapping[str, Any]) -> ObservedName:
+    """That it is there, and whose it is."""
+    return ObservedName(owner_uid(body["metadata"]), body["metadata"]["name"])
+
+
+def owner_uid(metadata: Mapping[str, Any]) -> str:
+    """UID of the object that controls this one; empty when none does."""
+    return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The stores of all children. `doomed` are UIDs of groups that we deleted, by service: the store may not know yet."""
+
+    pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
+    sets: Store[ObservedSet] = field(default_factory=lambda: Store(trim_set))
+    deployments: Store[ObservedDeployment] = field(default_factory=lambda: Store(trim_deployment))
+    services: Store[ObservedName] = field(default_factory=lambda: Store(trim_name))
+    doomed: dict[Key, set[str]] = field(default_factory=dict)
+
+    def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
+        """Kind and name of the watched children that a service shares between its groups; one that is missing is made again."""
+        deployments = {("Deployment", d.name) for d in self.deployments.of(key) if d.owner_uid == uid}
+        return deployments | {("Service", s.name) for s in self.services.of(key) if s.owner_uid == uid}
+
+    def doom(self, key: Key, uid: str) -> None:
+        """Count this group as being deleted from now on."""
+        self.doomed.setdefault(key, set()).add(uid)
+
+    def prune(self, key: Key) -> None:
+        """Forget doomed groups that are gone: nothing is kept of them."""
+        left = self.doomed.pop(key, set()) & {s.group.uid for s in self.sets.of(key)}
+        if left:
+            self.doomed[key] = left
+
+
+def snapshot(body: Json, children: Children) -> Snapshot:
+    """All that is known of a service. Children of a former service of the same name do not count."""
+    metadata = body["metadata"]
+    uid = metadata["uid"]
+    key = (metadata["namespace"], metadata["name"])
+    routers = [d.router for d in children.deployments.of(key) if d.owner_uid == uid]
+    return Snapshot(
+        namespace=key[0],
+        name=key[1],
+        uid=uid,
+        generation=metadata.get("generation", 0),
+        resource_version=metadata["resourceVersion"],
+        has_replicas=(body.get("spec") or {}).get("replicas") is not None,
+        status=_former_status(body),
+        groups=_groups(key, uid, children),
+        router=routers[0] if routers else None,
+    )
+
+
+def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]:
+    by_owner: dict[str, list[ObservedPod]] = {}
+    for pod in children.pods.of(key):
+        by_owner.setdefault(pod.owner_uid, []).append(pod)
+    groups = [
+        ObservedGroup(
+            name=s.group.name,
+            uid=s.group.uid,
+            revision=s.group.revision,
+            created=s.group.created,
+            size=s.group.size,
+            terminating=s.group.terminating or s.group.uid in children.doomed.get(key, ()),
+            pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
+        )
+        for s in children.sets.of(key)
+        if s.owner_uid == uid
+    ]
+    return tuple(sorted(groups, key=lambda group: group.name))
+
+
+def _former_status(body: Json) -> Status:
+    """The status as it stands; an empty one when a later version of the operator wrote what this one cannot read."""
+    try:
+        return Status.model_validate(body.get("status") or {})
+    except ValidationError:
+        return Status()

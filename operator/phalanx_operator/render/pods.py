@@ -1,0 +1,138 @@
+"""A group as a StatefulSet: one pod for each part of the ranks, started together, never re-templated."""
+
+from phalanx_api import labels, pod_template
+from phalanx_api.inference_service import Engine, InferenceService, Resources
+from phalanx_api.quantities import parse_bytes
+from phalanx_operator.render import names
+from phalanx_operator.render.model import ModelSource, model_source
+from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
+from phalanx_operator.render.overlay import merged
+
+COMPONENT = "group"
+GRACE_S = 30
+STARTUP_FAILURES = 600
+"""Seconds that the HTTP process has to come up, at one probe a second; loading the model is not part of it."""
+
+
+def group(service: InferenceService, name: str, revision: str, images: Images) -> Object:
+    """The StatefulSet of a group. Its pods come back under the same DNS names, and all of them start at once."""
+    identity = {labels.SERVICE: service.name, labels.GROUP: name}
+    own = child_labels(service, COMPONENT) | {labels.GROUP: name, labels.REVISION: revision}
+    overlay = service.spec.pod_template or pod_template.PodTemplate()
+    annotations = dict(overlay.metadata.annotations)
+    template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
+    rendered = child(
+        service,
+        "apps/v1",
+        "StatefulSet",
+        name,
+        COMPONENT,
+        spec={
+            "replicas": service.shape.pods,
+            "serviceName": names.groups_service(service.name),
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 0,
+            "selector": {"matchLabels": identity},
+            "template": {"metadata": template_metadata, "spec": merged(_pod(service, name, images), overlay.overlay())},
+        },
+    )
+    rendered["metadata"]["labels"] = own
+    return rendered
+
+
+def _pod(service: InferenceService, name: str, images: Images) -> Object:
+    source = model_source(service.spec.model)
+    shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": pod_security(),
+        "containers": [_container(service, name, images, source)],
+        "volumes": [
+            {
+                "name": pod_template.TOKEN_VOLUME,
+                "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440},
+            },
+            {"name": pod_template.TMP_VOLUME, "emptyDir": {}},
+            {"name": pod_template.CACHE_VOLUME, "emptyDir": {}},
+            {"name": pod_template.SHM_VOLUME, "emptyDir": shm},
+            *source.volumes,
+        ],
+    }
+
+
+def _container(service: InferenceService, name: str, images: Images, source: ModelSource) -> Object:
+    index = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.POD_INDEX}']"}}
+    revision = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.REVISION}']"}}
+    return {
+        "name": pod_template.RUNTIME_CONTAINER,
+        "image": service.spec.engine.image or images.runtime,
+        "imagePullPolicy": "IfNotPresent",
+        "args": _arguments(service, name, source),
+        "env": [
+            {"name": labels.ENV_POD_INDEX, "valueFrom": index},
+            {"name": labels.ENV_GROUP, "value": name},
+            {"name": labels.ENV_REVISION, "valueFrom": revision},
+            *source.env,
+        ],
+        "ports": [
+            {"name": "http", "containerPort": labels.HTTP_PORT},
+            {"name": "rendezvous", "containerPort": labels.RENDEZVOUS_PORT},
+        ],
+        "startupProbe": http_probe("/healthz", period_s=1, failures=STARTUP_FAILURES),
+        "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
+        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
+        "resources": _resources(service.spec.resources, service.shape.ranks_per_pod),
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": pod_template.TOKEN_VOLUME, "mountPath": labels.TOKEN_DIR, "readOnly": True},
+            {"name": pod_template.TMP_VOLUME, "mountPath": "/tmp"},
+            {"name": pod_template.CACHE_VOLUME, "mountPath": labels.CACHE_DIR},
+            {"name": pod_template.SHM_VOLUME, "mountPath": "/dev/shm"},
+            *source.mounts,
+        ],
+    }
+
+
+def _arguments(service: InferenceService, name: str, source: ModelSource) -> list[str]:
+    """The command line of `phalanx-runtime`, which is the image's entry point."""
+    return [
+        *("serve", source.argument, *source.flags),
+        *("--tensor-parallel-size", str(service.shape.tensor)),
+        *("--nnodes", str(service.shape.pods), "--node-rank", f"$({labels.ENV_POD_INDEX})"),
+        *("--master-addr", names.leader_host(service.name, service.namespace, name)),
+        *("--master-port", str(labels.RENDEZVOUS_PORT)),
+        *("--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
+        *("--token-file", labels.TOKEN_FILE),
+        *("--served-model-name", *service.served_names),
+        *_engine_flags(service.spec.engine),
+    ]
+
+
+def _engine_flags(engine: Engine) -> list[str]:
+    """Flags for the settings that are given; the runtime knows the defaults of the others."""
+    kv_bytes = parse_bytes(engine.kv_cache_memory) if engine.kv_cache_memory else None
+    flags = {
+        "--dtype": engine.dtype,
+        "--max-model-len": engine.max_model_len,
+        "--max-num-seqs": engine.max_num_seqs,
+        "--max-num-batched-tokens": engine.max_num_batched_tokens,
+        "--page-size": engine.page_size,
+        "--kv-cache-memory-bytes": kv_bytes,
+        "--gpu-memory-utilization": engine.gpu_memory_utilization,
+    }
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
+def _resources(wanted: Resources, ranks: int) -> Object:
+    """Requests equal limits: threads of a rank follow the CPU limit, and memory is never overcommitted."""
+    amounts: dict[str, str] = {}
+    if wanted.cpu:
+        amounts["cpu"] = wanted.cpu
+    if wanted.memory:
+        amounts["memory"] = wanted.memory
+    if wanted.accelerator.resource_name:
+        amounts[wanted.accelerator.resource_name] = str(ranks)
+    return {"requests": amounts, "limits": amounts} if amounts else {}

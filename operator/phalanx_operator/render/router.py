@@ -1,0 +1,91 @@
+"""The front door of a service: the router's Deployment, its right to watch pods, and the Service that clients speak to."""
+
+from phalanx_api import labels
+from phalanx_api.inference_service import InferenceService
+from phalanx_operator.render import names
+from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
+
+COMPONENT = "router"
+CONTAINER = "router"
+DRAIN_S = 300
+"""How long open streams may go on when a router leaves; its pod's grace period is a little longer."""
+GRACE_S = DRAIN_S + 30
+
+
+def router_objects(service: InferenceService, images: Images) -> list[Object]:
+    """The router and all that it needs, in the order in which they are best made."""
+    name = names.router(service.name)
+    rbac = "rbac.authorization.k8s.io"
+    watch_pods = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": service.namespace}
+    role = {"apiGroup": rbac, "kind": "Role", "name": name}
+    return [
+        child(service, "v1", "ServiceAccount", name, COMPONENT, automountServiceAccountToken=False),
+        child(service, f"{rbac}/v1", "Role", name, COMPONENT, rules=watch_pods),
+        child(service, f"{rbac}/v1", "RoleBinding", name, COMPONENT, roleRef=role, subjects=[subject]),
+        _front_door(service),
+        _deployment(service, images),
+    ]
+
+
+def _front_door(service: InferenceService) -> Object:
+    ports = [{"name": "http", "port": 80, "targetPort": labels.HTTP_PORT, "protocol": "TCP"}]
+    spec = {"type": "ClusterIP", "selector": _selector(service), "ports": ports}
+    return child(service, "v1", "Service", names.front_door(service.name), COMPONENT, spec=spec)
+
+
+def _selector(service: InferenceService) -> dict[str, str]:
+    return {labels.SERVICE: service.name, labels.COMPONENT: COMPONENT}
+
+
+def _deployment(service: InferenceService, images: Images) -> Object:
+    """One router more before one goes, so that a change never leaves the service without its door."""
+    spec = {
+        "replicas": service.spec.router.replicas,
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": _selector(service)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "template": {"metadata": {"labels": child_labels(service, COMPONENT)}, "spec": _pod(service, images)},
+    }
+    return child(service, "apps/v1", "Deployment", names.router(service.name), COMPONENT, spec=spec)
+
+
+def _pod(service: InferenceService, images: Images) -> Object:
+    return {
+        "serviceAccountName": names.router(service.name),
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": pod_security(),
+        "containers": [_container(service, images)],
+        "volumes": [
+            {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+
+
+def _container(service: InferenceService, images: Images) -> Object:
+    arguments = [
+        *("serve", "--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
+        *("--service", service.name, "--namespace", service.namespace),
+        *("--token-file", labels.TOKEN_FILE),
+        *("--drain-s", str(DRAIN_S)),
+        *("--served-model-name", *service.served_names),
+    ]
+    return {
+        "name": CONTAINER,
+        "image": images.router,
+        "imagePullPolicy": "IfNotPresent",
+        "args": arguments,
+        "ports": [{"name": "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
+        "startupProbe": http_probe("/healthz", period_s=1, failures=120),
+        "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
+        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": "token", "mountPath": labels.TOKEN_DIR, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }

@@ -1,0 +1,83 @@
+"""What the informers know: trimmed records of children, by service. Plain memory; the informer alone writes."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from phalanx_api import labels
+
+T = TypeVar("T")
+Key = tuple[str, str]
+"""Namespace and name of a service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Generic[T]):
+    """One record with what finds it again."""
+
+    uid: str
+    key: Key
+    record: T
+
+
+def service_key(metadata: Mapping[str, Any]) -> Key:
+    """The service that an object belongs to, by its label; an empty name when it has none."""
+    return metadata["namespace"], (metadata.get("labels") or {}).get(labels.SERVICE, "")
+
+
+class Store(Generic[T]):
+    """Records of one kind of object, by service. `trim` makes the record of an object."""
+
+    def __init__(self, trim: Callable[[Mapping[str, Any]], T]) -> None:
+        self._trim = trim
+        self._items: dict[Key, Item[T]] = {}
+        self._by_service: dict[Key, dict[Key, T]] = {}
+
+    def of(self, key: Key) -> list[T]:
+        """The records of a service."""
+        return list(self._by_service.get(key, {}).values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, body: Mapping[str, Any]) -> Key | None:
+        """The service to wake because this object is there now; None when its record did not change."""
+        metadata = body["metadata"]
+        where = (metadata["namespace"], metadata["name"])
+        new = Item(metadata["uid"], service_key(metadata), self._trim(body))
+        former = self._items.get(where)
+        if former == new:
+            return None
+        if former:
+            self._unlink(where, former)
+        self._items[where] = new
+        self._by_service.setdefault(new.key, {})[where] = new.record
+        return new.key
+
+    def drop(self, namespace: str, name: str) -> Key | None:
+        """The service to wake because this object is gone; None when it was not known."""
+        former = self._items.pop((namespace, name), None)
+        if former is None:
+            return None
+        self._unlink((namespace, name), former)
+        return former.key
+
+    def replace(self, bodies: Iterable[Mapping[str, Any]]) -> set[Key]:
+        """The services to wake after a new list: what is not in it is gone."""
+        woken: set[Key] = set()
+        seen: set[Key] = set()
+        for body in bodies:
+            metadata = body["metadata"]
+            seen.add((metadata["namespace"], metadata["name"]))
+            if key := self.put(body):
+                woken.add(key)
+        for namespace, name in set(self._items) - seen:
+            if key := self.drop(namespace, name):
+                woken.add(key)
+        return woken
+
+    def _unlink(self, where: Key, item: Item[T]) -> None:
+        of_service = self._by_service[item.key]
+        del of_service[where]
+        if not of_service:
+            del self._by_service[item.key]
