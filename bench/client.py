@@ -1,0 +1,140 @@
+"""One streamed completion, timed. Works with any OpenAI-compatible server.
+
+Times are taken when a chunk of bytes arrives, before it is parsed. An event may carry several tokens (a server may join those
+that wait together): how many tokens there were is what `usage` says, and the gaps are between events.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import aiohttp
+import msgspec
+
+_DONE = b"[DONE]"
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request; `error` says why nothing, or not all, did. Times are seconds of `time.perf_counter`."""
+
+    started: float
+    arrivals: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending to the first token."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def e2e_s(self) -> float:
+        """From sending to the end of the stream."""
+        return self.ended - self.started
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of each token after the first, or None when there was no second."""
+        if self.completion_tokens < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.completion_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between events that carry text."""
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
+
+
+async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> Answer:
+    """The answer to one POST. A failure is an answer with `error`, so that one bad request does not end a run."""
+    answer = Answer(started=time.perf_counter())
+    try:
+        async with session.post(url, json=body) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+            else:
+                await _read(response, answer)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, OSError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.ended = time.perf_counter()
+    if answer.error is None and not answer.arrivals:
+        answer.error = "the stream had no token"
+    return answer
+
+
+async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    async for arrived, data in _events(response):
+        if data == _DONE:
+            return
+        event = _decode(data)
+        if event.error is not None:
+            answer.error = str(event.error)
+            return
+        text = "".join(_text(choice) for choice in event.choices)
+        if text:
+            answer.arrivals.append(arrived)
+            answer.texts.append(text)
+        if event.usage is not None:
+            answer.prompt_tokens, answer.completion_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+    answer.error = "the stream ended without [DONE]"
+
+
+def _text(choice: _Choice) -> str:
+    if choice.delta is None:
+        return choice.text or ""
+    return (choice.delta.reasoning_content or "") + (choice.delta.content or "")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
+    """Time of arrival and data of each server-sent event. Every server sends one line of data per event."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        arrived = time.perf_counter()
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield arrived, line[5:].strip()
+
+
+def session_for(concurrency: int, api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
+    """A session that holds `concurrency` connections and bounds every request."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=60),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        json_serialize=lambda value: json.dumps(value, ensure_ascii=False),
+    )
