@@ -84,13 +84,17 @@ def fetch(packages: list[str], folder: Path) -> None:
 def install_commands(commands: dict[str, str]) -> None:
     """Nothing; installs the packages of those plain commands that the machine lacks. Raises Missing without root."""
     absent = sorted({package for command, package in commands.items() if shutil.which(command) is None})
-    if not absent:
-        return
+    if absent:
+        install_packages(*absent)
+
+
+def install_packages(*packages: str) -> None:
+    """Nothing; installs Debian packages on the machine. Raises Missing where that needs somebody else."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise Missing(f"the Debian packages {' '.join(absent)} (apt-get install {' '.join(absent)})")
-    say(f"installing {' '.join(absent)} ...")
+        raise Missing(f"the Debian packages {' '.join(packages)} (apt-get install {' '.join(packages)})")
+    say(f"installing {' '.join(packages)} ...")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
-    install = ("apt-get", "install", "-y", "-qq", "--no-install-recommends", *absent)
+    install = ("apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages)
     try:
         output(*install, env=quiet)
     except Failed:

@@ -1,0 +1,135 @@
+"""Images from the checkout: layers for the Dockerfiles, archives for the test cluster.
+
+    python3 -m images.build base FOLDER
+    python3 -m images.build requirements PROGRAM BASE FOLDER
+    python3 -m images.build packages PROGRAM BASE FOLDER
+    python3 -m images.build archive
+
+The first three fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one prints
+the path of an archive with all three images for the test cluster, made anew only where its content changes.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from images import steps
+from images.archive import Image, Layer, read_layer, write_archive, write_layer
+from images.layout import DEBIAN_PACKAGES, ENV, PROGRAMS, TEST_REQUIREMENTS, USER, WRITABLE, Program, image_name
+from tools import debian
+from tools.cache import cache_root, finished, key_of, key_of_folder
+from tools.errors import Failed, Missing
+from tools.shell import output, say
+
+PREFIX = "localhost"
+KEPT_ARCHIVES = 3
+SITE_PACKAGES_IMPORTS = (
+    *("torch", "torch.distributed", "torch.nn.functional", "torch.utils.cpp_extension", "safetensors.torch", "numpy", "gguf"),
+    *("zmq", "msgspec", "tokenizers", "jinja2", "fastapi", "uvicorn", "uvicorn.protocols.http.httptools_impl", "httpx"),
+    *("websockets", "uvloop", "orjson", "prometheus_client", "pydantic", "transformers", "transformers.models.llama.modeling_llama"),
+)
+
+
+def _recipe() -> str:
+    here = Path(__file__).parent
+    return key_of(*(path.read_bytes() for path in (here / "steps.py", here / "layout.py", here / "archive.py")))
+
+
+def base() -> Path:
+    """The folder of the base layer: `root`, `base.layer` and the list of its Debian packages."""
+
+    def make(folder: Path) -> None:
+        say("the images' base layer ...")
+        packages = steps.fill_base(folder / "root")
+        (folder / "packages.txt").write_text("\n".join(packages) + "\n")
+        write_layer(folder / "root", folder / "base.layer", USER, {path.lstrip("/") for path in WRITABLE})
+
+    return finished(cache_root() / f"image-base-{debian.release()}-{key_of(_recipe(), *DEBIAN_PACKAGES)}", make)
+
+
+def _requirements_layer(on: Path, requirements: str) -> Layer:
+    def make(folder: Path) -> None:
+        steps.fill_requirements(on / "root", requirements, folder / "root")
+        write_layer(folder / "root", folder / "requirements.layer")
+        shutil.rmtree(folder / "root")
+
+    pins = (steps.ROOT / requirements).read_bytes()
+    return read_layer(finished(cache_root() / f"image-requirements-{key_of(on.name, pins)}", make) / "requirements.layer")
+
+
+def _packages_layer(on: Path, program: Program, folder: Path) -> Layer:
+    root = folder / program.name
+    steps.fill_packages(on / "root", program, root)
+    layer = write_layer(root, folder / f"{program.name}.layer")
+    shutil.rmtree(root)
+    return layer
+
+
+def archive() -> Path:
+    """The archive of the test cluster's images. Its folder is named by everything that went in; old ones are removed."""
+    on = base()
+    sources = sorted({steps.ROOT / package for program in PROGRAMS.values() for package in program.packages})
+    pins = [(steps.ROOT / name).read_bytes() for name in sorted(set(TEST_REQUIREMENTS.values()))]
+    project = (steps.ROOT / "pyproject.toml").read_bytes()
+
+    def make(folder: Path) -> None:
+        images = []
+        for program in PROGRAMS.values():
+            requirements = _requirements_layer(on, TEST_REQUIREMENTS[program.name])
+            layers = (read_layer(on / "base.layer"), requirements, _packages_layer(on, program, folder))
+            name, user = image_name(PREFIX, program.name), f"{USER}:{USER}"
+            images.append(Image(name, layers, entrypoint=(program.entrypoint,), env=ENV, user=user))
+        write_archive(folder / "phalanx.tar", images)
+        for layer in folder.glob("*.layer"):
+            layer.unlink()
+
+    kept = cache_root() / "images"
+    found = finished(kept / key_of(on.name, key_of_folder(*sources), project, *pins), make)
+    old = sorted((x for x in kept.iterdir() if x.is_dir() and x.name[0] != "."), key=lambda x: x.stat().st_mtime)
+    for folder in old[:-KEPT_ARCHIVES]:
+        if folder != found:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found / "phalanx.tar"
+
+
+def site_packages() -> Path:
+    """The folder with the runtime's pinned requirements, torch included, for the images' Python; links into uv's cache."""
+    on = base()
+    requirements = steps.ROOT / PROGRAMS["runtime"].requirements
+
+    def make(folder: Path) -> None:
+        target = folder / "site-packages"
+        steps.install(on / "root", requirements, target, "hardlink")
+        (target / ".lock").unlink(missing_ok=True)
+        say("compiling what a rank imports ...")
+        command, env = steps.python(on / "root")
+        imports = "".join(f"import {name}\n" for name in SITE_PACKAGES_IMPORTS)
+        output(*command, "-c", imports, env={**env, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": ""})
+
+    key = key_of(on.name, requirements.read_bytes(), *SITE_PACKAGES_IMPORTS)
+    return finished(cache_root() / f"site-packages-{key}", make) / "site-packages"
+
+
+def main(words: list[str]) -> int:
+    """The exit status: 0, or 2 for a wrong command line."""
+    match words:
+        case ["base", folder]:
+            steps.fill_base(Path(folder))
+        case ["requirements", name, on, folder] if name in PROGRAMS:
+            steps.fill_requirements(Path(on), PROGRAMS[name].requirements, Path(folder))
+        case ["packages", name, on, folder] if name in PROGRAMS:
+            steps.fill_packages(Path(on), PROGRAMS[name], Path(folder))
+        case ["archive"]:
+            print(archive())
+        case _:
+            say(__doc__ or "")
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (Missing, Failed) as error:
+        say(f"failed: {error}")
+        sys.exit(1)

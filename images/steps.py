@@ -1,0 +1,127 @@
+"""How the layers of an image are filled: the base (Debian's Python), the pinned requirements, our packages.
+
+Each step fills a folder that is laid over `/`. The same steps run in the Dockerfiles and for the archives of the test cluster.
+Byte code is compiled by the image's own Python, unchecked by hash: pods start without compiling, and the bytes are always the same.
+"""
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+from images.layout import CERTIFICATES, DEBIAN_PACKAGES, USER, WRITABLE, Program
+from tools import debian
+from tools.bootstrap import uv
+from tools.errors import Failed
+from tools.shell import logged, output
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("bin", "lib", "lib64", "sbin")  # Debian's folders that are links into /usr
+EMPTY = ("dev", "etc", "home", "opt", "proc", "root", "run", "sys", "var")
+UNUSED = (
+    *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/lintian", "usr/share/bug", "usr/share/pixmaps"),
+    *("usr/share/applications", "usr/share/info", "usr/share/python3", "usr/share/readline"),
+)
+UNUSED_MODULES = ("idlelib", "lib2to3", "pydoc_data", "test", "tkinter", "turtledemo")
+
+
+def fill_base(root: Path) -> list[str]:
+    """The Debian packages that were laid into the folder: Python, the C++ library, certificates, a user; no shell."""
+    packages = debian.unpack(DEBIAN_PACKAGES, root, lambda name: name not in debian.INSTALLERS)
+    for name in LINKS:  # packages of an older Debian bring them as folders of their own
+        if (root / name).is_dir():
+            shutil.copytree(root / name, root / "usr" / name, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(root / name)
+        (root / "usr" / name).mkdir(exist_ok=True)
+        (root / name).symlink_to(f"usr/{name}")
+    for name in EMPTY:
+        (root / name).mkdir(exist_ok=True)
+    for unused in UNUSED:
+        shutil.rmtree(root / unused, ignore_errors=True)
+    library = root / "usr/lib" / python_version(root)
+    for module in UNUSED_MODULES:
+        shutil.rmtree(library / module, ignore_errors=True)
+    for path in WRITABLE:
+        folder = root / path.lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(folder, USER, USER)
+    (root / "tmp").chmod(0o1777)
+    _write(root, "etc/passwd", f"root:x:0:0:root:/root:/nonexistent\nnonroot:x:{USER}:{USER}:nonroot:/tmp:/nonexistent\n")
+    _write(root, "etc/group", f"root:x:0:\nnonroot:x:{USER}:\n")
+    _write(root, "etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")  # without it no name server is asked
+    trusted = sorted((root / "usr/share/ca-certificates/mozilla").glob("*.crt"))
+    _write(root, CERTIFICATES.lstrip("/"), "".join(path.read_text() for path in trusted))
+    _compile(root, library, root)
+    return packages
+
+
+def _write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def python_version(base: Path) -> str:
+    """The base layer's Python, such as python3.11."""
+    target = os.readlink(base / "usr/bin/python3")
+    if not re.fullmatch(r"python3\.\d+", target):
+        raise Failed(f"{base}/usr/bin/python3 leads to {target}: expected python3.N of the same folder")
+    return target
+
+
+def python(base: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The words and the environment that run the base layer's Python from its folder, without entering it."""
+    (loader,) = (base / "usr/lib").glob("*-linux-gnu/ld-linux-*.so.*")
+    command = (str(loader), "--library-path", str(loader.parent), str(base / "usr/bin" / python_version(base)))
+    return command, {"PYTHONHOME": str(base / "usr"), "PYTHONHASHSEED": "0", "PYTHONPATH": ""}
+
+
+def _compile(base: Path, folder: Path, root: Path) -> None:
+    command, env = python(base)
+    how = ("--invalidation-mode", "unchecked-hash", "-q", "-q", "-f", "-j", str(os.cpu_count() or 1), "-s", str(root), "-p", "/")
+    # Some packages carry files for other versions of Python; what does not compile here is not imported here.
+    output(*command, "-c", "import compileall, sys; compileall.main(); sys.exit(0)", *how, folder, env=env)
+
+
+def packages_folder(base: Path, root: Path) -> Path:
+    """Where Debian's Python looks for what the administrator installed."""
+    return root / "usr/local/lib" / python_version(base) / "dist-packages"
+
+
+def install(base: Path, requirements: Path, target: Path, link_mode: str) -> None:
+    """Nothing; the pinned requirements, wheels only, for the base layer's Python, lie in the folder."""
+    version = python_version(base).removeprefix("python")
+    how = ("--require-hashes", "--no-deps", "--only-binary", ":all:", "--link-mode", link_mode, "-r", requirements)
+    where = ("--python", sys.executable, "--python-version", version, "--target", target)
+    log = target.parent / f"{target.name}.log"
+    logged(f"installing {requirements.name} for the images", uv(), "pip", "install", *where, *how, log=log)
+    log.unlink()
+
+
+def fill_requirements(base: Path, requirements: str, root: Path) -> None:
+    """Nothing; the folder holds the pinned requirements, compiled."""
+    target = packages_folder(base, root)
+    target.mkdir(parents=True)
+    install(base, ROOT / requirements, target, "copy")
+    shutil.rmtree(target / "bin", ignore_errors=True)
+    (target / ".lock").unlink(missing_ok=True)
+    _compile(base, target, root)
+
+
+def fill_packages(base: Path, program: Program, root: Path) -> None:
+    """Nothing; the folder holds our packages, compiled, the console command, and what `importlib.metadata` asks for."""
+    target = packages_folder(base, root)
+    for package in program.packages:
+        source = ROOT / package
+        shutil.copytree(source, target / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    _compile(base, target, root)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    about = f"usr/local/lib/{python_version(base)}/dist-packages/{project['name']}-{project['version']}.dist-info"
+    _write(root, f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    entry = f"{program.module}.__main__:main"
+    _write(root, f"{about}/entry_points.txt", f"[console_scripts]\n{program.command} = {entry}\n")
+    script = f"#!/usr/bin/python3\nimport sys\n\nfrom {program.module}.__main__ import main\n\nsys.exit(main())\n"
+    _write(root, program.entrypoint.lstrip("/"), script)
+    (root / program.entrypoint.lstrip("/")).chmod(0o755)

