@@ -25,6 +25,7 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written out in it are recognised. Raises UnicodeEncodeError on lone surrogates."""
+        text.encode()  # the library answers half a surrogate pair with a TypeError
         # The batch call lets other threads run meanwhile, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
