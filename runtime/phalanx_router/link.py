@@ -2,7 +2,8 @@
 
 A link is lost when the connection ends, when nothing came for `heartbeat_timeout_s` (a leader speaks at least once a
 second), or when the leader sends what it must not. Losing it, and a group that stops serving or changes its incarnation,
-is told to every stream that ran there. The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
+is told to every stream that ran there. The router speaks that often too, if only to abort nothing, so that the leader
+sees a lost router. The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 MAX_FRAME_BYTES = 1 << 28
 """A tokenizer of 250,000 words has 30 MB; a frame beyond this is a mistake."""
 LOOKS = 4
-"""Looks per heartbeat timeout. All of them must see silence, so a router that slept itself does not blame the leader."""
+"""Looks per heartbeat timeout, at least one each second. All must see silence: a router that slept itself blames nobody."""
 
 
 class LinkBroken(Exception):
@@ -279,17 +280,19 @@ class LeaderLink:
     async def _watch(self) -> str:
         """Ends when the leader was silent, or took nothing that waits for it, in each of the last looks."""
         settings = self._settings
-        look_s = settings.heartbeat_timeout_s / LOOKS
+        look_s = min(1.0, settings.heartbeat_timeout_s / LOOKS)
         silent = stuck = 0
         while True:
             seen, sent, waits = self._frames_seen, self._frames_sent, bool(self._outbox)
             await asyncio.sleep(look_s)
+            if self._frames_sent == sent and not self._outbox:
+                self._send(wire.Abort([]))  # a leader that hears nothing takes the router for lost
             silent = silent + 1 if self._frames_seen == seen else 0
             stuck = stuck + 1 if waits and self._frames_sent == sent else 0
             timeout_s = settings.assets_timeout_s if self.is_fetching else settings.heartbeat_timeout_s
             if silent * look_s >= timeout_s:
                 return f"nothing came for {timeout_s:g} s"
-            if stuck >= LOOKS:
+            if stuck * look_s >= settings.heartbeat_timeout_s:
                 return f"the leader took nothing for {settings.heartbeat_timeout_s:g} s"
 
 

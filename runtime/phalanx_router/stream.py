@@ -30,13 +30,14 @@ class Stream:
         self._start = len(self.journal.delivered)
         self._end: wire.Finished | None = None
         self._setback: Setback | None = None
-        self._event = asyncio.Event()
+        self._has_news = False
+        self._reader: asyncio.Future[None] | None = None
 
     def token(self, epoch: int, index: int, token: int) -> None:
         """One token of the stream's group."""
         verdict = self.journal.accept(epoch, index, token)
         if verdict is Verdict.DELIVER:
-            self._event.set()
+            self._wake()
         elif verdict is Verdict.GAP:
             self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did")
 
@@ -44,7 +45,7 @@ class Stream:
         """The request ended by itself."""
         if end.epoch == self.journal.epoch and self._setback is None:
             self._end = end
-            self._event.set()
+            self._wake()
 
     def refused(self, refused: wire.Refused) -> None:
         """The group does not run the request, or no longer."""
@@ -59,16 +60,23 @@ class Stream:
     def _set_back(self, setback: Setback) -> None:
         if self._setback is None and self._end is None:
             self._setback = setback
-            self._event.set()
+            self._wake()
 
     def nudge(self) -> None:
         """Wakes the reader though nothing came."""
-        self._event.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when something came since the last `take`, or after `nudge`."""
-        await self._event.wait()
-        self._event.clear()
+        """Returns when something came since the last `take`, or after `nudge`. A bare future: half the price of an Event."""
+        if not self._has_news:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._has_news = False
 
     def take(self) -> Delta | Setback | None:
         """What comes next: tokens that were not taken yet, else a setback (once), else None."""
@@ -78,7 +86,7 @@ class Stream:
             return Delta(start, delivered[start:], self._end.reason, self._end.cached_tokens)
         if len(delivered) > start:
             if self._setback is not None:
-                self._event.set()
+                self._wake()
             return Delta(start, delivered[start:])
         setback, self._setback = self._setback, None
         return setback

@@ -1,6 +1,7 @@
 """The router's fleet over the leader's real link: both sides as they run, only the engine is scripted."""
 
 import asyncio
+import dataclasses
 
 from prometheus_client import CollectorRegistry
 
@@ -8,7 +9,7 @@ from phalanx_api import wire
 from phalanx_router.endpoints import StaticLeaders
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
-from tests.router.doors import FakeEngine, running_leader
+from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, expected, hear, make_request, make_settings
 
 
@@ -37,3 +38,21 @@ async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> No
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_link_without_requests_lives_on() -> None:
+    engine = FakeEngine()
+    async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, door):
+        metrics = CollectorRegistry()
+        fleet = Fleet(make_settings(heartbeat_timeout_s=0.2), RouterMetrics(metrics))
+        task = asyncio.create_task(fleet.run(StaticLeaders([address])))
+        try:
+            async with asyncio.timeout(10):
+                while fleet.num_ready < 1:
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0.7)  # more than two silences of either side
+            assert metrics.get_sample_value("phalanx_router_links_lost_total") == 0
+            assert (door.routers, fleet.num_ready) == (1, 1)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

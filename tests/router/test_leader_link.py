@@ -230,6 +230,13 @@ async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> Non
         assert engine.aborted == [1000]
 
 
+async def test_a_router_that_says_nothing_is_lost() -> None:
+    engine = FakeEngine()
+    async with opened(engine, silence_s=0.1) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+
+
 @pytest.mark.parametrize(
     "bounds", [{"stall_s": 0.05}, {"max_waiting_tokens": 100_000}], ids=["reads nothing for long", "leaves too much"]
 )

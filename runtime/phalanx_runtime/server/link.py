@@ -84,7 +84,8 @@ class LinkSettings:
 
     tick_s: time between load reports while there is work. heartbeat_s: time between them while there is none.
     stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
-    hello_s: how long a router may take to say Hello.
+    hello_s: how long a router may take to say Hello. silence_s: a router says something every second, if only an Abort of
+    nothing; one that is silent for so long is lost, and its requests are aborted.
     """
 
     token: str
@@ -96,6 +97,7 @@ class LinkSettings:
     stall_s: float = 10.0
     max_waiting_tokens: int = 1_000_000
     hello_s: float = 5.0
+    silence_s: float = 10.0
 
 
 class LinkDoor:
@@ -173,6 +175,7 @@ class _Link:
         self._told_assets = ""
         self._sending_since: float | None = None
         self._load_at = 0.0
+        self._heard_at = self._clock()
 
     async def run(self) -> str:
         """Why the link ended. All its requests are aborted by then."""
@@ -270,7 +273,9 @@ class _Link:
     async def _read(self) -> tuple[int, str]:
         try:
             while True:
-                problem = self._obey(wire.decode_to_leader(await self._websocket.receive_bytes()))
+                frame = wire.decode_to_leader(await self._websocket.receive_bytes())
+                self._heard_at = self._clock()
+                problem = self._obey(frame)
                 if problem is not None:
                     return CLOSE_BAD_FRAME, problem
         except WebSocketDisconnect as end:
@@ -333,6 +338,8 @@ class _Link:
             since = self._sending_since
             if self._waiting_tokens > settings.max_waiting_tokens or (since is not None and now - since > settings.stall_s):
                 return CLOSE_TOO_SLOW, "the router does not read"
+            if now - self._heard_at > settings.silence_s:
+                return CLOSE_TOO_SLOW, f"the router said nothing for {settings.silence_s:g} s"
             load = self._gateway.load()
             busy = bool(self._handles or load.running or load.waiting)
             if since is None and (busy or now - self._load_at >= settings.heartbeat_s):
