@@ -1,0 +1,1 @@
+"""`make demo`: a real cluster, a real model, an answer that survives a deleted pod."""

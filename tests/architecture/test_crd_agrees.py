@@ -1,0 +1,49 @@
+"""The CRD that is installed is the one that the models describe; manifests of ours are ones that the models read."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx_api.inference_service import InferenceService, parse
+from phalanx_operator.__main__ import crd_text
+from phalanx_operator.render.revision import revision
+
+ROOT = pathlib.Path(__file__).parents[2]
+CRD = ROOT / "crds" / "inferenceservices.yaml"
+SAMPLES = sorted((ROOT / "manifests" / "samples").glob("*.yaml"))
+
+
+def test_the_crd_is_the_generated_one(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--golden-update", default=False):
+        CRD.write_text(crd_text())
+    assert CRD.read_text() == crd_text(), "make golden"
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_samples_are_valid(path: pathlib.Path) -> None:
+    body: dict[str, Any] = yaml.safe_load(path.read_text())
+    body["metadata"] |= {"namespace": "default", "uid": "uid"}
+    service = parse(body)
+    assert isinstance(service, InferenceService), service
+    assert len(revision(service)) == 10
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    documents = yaml.safe_load_all((ROOT / "manifests" / "base" / "rbac.yaml").read_text())
+    found: list[dict[str, Any]] = next(d for d in documents if d["kind"] == name)["rules"]
+    return found
+
+
+def test_the_operator_may_grant_what_routers_get() -> None:
+    """An account may only grant rights that it has."""
+    pods = [rule for rule in rules("ClusterRole") if "pods" in rule["resources"]]
+    assert [set(rule["verbs"]) for rule in pods] == [{"get", "list", "watch"}]
+
+
+def test_the_operator_can_change_no_group_and_list_no_secret() -> None:
+    verbs = {resource: set(rule["verbs"]) for rule in rules("ClusterRole") for resource in rule["resources"]}
+    assert verbs["statefulsets"] & {"patch", "update"} == set()
+    assert verbs["secrets"] == {"get", "create"}
+    assert not any("*" in verb for verb in verbs.values())
