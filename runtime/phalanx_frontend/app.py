@@ -33,7 +33,7 @@ def create_app(
     door = Door(backend, DoorMetrics(registry, responses), limits)
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.include_router(health_routes(backend.not_ready, registry, warm=door.model))
+    app.include_router(health_routes(backend.not_ready, registry, warm=door.warm))
     app.include_router(openai_routes(door))
     return app
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from fastapi import APIRouter
 
 from phalanx_api import wire
-from phalanx_frontend.backend import Backend
+from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.draw import draw_id, draw_seed
 from phalanx_frontend.formats import ChatFormat, CompletionFormat, Format
 from phalanx_frontend.limits import Limits
@@ -40,6 +40,14 @@ class Door:
     async def model(self) -> DoorModel:
         """The model that is served now. Raises BackendError 503 while none is known."""
         return await self.models.get(self.backend.assets())
+
+    async def warm(self) -> None:
+        """Loads the model if one is known, so that no request waits for it. A router may be ready before it knows any."""
+        try:
+            assets = self.backend.assets()
+        except BackendError:
+            return
+        await self.models.get(assets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,6 +297,13 @@ async def test_a_model_that_cannot_be_read_is_not_ready() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_broken")
 
 
+async def test_a_backend_may_be_ready_before_it_knows_a_model() -> None:
+    backend = FakeBackend()
+    backend.current_assets = None
+    async with client_of(backend) as client:
+        assert (await client.get("/readyz")).status_code == 200
+
+
 async def test_the_door_follows_the_model_that_is_served() -> None:
     backend = FakeBackend()
     async with client_of(backend) as client:
