@@ -20,7 +20,7 @@ log = logging.getLogger("phalanx_router")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after SIGTERM or SIGINT. Raises SystemExit 2 for a bad flag."""
+    """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag."""
     settings = read_settings(sys.argv[1:] if arguments is None else arguments)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Fields("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -50,6 +50,14 @@ _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_mess
 class _Server(uvicorn.Server):
     """A server that leaves signals to us: the first one does not end it at once."""
 
+    exit_code = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server with a code that says so: a router that no longer follows its leaders is of no use."""
+        log.error("the fleet failed", exc_info=error)
+        self.exit_code = 1
+        self.should_exit = True
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Nothing to capture."""
@@ -57,12 +65,12 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal comes; then finishes open streams within `drain_s`."""
+    """Serves until a signal comes; then finishes open streams within `drain_s`. The exit code."""
     link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
         link, settings.served_names, patience_s=settings.patience_s, retry_after_s=settings.retry_after_s
     )
-    app, fleet = make_router(fleet_settings, await make_source(settings))
+    app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error))
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -78,7 +86,7 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings.lame_duck_s))))
     await server.serve()
-    return 0
+    return server.exit_code
 
 
 async def leave(server: uvicorn.Server, fleet: Fleet, lame_duck_s: float) -> None:

@@ -1,8 +1,8 @@
 """The router's application: the door over the fleet. The fleet's links live as long as the application."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -13,8 +13,14 @@ from phalanx_router.fleet import Fleet, FleetSettings
 from phalanx_router.metrics import RouterMetrics
 
 
-def make_router(settings: FleetSettings, source: LeaderSource) -> tuple[Starlette, Fleet]:
-    """The application and its fleet, which follows `source` while the application runs.
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def make_router(
+    settings: FleetSettings, source: LeaderSource, failed: Callable[[BaseException], None] = _raise
+) -> tuple[Starlette, Fleet]:
+    """The application and its fleet, which follows `source` while the application runs. `failed` hears when it no longer does.
 
     /readyz answers 200 from the first list of leaders on, also while no group is ready: the Service then still brings
     clients here, who get 503 with Retry-After, or their waiting stream goes on, where else they would get no connection.
@@ -22,14 +28,19 @@ def make_router(settings: FleetSettings, source: LeaderSource) -> tuple[Starlett
     registry = CollectorRegistry()
     fleet = Fleet(settings, RouterMetrics(registry))
 
+    def look(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            failed(error)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(fleet.run(source))
+        task.add_done_callback(look)
         try:
             yield
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)  # `look` has told of an error
 
     return create_app(fleet, registry=registry, lifespan=lifespan), fleet

@@ -76,7 +76,7 @@ class LinkSettings:
     open_timeout_s: float = 5.0
     assets_timeout_s: float = 30.0
     first_retry_s: float = 0.1
-    last_retry_s: float = 2.0
+    last_retry_s: float = 1.0
 
 
 class LeaderLink:

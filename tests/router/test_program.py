@@ -6,16 +6,18 @@ import os
 import pathlib
 import re
 import signal
+from collections.abc import Callable
 
 import httpx
 import pytest
 
 from phalanx_router.__main__ import main, make_source, serve
-from phalanx_router.endpoints import StaticLeaders
+from phalanx_router.app import make_router
+from phalanx_router.endpoints import Leaders, StaticLeaders
 from phalanx_router.settings import Settings, read_settings
 from phalanx_router.watch import WatchedLeaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
-from tests.router.fakes import TOKEN, FakeLeader, Script
+from tests.router.fakes import TOKEN, FakeLeader, Script, make_settings
 
 
 @pytest.fixture
@@ -90,6 +92,18 @@ def test_main_refuses_bad_flags_before_it_starts() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--leaders", "nowhere"])
     assert caught.value.code == 2
+
+
+class Broken:
+    async def run(self, found: Callable[[Leaders], None]) -> None:
+        raise RuntimeError("a bug")
+
+
+async def test_the_program_hears_when_its_leaders_are_no_longer_followed() -> None:
+    heard: asyncio.Queue[BaseException] = asyncio.Queue()
+    app, _ = make_router(make_settings(), Broken(), heard.put_nowait)
+    async with app.router.lifespan_context(app), asyncio.timeout(10):
+        assert str(await heard.get()) == "a bug"
 
 
 async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
