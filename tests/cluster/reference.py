@@ -1,11 +1,10 @@
 """What `transformers` generates greedily in fp32, with how close each choice was."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from tests.runtime.equal import Reference
 
 PROMPTS = [
     "The capital of France is",
@@ -27,15 +26,21 @@ PROMPTS = [
 ]
 
 
-def greedy(model_dir: Path, prompts: list[str], max_tokens: int) -> tuple[list[list[int]], list[Reference]]:
-    """Prompt ids, and for each prompt the greedy tokens with the relative gap of the two best logits at each step.
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One greedy run: prompt, tokens, and before each token the gap of the two best logits in standard deviations."""
 
-    End-of-sequence tokens do not end a run.
-    """
+    prompt: list[int]
+    tokens: list[int]
+    gaps: list[float]
+
+
+def greedy(model_dir: Path, prompts: list[str], max_tokens: int) -> list[Reference]:
+    """A greedy run of each prompt. End-of-sequence tokens do not end it."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    return ids, [_run(model, prompt, max_tokens) for prompt in ids]
+    return [_run(model, prompt, max_tokens) for prompt in ids]
 
 
 @torch.inference_mode()
@@ -49,4 +54,4 @@ def _run(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> Referenc
         tokens.append(int(logits.argmax()))
         gaps.append(float((best[0] - best[1]) / logits.std()))
         step = model(torch.tensor([[tokens[-1]]]), past_key_values=step.past_key_values, use_cache=True)
-    return Reference(tokens, gaps)
+    return Reference(prompt, tokens, gaps)

@@ -4,12 +4,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 T = TypeVar("T")
+MODEL_NAME = "SmolLM2-135M-Instruct"
 SPREAD = {
     "maxSkew": 1,
     "topologyKey": "kubernetes.io/hostname",
@@ -50,22 +52,22 @@ def wait_for(look: Callable[[], T | None], limit_s: float, what: str) -> T:
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed completion: the token ids in order, the text, how it ended."""
+    """One streamed completion: its text, how many chunks it came in, how it ended."""
 
-    tokens: list[int] = field(default_factory=list)
     text: str = ""
+    chunks: int = 0
+    usage: int = 0
     finish: str | None = None
     error: str | None = None
 
 
 async def stream(
-    client: httpx.AsyncClient, url: str, body: dict[str, Any], on_token: Callable[[int], None] | None = None
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], on_chunk: Callable[[int], None] | None = None
 ) -> Answer:
-    """The answer to a streaming completion request; `on_token` hears how many tokens are there after each chunk."""
+    """The answer to a streaming completion request; `on_chunk` hears how many chunks have come."""
     answer = Answer()
-    async with client.stream(
-        "POST", f"{url}/v1/completions", json={**body, "stream": True, "return_token_ids": True}
-    ) as response:
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}, "skip_special_tokens": False}
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             answer.error = (await response.aread()).decode()
             return answer
@@ -78,14 +80,20 @@ async def stream(
                 break
             for choice in event["choices"]:
                 answer.text += choice["text"]
-                answer.tokens += choice.get("token_ids") or []
                 answer.finish = choice["finish_reason"] or answer.finish
-            if on_token:
-                on_token(len(answer.tokens))
+            answer.usage = (event.get("usage") or {}).get("completion_chunks", answer.usage)
+            answer.chunks += 1
+            if on_chunk:
+                on_chunk(answer.chunks)
     return answer
 
 
-async def stream_all(url: str, bodies: list[dict[str, Any]], on_token: Callable[[int], None] | None = None) -> list[Answer]:
+async def stream_all(url: str, bodies: list[dict[str, Any]], on_chunk: Callable[[int], None] | None = None) -> list[Answer]:
     """Answers to all requests at once, in their order."""
     async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=None)) as client:
-        return list(await asyncio.gather(*(stream(client, url, body, on_token) for body in bodies)))
+        return list(await asyncio.gather(*(stream(client, url, body, on_chunk) for body in bodies)))
+
+
+def metric(text: str, name: str) -> float:
+    """Sum of all samples of that name in a Prometheus page."""
+    return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name)
