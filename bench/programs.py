@@ -1,0 +1,135 @@
+"""Programs that a benchmark starts, waits for, watches and ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_END_S = 20.0
+_LOG_TAIL = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A running program that serves HTTP."""
+
+    name: str
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it and its descendants have used."""
+        return cpu_s(self.process.pid)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(name: str, module: str, arguments: list[str], folder: Path, ready_s: float = 300.0) -> Iterator[Program]:
+    """`python -m module arguments --host --port`, once its /readyz says 200; ended with all its children afterwards.
+
+    Raises RuntimeError with the end of its log when it leaves or is not ready in time.
+    """
+    port, log = free_port(), folder / f"{name}.log"
+    command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    program = Program(name, f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_ready(program, ready_s)
+        yield program
+    finally:
+        end(process)
+
+
+def _wait_ready(program: Program, ready_s: float) -> None:
+    deadline = time.monotonic() + ready_s
+    while time.monotonic() < deadline:
+        if program.process.poll() is not None:
+            raise RuntimeError(f"{program.name} left with {program.process.returncode}:\n{_tail(program.log)}")
+        try:
+            with urllib.request.urlopen(program.base_url + "/readyz", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"{program.name} was not ready after {ready_s:.0f} s:\n{_tail(program.log)}")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+
+
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """Asks a program to leave, then ends what is left of its children. Returns once they are gone."""
+    children = {child: _started(child) for child in _descendants(process.pid)}
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        children |= {child: _started(child) for child in _descendants(process.pid)}
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + _END_S
+    while (left := [child for child, started in children.items() if _lives(child, started)]) and time.monotonic() < deadline:
+        for child in left:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks; tells it from a later one of the same id."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return fields[19] if fields else ""
+
+
+def _lives(pid: int, started: str) -> bool:
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return bool(fields) and fields[0] != "Z" and fields[19] == started
+
+
+def _descendants(pid: int) -> set[int]:
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(path)
+        if fields:
+            parents[int(path.parent.name)] = int(fields[1])
+    found, waiting = set[int](), {pid}
+    while waiting:
+        waiting = {child for child, parent in parents.items() if parent in waiting}
+        found |= waiting
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and its descendants, as far as they live or were waited for."""
+    ticks = 0
+    for one in {pid, *_descendants(pid)}:
+        fields = _stat(Path(f"/proc/{one}/stat"))
+        if fields:
+            ticks += sum(int(value) for value in fields[11:15])
+    return ticks / _TICKS_PER_S
+
+
+def _stat(path: Path) -> list[str]:
+    """Fields of /proc/<pid>/stat after the command's name (state is the first); none when the process is gone."""
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
