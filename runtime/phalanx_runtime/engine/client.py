@@ -146,6 +146,7 @@ class EngineClient:
     def close(self) -> None:
         """Ends everything for good."""
         self._is_leaving = True
+        self._open.clear()
         self._close_socket()
         self._context.term()
 
@@ -188,23 +189,27 @@ class EngineClient:
         # A zmq descriptor signals edges only, and sending may have consumed one: look whether something came in meanwhile.
         asyncio.get_running_loop().call_soon(self._drain)
 
-    def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        """Sends what waits; without a peer yet it goes on waiting, and the descriptor tells of the peer."""
+    def _flush(self, socket: zmq.Socket[bytes]) -> bool:
+        """Sends what waits, and whether there was any; without a peer yet it goes on waiting, and the descriptor tells of one."""
+        has_sent = False
         try:
             while self._unsent:
                 socket.send(self._unsent[0], zmq.NOBLOCK)
                 self._unsent.popleft()
+                has_sent = True
         except zmq.Again:
-            return
+            pass
+        return has_sent
 
     def _drain(self) -> None:
-        """Sends what waits and handles every message that is there."""
-        if self._socket is not None:
-            self._flush(self._socket)
+        """Handles every message that is there, and sends what waits."""
         while self._socket is not None:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                # recv has seen a peer that came, which send looks for only now and then; each may consume the other's edge.
+                if self._flush(self._socket):
+                    continue
                 return
             try:
                 frame = wire.decode_from_engine(message)

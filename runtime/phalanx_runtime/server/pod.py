@@ -55,7 +55,7 @@ class Pod:
         self._command = command
         self._wanted: asyncio.Queue[Launch | None] = asyncio.Queue()
         self._life: asyncio.Task[None] | None = None
-        self._is_closing = False
+        self._ranks: Ranks | None = None
 
     def start(self, launch: Launch) -> None:
         """Starts the ranks of an incarnation, once those of the former are gone."""
@@ -71,18 +71,25 @@ class Pod:
             while True:
                 launch = await self._wanted.get()
                 await self._end_life()
+                await self._kill_ranks()
                 if launch is not None:
                     self._life = asyncio.create_task(self._live(launch))
         finally:
-            self._is_closing = True
             await self._end_life()
+            if self._ranks is not None:
+                await self._ranks.leave()
 
     async def _end_life(self) -> None:
-        if self._life is None:
-            return
-        life, self._life = self._life, None
-        life.cancel()
-        await asyncio.wait([life])
+        if self._life is not None:
+            life, self._life = self._life, None
+            life.cancel()
+            await asyncio.wait([life])
+
+    async def _kill_ranks(self) -> None:
+        """Kills what runs. May be cancelled and called again."""
+        if self._ranks is not None:
+            await self._ranks.kill()
+            self._ranks = None
 
     async def _live(self, launch: Launch) -> None:
         """One incarnation in this pod, to its end."""
@@ -95,16 +102,14 @@ class Pod:
         except Exception as bug:
             log.exception("an incarnation ended by a bug", extra={"incarnation": launch.incarnation})
             end = RanksEnded(f"internal error: {bug!r}", is_echo=False)
+        await self._kill_ranks()
         log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
         self._reporter.ranks_failed(launch, end.why, end.is_echo)
 
     async def _run_ranks(self, launch: Launch) -> RanksEnded:
         """Why the ranks ended. Raises what went wrong before they were ready."""
         folder = await self._locate()
-        ranks = await Ranks.start(self._make_specs(launch, folder), self._command)
-        try:
-            ready = await ranks.ready()
-            await self._reporter.ranks_ready(launch, folder, ready[0])
-            return await ranks.failure()
-        finally:
-            await (ranks.leave() if self._is_closing else ranks.kill())
+        ranks = self._ranks = await Ranks.start(self._make_specs(launch, folder), self._command)
+        ready = await ranks.ready()
+        await self._reporter.ranks_ready(launch, folder, ready[0])
+        return await ranks.failure()

@@ -169,5 +169,5 @@ class Ranks:
         """Kills all ranks and waits until they are gone."""
         for process in self._processes:
             process.kill()
-        for process in self._processes:
-            await process.ended
+        if self._processes:
+            await asyncio.wait([process.ended for process in self._processes])

@@ -63,10 +63,12 @@ class LeaderRendezvous:
         self._happened = _ignore
         if self._server is not None:
             self._server.close()
+        await _settle()  # connections that are being accepted get their tasks
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await _settle()  # their sockets are closed
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -213,6 +215,12 @@ class Membership:
             raise Refused(welcome.refused)
         if not hmac.compare_digest(welcome.proof, prove(self._token, "leader", nonce, challenge.nonce)):
             raise Refused("the leader does not know the service token")
+
+
+async def _settle() -> None:
+    """Lets the loop do what is due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _ignore(event: inc.Event) -> None:

@@ -149,7 +149,7 @@ class Connection:
                     frame: Frame = _decode(await self._reader.readexactly(size))
             except TimeoutError as error:
                 raise ConnectionError(f"silent for {self._timing.silence_s:g} s") from error
-            except asyncio.IncompleteReadError as error:
+            except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError) as error:
                 raise ConnectionError("the connection was closed") from error
             except msgspec.DecodeError as error:
                 raise ConnectionError(f"not a frame of the rendezvous: {error}") from error

@@ -6,6 +6,7 @@ import secrets
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,7 @@ from phalanx_runtime.server.app import Supervisor, add_readiness, make_leader_ap
 from phalanx_runtime.server.link import LinkSettings
 from phalanx_runtime.server.metrics import EngineMetrics
 from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.server.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
 from phalanx_runtime.settings import ServeSettings
 
@@ -76,11 +78,11 @@ def _obeyed(number: int, frame: FrameType | None) -> None:
     """Nothing."""
 
 
-def make_server(settings: ServeSettings) -> PodServer:
-    """The server of this pod, ready to run."""
+def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> PodServer:
+    """The server of this pod, ready to run. `rank_command` is the program of a rank."""
     registry = CollectorRegistry()
     stop = threading.Event()
-    parts = make_parts(settings, stop)
+    parts = make_parts(settings, stop, rank_command)
     place = Place(
         settings.node_rank,
         settings.nnodes,
@@ -132,7 +134,7 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
     )
 
 
-def make_parts(settings: ServeSettings, stop: threading.Event) -> Parts:
+def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Sequence[str]) -> Parts:
     """How the model is found, what each rank is told, and what doors need to know. `stop` ends a download."""
 
     def find() -> Path:
@@ -156,7 +158,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event) -> Parts:
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
         return read_assets(folder, settings.served_names, longest)
 
-    return Parts(find_beside, make_specs, assets)
+    return Parts(find_beside, make_specs, assets, rank_command)
 
 
 def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> list[RankSpec]:

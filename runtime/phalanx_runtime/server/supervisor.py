@@ -34,7 +34,10 @@ ReadAssets = Callable[[Path, RankReady], wire.Assets]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This pod's place: its index, how many pods there are, where the leader listens, the service's token."""
+    """This pod's place: its index, how many pods there are, where the leader is found, the service's token.
+
+    `listen_host` is the leader's own address for that; None is every address.
+    """
 
     pod: int
     num_pods: int
@@ -42,6 +45,7 @@ class Place:
     port: int
     token: str
     timing: Timing = DEFAULT_TIMING
+    listen_host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class LeaderSupervisor:
         self._sockets = tempfile.mkdtemp(prefix="phalanx-")
         try:
             if self._place.num_pods > 1:
-                self.port = await self._rendezvous.listen(None, self._place.port)
+                self.port = await self._rendezvous.listen(self._place.listen_host, self._place.port)
             self._happened(inc.Joined(0, self._place.leader_host))
             await self._pod.run()
         finally:

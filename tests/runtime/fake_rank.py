@@ -1,0 +1,85 @@
+"""A rank program without a model: speaks the contract of stdin, stdout and exit codes. Its words say what it does.
+
+`ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `mute` is ready but serves nothing; `hang`
+never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
+rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
+`stubborn` does not leave when stdin closes.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+HERE = Path(__file__).resolve()
+NUM_PAGES, PAGE_SIZE = 64, 4
+
+
+def command(*words: str) -> list[str]:
+    """What starts this program."""
+    return [sys.executable, str(HERE), *words]
+
+
+def main(words: list[str]) -> NoReturn:
+    """Does what the words say."""
+    spec = json.loads(sys.stdin.readline())
+    marks = Path(spec["model_dir"]) / "marks"
+    marks.mkdir(exist_ok=True)
+    mark = marks / f"{spec['incarnation']}-{spec['rank']}.json"
+    mark.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **spec}))
+    mark.with_suffix(".part").rename(mark)
+    print(f"rank {spec['rank']} of incarnation {spec['incarnation']} is here", file=sys.stderr)
+    match words:
+        case ["exit", code, text]:
+            leave(int(code), text)
+        case ["exit-if", rank, code, text]:
+            if int(rank) == spec["rank"]:
+                leave(int(code), text)
+            leave(3, "a peer is lost")
+        case ["hang"]:
+            wait_for_parent()
+        case ["noise"]:
+            print("\nhello", flush=True)
+        case ["stubborn"]:
+            say_ready()
+            signal.pause()
+        case ["die-at", incarnation]:
+            say_ready()
+            if spec["incarnation"] == int(incarnation):
+                leave(1, "out of memory")
+    if words in (["ready"], ["mute"]):
+        say_ready()
+    if spec["engine_socket"] and words == ["ready"]:
+        threading.Thread(target=serve_engine, args=(spec,), daemon=True).start()
+    wait_for_parent()
+
+
+def say_ready() -> None:
+    print(json.dumps({"ready": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_model_len": 200}), flush=True)
+
+
+def serve_engine(spec: dict[str, object]) -> None:
+    sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("crds", "runtime", ".")]
+    from phalanx_runtime.core.admission import Limits
+    from phalanx_runtime.engine.loop import run_engine
+    from tests.runtime.fake_runner import FakeRunner
+
+    run_engine(FakeRunner(NUM_PAGES, PAGE_SIZE), Limits(200, 8, 64), str(spec["engine_socket"]))
+
+
+def wait_for_parent() -> NoReturn:
+    while sys.stdin.readline():
+        pass
+    leave(0, "asked to leave")
+
+
+def leave(code: int, text: str) -> NoReturn:
+    print(text, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Pods of a group in this process, with fake ranks: what tests of the supervisor, the application and the command line share."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx_runtime.rank_spec import RankSpec
+from tests.runtime.tiny import save_tokenizer
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Returns once it is so; fails after a time that no healthy run needs."""
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def make_model(folder: Path) -> Path:
+    """A model folder that everything but a real rank takes for one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 200, "vocab_size": 320}
+    (folder / "config.json").write_text(json.dumps(config))
+    header = b"{}      "
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    save_tokenizer(folder)
+    return folder
+
+
+def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int = 1) -> RankSpec:
+    """What a rank is told, where only the rank matters."""
+    return RankSpec(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        local_rank=rank,
+        incarnation=incarnation,
+        hosts=["127.0.0.1"] * world_size,
+        base_port=0,
+        token="00",
+        model_dir=str(folder),
+    )
+
+
+def mark_of(folder: Path, incarnation: int, rank: int) -> dict[str, Any]:
+    """What a fake rank noted at its start: its spec and its process id."""
+    mark: dict[str, Any] = json.loads((folder / "marks" / f"{incarnation}-{rank}.json").read_text())
+    return mark
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

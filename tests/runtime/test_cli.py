@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime.__main__ import main
+from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
+
+
+def serve_settings(*arguments: str, **environment: str) -> ServeSettings:
+    settings = read_settings(["serve", *arguments], environment)
+    assert isinstance(settings, ServeSettings)
+    return settings
+
+
+def test_defaults() -> None:
+    settings = serve_settings("org/name")
+    assert (settings.served_names, settings.tensor_parallel_size, settings.dtype) == (["name"], 1, "auto")
+    assert (settings.host, settings.port, settings.master_port, settings.page_size) == ("127.0.0.1", 8000, 8100, 16)
+    assert (settings.nnodes, settings.node_rank, settings.token, settings.hf_token) == (1, 0, None, None)
+    assert settings.max_num_batched_tokens >= settings.max_num_seqs
+
+
+def test_flags_and_environment(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    settings = serve_settings(
+        *("hf://org/name", "--revision", "main", "--served-model-name", "a", "b", "--tensor-parallel-size", "4"),
+        *("--nnodes", "2", "--node-rank", "1", "--master-addr", "leader", "--token-file", str(token)),
+        *("--kv-cache-memory-bytes", "1000", "--gpu-memory-utilization", "0.5", "--download-dir", str(tmp_path)),
+        PHALANX_GROUP="tiny-g-abcde",
+        PHALANX_REVISION="r1",
+        HF_TOKEN="hf",
+    )
+    assert (settings.served_names, settings.local_world_size, settings.token) == (["a", "b"], 2, "secret")
+    assert (settings.group, settings.revision_hash, settings.hf_token) == ("tiny-g-abcde", "r1", "hf")
+    assert (settings.kv_cache_memory_bytes, settings.gpu_memory_utilization, settings.download_dir) == (1000, 0.5, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/name", "name"),
+        ("hf://org/name", "name"),
+        ("hf://org/name/model.Q4_1.gguf", "model.Q4_1"),
+        ("file://{folder}", "tiny"),
+        ("{folder}/", "tiny"),
+        ("{folder}/../tiny", "tiny"),
+    ],
+)
+def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: str) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    assert serve_settings(model.format(folder=folder)).served_names == [name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "x"], "argument --port: 'x' is not a port"),
+        (["--port", "70000"], "argument --port: '70000' is not a port"),
+        (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size/-tp: '0' is not a whole number of at least 1"),
+        (["--node-rank", "-1"], "argument --node-rank"),
+        (["--node-rank", "x"], "argument --node-rank: 'x' is not a whole number of at least 0"),
+        (["--gpu-memory-utilization", "1.5"], "argument --gpu-memory-utilization: '1.5' is not a share"),
+        (["--gpu-memory-utilization", "x"], "argument --gpu-memory-utilization: 'x' is not a share"),
+        (["-tp", "3", "--nnodes", "2"], "--tensor-parallel-size 3 cannot be split evenly over --nnodes 2"),
+        (["-tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank 2 must be below --nnodes 2"),
+        (["-tp", "2", "--nnodes", "2"], "--nnodes 2 needs --token-file"),
+        (["--token-file", "/no/such"], "--token-file /no/such: "),
+        (["--token-file", "/dev/null"], "--token-file /dev/null: the file is empty"),
+        (
+            ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
+            "--max-num-batched-tokens 8 must be at least --max-num-seqs 9",
+        ),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_flag_ends_with_2_and_says_name_and_value(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "org/name", *arguments])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./no-such", "file:///no/such", "no-such.gguf"])
+def test_a_path_that_is_not_there_ends_with_2(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", model])
+    assert end.value.code == 2
+    assert f"MODEL {model}: no such file or folder" in capsys.readouterr().err
+
+
+def test_the_download_folder_follows_the_environment(tmp_path: Path) -> None:
+    assert serve_settings("org/name", XDG_CACHE_HOME=str(tmp_path)).download_dir == tmp_path / "phalanx"
+
+
+def test_convert_reads_two_paths() -> None:
+    assert read_settings(["convert", "a.gguf", "b"], {}) == ConvertSettings(Path("a.gguf"), Path("b"))
+
+
+def test_a_conversion_that_fails_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "no.gguf"), str(tmp_path / "out")]) == 1
+    assert "no.gguf" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The command line with real ranks and a tiny random model: the whole path on one machine."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.runtime.pods import is_alive
+from tests.runtime.tiny import save_tiny
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def read_until(stderr: asyncio.StreamReader, pattern: str) -> re.Match[str]:
+    """The match in the first line that has one."""
+    async with asyncio.timeout(120):
+        while True:
+            line = (await stderr.readline()).decode()
+            assert line, f"the program ended before it said {pattern}"
+            match = re.search(pattern, line)
+            if match:
+                return match
+
+
+async def test_two_ranks_answer_and_after_a_kill_the_next_incarnation_answers_the_same(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "phalanx_runtime", "serve", str(tmp_path / "tiny"), "--port", "0"),
+        *("--tensor-parallel-size", "2", "--kv-cache-memory-bytes", "1000000"),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    try:
+        port = (await read_until(process.stderr, r"address=\('127.0.0.1', (\d+)\)"))[1]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            await read_until(process.stderr, "group serves incarnation=1")
+            first = (await http.post("/v1/completions", json=BODY)).json()
+            assert first["usage"]["completion_tokens"] == 8
+            ranks = children(process.pid)
+            assert len(ranks) == 2
+            os.kill(ranks[1], signal.SIGKILL)
+            await read_until(process.stderr, "group serves incarnation=2")
+            again = (await http.post("/v1/completions", json=BODY)).json()
+            assert again["choices"][0]["text"] == first["choices"][0]["text"]
+            ranks += children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.stderr.read()
+        await process.wait()
+    assert len(ranks) == 4
+    assert not [rank for rank in ranks if is_alive(rank)]

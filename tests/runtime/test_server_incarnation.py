@@ -1,0 +1,159 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_runtime.server.incarnation import (
+    Action,
+    BackoffOver,
+    Event,
+    Group,
+    Joined,
+    Left,
+    RanksFailed,
+    RanksReady,
+    Serve,
+    Start,
+    Stop,
+    WakeAfter,
+    advance,
+    backoff_s,
+)
+
+HERE = ((0, "a"), (1, "b"))
+EMPTY = Group(2)
+HALF = Group(2, hosts=((0, "a"),))
+LOADING = Group(2, phase="loading", hosts=HERE)
+HALF_READY = replace(LOADING, ready=frozenset({0}))
+SERVING = replace(LOADING, phase="serving", ready=frozenset({0, 1}), serving_since=100.0)
+BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "phase", "incarnation", "actions"),
+    [
+        (EMPTY, Joined(0, "a"), "gathering", 1, []),
+        (HALF, Joined(1, "b"), "loading", 1, [Start(1, ("a", "b"))]),
+        (Group(1), Joined(0, "a"), "loading", 1, [Start(1, ("a",))]),
+        (HALF, Joined(2, "c"), "gathering", 1, []),
+        (HALF, Left(0, "gone"), "gathering", 1, []),
+        (LOADING, RanksReady(0, 1), "loading", 1, []),
+        (HALF_READY, RanksReady(0, 1), "loading", 1, []),
+        (HALF_READY, RanksReady(1, 1), "serving", 1, [Serve(1)]),
+        (HALF_READY, RanksReady(1, 7), "loading", 1, []),
+        (SERVING, RanksReady(1, 1), "serving", 1, []),
+        (LOADING, RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 1.0)]),
+        (SERVING, RanksFailed(1, 1, "oom"), "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
+        (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
+        (SERVING, RanksFailed(1, 0, "late"), "serving", 1, []),
+        (SERVING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
+        (LOADING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
+        (SERVING, Joined(1, "c"), "loading", 2, [Stop(1, "pod 1 left: it came back anew"), Start(2, ("a", "c"))]),
+        (BACKOFF, BackoffOver(5), "loading", 5, [Start(5, ("a", "b"))]),
+        (BACKOFF, BackoffOver(4), "backoff", 5, []),
+        (SERVING, BackoffOver(1), "serving", 1, []),
+        (BACKOFF, Left(1, "reset"), "backoff", 5, []),
+        (replace(BACKOFF, hosts=((0, "a"),)), BackoffOver(5), "gathering", 5, []),
+        (replace(BACKOFF, hosts=((0, "a"),)), Joined(1, "b"), "backoff", 5, []),
+    ],
+    ids=[
+        "the first of two pods joins",
+        "the last pod joins",
+        "the only pod joins",
+        "a pod that is none of ours",
+        "a pod leaves before the start",
+        "the first pod is ready",
+        "a pod is ready twice",
+        "the last pod is ready",
+        "ready for another incarnation",
+        "ready while serving",
+        "ranks fail while loading",
+        "ranks fail while serving, for the first time",
+        "ranks fail while serving, again and again",
+        "ranks of an earlier incarnation fail",
+        "a pod is lost while serving",
+        "a pod is lost while loading",
+        "a pod comes back before its loss was noticed",
+        "the wait is over",
+        "an earlier wait is over",
+        "a wait is over while serving",
+        "a pod is lost during the wait",
+        "the wait is over but a pod is missing",
+        "a pod joins during the wait",
+    ],
+)
+def test_what_the_leader_does(before: Group, event: Event, phase: str, incarnation: int, actions: list[Action]) -> None:
+    after, done = advance(before, event, 110.0)
+    assert (after.phase, after.incarnation, done) == (phase, incarnation, actions)
+
+
+@pytest.mark.parametrize(
+    ("failures", "has_served", "delay_s"),
+    [(1, False, 1), (2, False, 2), (3, False, 4), (6, False, 30), (1000, False, 30), (1, True, 0), (2, True, 2)],
+)
+def test_back_off(failures: int, has_served: bool, delay_s: float) -> None:
+    assert backoff_s(failures, has_served) == delay_s
+
+
+def test_a_long_service_makes_failures_forgotten() -> None:
+    before = replace(SERVING, failures=5)
+    assert advance(before, RanksFailed(0, 1, "oom"), 159.9)[0].failures == 6
+    assert advance(before, RanksFailed(0, 1, "oom"), 160.0)[0].failures == 1
+
+
+def test_the_better_reason_of_two_is_kept() -> None:
+    group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
+    assert group.why == "pod 0: a peer is lost"
+    group, actions = advance(group, RanksFailed(1, 1, "oom"), 0.1)
+    assert (group.why, actions) == ("pod 1: oom", [])
+    group, _ = advance(group, RanksFailed(0, 1, "another", is_echo=False), 0.2)
+    assert group.why == "pod 1: oom"
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (HALF, "waiting for pod 1 of the group's 2"),
+        (HALF_READY, "loading the model, 1 of 2 pods are ready"),
+        (SERVING, ""),
+        (BACKOFF, "waiting 2 s before start 5 after: pod 0: oom"),
+    ],
+    ids=["gathering", "loading", "serving", "backoff"],
+)
+def test_reason(group: Group, reason: str) -> None:
+    assert group.reason() == reason
+
+
+EVENTS = st.one_of(
+    st.builds(Joined, st.integers(0, 2), st.just("h")),
+    st.builds(Left, st.integers(0, 2), st.just("gone")),
+    st.builds(RanksReady, st.integers(0, 2), st.integers(1, 6)),
+    st.builds(RanksFailed, st.integers(0, 2), st.integers(1, 6), st.just("oom"), st.booleans()),
+    st.builds(BackoffOver, st.integers(1, 6)),
+)
+
+
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=60))
+def test_starts_and_stops_alternate_and_every_number_starts_once(events: list[tuple[Event, float]]) -> None:
+    group, now = Group(3), 0.0
+    running: int | None = None
+    started: list[int] = []
+    for event, passed in events:
+        now += passed
+        group, actions = advance(group, event, now)
+        for action in actions:
+            match action:
+                case Start(incarnation, hosts):
+                    assert running is None and len(hosts) == 3
+                    running = incarnation
+                    started.append(incarnation)
+                case Stop(incarnation):
+                    assert running == incarnation
+                    running = None
+                case Serve(incarnation):
+                    assert running == incarnation
+                case WakeAfter(incarnation):
+                    assert running is None and incarnation == group.incarnation
+        assert (running is not None) == (group.phase in ("loading", "serving"))
+    assert started == sorted(set(started))

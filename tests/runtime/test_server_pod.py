@@ -1,0 +1,186 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.rank_spec import RankReady
+from phalanx_runtime.server.pod import Launch, Pod
+from phalanx_runtime.server.ranks import Ranks, RanksEnded, read_lines
+from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
+from tests.runtime.pods import is_alive, make_spec, mark_of, until
+
+READY = RankReady(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_model_len=200)
+
+
+@asynccontextmanager
+async def running(folder: Path, count: int, *words: str) -> AsyncIterator[Ranks]:
+    ranks = await Ranks.start([make_spec(folder, rank, count) for rank in range(count)], command(*words))
+    try:
+        yield ranks
+    finally:
+        await ranks.kill()
+    assert not [rank for rank in range(count) if is_alive(mark_of(folder, 1, rank)["pid"])]
+
+
+async def test_ranks_are_told_their_specs_and_say_ready(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, "ready") as ranks:
+        assert await ranks.ready() == [READY, READY]
+        assert mark_of(tmp_path, 1, 1).items() >= {"rank": 1, "world_size": 2, "hosts": ["127.0.0.1"] * 2}.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "why", "is_echo"),
+    [
+        (("exit", "4", "no such tensor"), "rank 0 ended with code 4: no such tensor", False),
+        (("exit-if", "1", "4", "no such tensor"), "rank 1 ended with code 4: no such tensor", False),
+        (("exit", "3", "a peer is lost"), "rank 0 ended with code 3: a peer is lost", True),
+    ],
+    ids=["all ranks", "the one with a reason of its own", "all lost a peer elsewhere"],
+)
+async def test_the_reason_of_an_end_is_what_the_rank_said_last(
+    tmp_path: Path, words: tuple[str, ...], why: str, is_echo: bool
+) -> None:
+    ranks = await Ranks.start([make_spec(tmp_path, rank, 2) for rank in range(2)], command(*words))
+    with pytest.raises(RanksEnded) as caught:
+        await ranks.ready()
+    await ranks.kill()
+    if words[0] == "exit":
+        assert caught.value.why.replace("rank 1", "rank 0") == why
+    else:
+        assert caught.value.why == why
+    assert caught.value.is_echo == is_echo
+
+
+async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, "ready") as ranks:
+        await ranks.ready()
+        ranks._processes[1].kill()
+        end = await ranks.failure()
+        assert end.why == "rank 1 was killed by signal 9: rank 1 of incarnation 1 is here"
+
+
+async def test_output_that_is_no_ready_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path, 1, "noise"):
+        await until(lambda: "instead of being ready: hello" in caplog.text)
+
+
+async def test_a_program_that_cannot_start_leaves_no_rank(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no-such-program"):
+        await Ranks.start([make_spec(tmp_path)], [str(tmp_path / "no-such-program")])
+
+
+async def test_ranks_leave_when_asked(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, "ready") as ranks:
+        await ranks.ready()
+        await ranks.leave()
+        assert [process._process.returncode for process in ranks._processes] == [0, 0]
+
+
+async def test_a_rank_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx_runtime.server.ranks.LEAVE_S", 0.01)
+    async with running(tmp_path, 1, "stubborn") as ranks:
+        await ranks.ready()
+        await ranks.leave()
+        assert ranks._processes[0]._process.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [(b"a\n\n b \nc", ["a", "b", "c"]), (b"\xff\n", ["\ufffd"]), (b"x" * 200_000 + b"\ny\n", ["x" * 4096, "y"])],
+    ids=["lines", "no text", "a line too long"],
+)
+async def test_lines(data: bytes, lines: list[str]) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    assert [line async for line in read_lines(reader)] == lines
+
+
+class Report:
+    """A reporter that keeps what it hears."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ready: list[tuple[int, RankReady]] = []
+        self.failed: list[tuple[int, str, bool]] = []
+        self._error = error
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+        if self._error is not None:
+            raise self._error
+        self.ready.append((launch.incarnation, ready))
+
+    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+        self.failed.append((launch.incarnation, why, is_echo))
+
+
+@asynccontextmanager
+async def pod_of(folder: Path, report: Report, *words: str, locate: Callable[[], Path] | None = None) -> AsyncIterator[Pod]:
+    async def find() -> Path:
+        return locate() if locate is not None else folder
+
+    pod = Pod(find, lambda launch, where: [make_spec(where, 0, 1, launch.incarnation)], report, command(*words))
+    task = asyncio.create_task(pod.run())
+    try:
+        yield pod
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def launch(incarnation: int) -> Launch:
+    return Launch(incarnation, ("127.0.0.1",), "00")
+
+
+async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Path) -> None:
+    report = Report()
+    async with pod_of(tmp_path, report, "ready") as pod:
+        pod.start(launch(1))
+        await until(lambda: report.ready == [(1, READY)])
+        pod.start(launch(2))
+        await until(lambda: report.ready == [(1, READY), (2, READY)])
+        assert not is_alive(mark_of(tmp_path, 1, 0)["pid"])
+        assert is_alive(mark_of(tmp_path, 2, 0)["pid"])
+        pod.stop()
+        await until(lambda: not is_alive(mark_of(tmp_path, 2, 0)["pid"]))
+        pod.start(launch(3))
+        await until(lambda: len(report.ready) == 3)
+    assert not is_alive(mark_of(tmp_path, 3, 0)["pid"])
+    assert report.failed == []
+
+
+async def test_ranks_that_end_are_reported(tmp_path: Path) -> None:
+    report = Report()
+    async with pod_of(tmp_path, report, "die-at", "1") as pod:
+        pod.start(launch(1))
+        await until(lambda: bool(report.failed))
+    assert report.failed == [(1, "rank 0 ended with code 1: out of memory", False)]
+
+
+def no_model() -> Path:
+    raise ModelError("no such model")
+
+
+def a_bug() -> Path:
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("locate", "error", "why"),
+    [
+        (no_model, None, "no such model"),
+        (None, ModelError("no tokenizer"), "no tokenizer"),
+        (a_bug, None, "internal error: KeyError('oops')"),
+    ],
+    ids=["the model is not found", "the model has no assets", "a bug"],
+)
+async def test_what_goes_wrong_beside_the_ranks_is_reported(
+    tmp_path: Path, locate: Callable[[], Path] | None, error: Exception | None, why: str
+) -> None:
+    report = Report(error)
+    async with pod_of(tmp_path, report, "ready", locate=locate) as pod:
+        pod.start(launch(1))
+        await until(lambda: bool(report.failed))
+    assert report.failed == [(1, why, False)]

@@ -1,0 +1,256 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from phalanx_runtime.server import incarnation as inc
+from phalanx_runtime.server import rendezvous_wire as say
+from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
+from phalanx_runtime.server.rendezvous_wire import Connection, Timing, prove, rank_key
+from tests.runtime.pods import until
+
+QUICK = Timing(ping_s=0.01, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
+
+
+async def settle() -> None:
+    """Lets transports that were just made or closed get done."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Leader:
+    """A leader's end, and what happened at it."""
+
+    rendezvous: LeaderRendezvous
+    events: list[inc.Event]
+    port: int = 0
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[Leader]:
+    events: list[inc.Event] = []
+    rendezvous = LeaderRendezvous("token", 3, events.append, QUICK)
+    yield Leader(rendezvous, events, await rendezvous.listen("127.0.0.1", 0))
+    await rendezvous.close()
+
+
+@dataclass
+class Member:
+    """A pod's end, and what it was told."""
+
+    membership: Membership
+    commands: list[say.Command] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def make(pod: int = 1, token: str = "token", num_pods: int = 3, timing: Timing = QUICK) -> "Member":
+        commands: list[say.Command] = []
+        return Member(Membership(token, pod, num_pods, commands.append, timing), commands)
+
+    @asynccontextmanager
+    async def joins(self, port: int) -> AsyncIterator[None]:
+        """The pod looks for the leader at this port meanwhile."""
+        task = asyncio.create_task(self.membership.run("127.0.0.1", port, self.losses.append))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await settle()
+
+
+@asynccontextmanager
+async def pretended(*frames: say.Frame, after: int = 0) -> AsyncIterator[int]:
+    """The port of a leader that says these frames, those from `after` on once it heard something."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        connection = Connection(reader, writer, QUICK)
+        for position, frame in enumerate(frames):
+            if after and position == after:
+                await connection.receive()
+            connection.send(frame)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await settle()
+    for writer in writers:
+        writer.close()
+    await settle()
+
+
+async def shake_hands(port: int, pod: int, version: int = say.VERSION) -> tuple[Connection, asyncio.StreamReader, say.Frame]:
+    """A pod's connection that proved the token, and the leader's answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    connection = Connection(reader, writer, QUICK)
+    challenge = await connection.receive()
+    assert isinstance(challenge, say.Challenge)
+    connection.send(say.Join(version, pod, 3, b"n", prove("token", f"pod {pod}", challenge.nonce, b"n")))
+    return connection, reader, await connection.receive()
+
+
+async def test_a_pod_that_knows_the_token_joins_and_obeys(leader: Leader) -> None:
+    member = Member.make()
+    async with member.joins(leader.port):
+        await until(lambda: len(leader.events) == 1)
+        assert leader.events == [inc.Joined(1, "127.0.0.1")]
+        assert leader.rendezvous.own_host == "127.0.0.1"
+        commands: list[say.Command] = [say.Start(1, ["a", "b", "c"], b"nonce"), say.Serve(1), say.Stop(1, "why")]
+        for command in commands:
+            leader.rendezvous.send(command)
+        await until(lambda: member.commands == commands)
+        member.membership.say(say.Ready(1))
+        member.membership.say(say.Failed(1, "oom", True))
+        await until(lambda: len(leader.events) == 3)
+        assert leader.events[1:] == [inc.RanksReady(1, 1), inc.RanksFailed(1, 1, "oom", True)]
+    await until(lambda: len(leader.events) == 4)
+    assert leader.events[3] == inc.Left(1, "the connection was closed")
+
+
+@pytest.mark.parametrize(
+    ("token", "pod", "num_pods", "why"),
+    [
+        ("wrong", 1, 3, "the service token is wrong"),
+        ("token", 1, 2, "the leader has 3 pods, but pod 1 says it is one of 2"),
+        ("token", 0, 3, "the leader has 3 pods, but pod 0 says it is one of 3"),
+        ("token", 3, 3, "the leader has 3 pods, but pod 3 says it is one of 3"),
+    ],
+    ids=["wrong token", "another size", "a second leader", "an index too high"],
+)
+async def test_a_pod_that_is_none_of_the_group_is_turned_away_and_told(
+    leader: Leader, token: str, pod: int, num_pods: int, why: str
+) -> None:
+    member = Member.make(pod, token, num_pods)
+    async with member.joins(leader.port):
+        await until(lambda: len(member.losses) >= 2)
+    assert why in member.losses[0]
+    assert leader.events == []
+
+
+async def test_a_leader_that_does_not_know_the_token_is_not_obeyed() -> None:
+    member = Member.make()
+    challenge, lie, order = say.Challenge(say.VERSION, b"nonce"), say.Welcome(b"no proof"), say.Start(1, ["evil"], b"")
+    async with pretended(challenge, lie, order, after=1) as port, member.joins(port):
+        await until(lambda: bool(member.losses))
+    assert "the leader does not know the service token" in member.losses[0]
+    assert member.commands == []
+
+
+@pytest.mark.parametrize(
+    ("frames", "after", "why"),
+    [
+        ((say.Ready(1),), 0, "expected Challenge"),
+        ((say.Challenge(say.VERSION, b"n"), say.Serve(1)), 1, "expected Welcome"),
+    ],
+    ids=["no challenge", "no welcome"],
+)
+async def test_a_leader_that_says_the_wrong_thing_is_left(frames: tuple[say.Frame, ...], after: int, why: str) -> None:
+    member = Member.make()
+    async with pretended(*frames, after=after) as port, member.joins(port):
+        await until(lambda: bool(member.losses))
+    assert why in member.losses[0]
+
+
+async def test_a_leader_that_says_what_only_pods_say_is_left(leader: Leader) -> None:
+    member = Member.make()
+    async with member.joins(leader.port):
+        await until(lambda: len(leader.events) == 1)
+        leader.rendezvous._pods[1].send(say.Ready(1))
+        await until(lambda: bool(member.losses))
+    assert "unexpected Ready" in member.losses[0]
+
+
+async def test_a_pod_tries_again_until_the_leader_is_there() -> None:
+    async with pretended() as port:
+        pass
+    member = Member.make()
+    events: list[inc.Event] = []
+    rendezvous = LeaderRendezvous("token", 3, events.append, QUICK)
+    async with member.joins(port):
+        await until(lambda: len(member.losses) >= 3)
+        await rendezvous.listen("127.0.0.1", port)
+        await until(lambda: bool(events))
+    await rendezvous.close()
+
+
+async def test_a_pod_that_comes_anew_replaces_its_old_connection(leader: Leader) -> None:
+    first, second = Member.make(), Member.make()
+    async with first.joins(leader.port):
+        await until(lambda: len(leader.events) == 1)
+        async with second.joins(leader.port):
+            await until(lambda: len(leader.events) == 2)
+            assert leader.events == [inc.Joined(1, "127.0.0.1")] * 2
+            leader.rendezvous.send(say.Serve(4))
+            await until(lambda: second.commands == [say.Serve(4)])
+            assert first.commands == []
+
+
+async def test_a_silent_peer_is_lost() -> None:
+    events: list[inc.Event] = []
+    rendezvous = LeaderRendezvous("token", 3, events.append, Timing(ping_s=100, silence_s=0.05))
+    port = await rendezvous.listen("127.0.0.1", 0)
+    async with Member.make(timing=Timing(ping_s=100, silence_s=100)).joins(port):
+        await until(lambda: len(events) == 2)
+        assert events == [inc.Joined(1, "127.0.0.1"), inc.Left(1, "silent for 0.05 s")]
+    await rendezvous.close()
+
+
+async def test_both_sides_ping_and_nobody_minds(leader: Leader) -> None:
+    connection, reader, welcome = await shake_hands(leader.port, 2)
+    assert isinstance(welcome, say.Welcome)
+    ping = frame_bytes(say.Ping())
+    async with asyncio.timeout(10):
+        assert await reader.readexactly(3 * len(ping)) == 3 * ping
+    connection.send(say.Ping())
+    connection.send(say.Ready(1))
+    await until(lambda: len(leader.events) == 2)
+    assert leader.events == [inc.Joined(2, "127.0.0.1"), inc.RanksReady(2, 1)]
+    connection.close()
+    await settle()
+
+
+def frame_bytes(frame: say.Frame) -> bytes:
+    body = say._encode(frame)
+    return len(body).to_bytes(4, "big") + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", (3).to_bytes(4, "big") + b"\xc1\xc1\xc1", frame_bytes(say.Serve(1)), b""],
+    ids=["too long", "no frame", "an unexpected frame", "closed at once"],
+)
+async def test_nonsense_ends_a_connection_and_harms_nobody(leader: Leader, data: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+    writer.write(data)
+    writer.write_eof()
+    async with asyncio.timeout(10):
+        await asyncio.gather(reader.read(), return_exceptions=True)  # the end or a reset
+    writer.close()
+    assert leader.events == []
+
+
+async def test_a_pod_that_says_what_only_leaders_say_is_lost(leader: Leader) -> None:
+    connection, _, _ = await shake_hands(leader.port, 2)
+    connection.send(say.Serve(1))
+    await until(lambda: len(leader.events) == 2)
+    assert leader.events[1] == inc.Left(2, "unexpected Serve")
+    connection.close()
+    await settle()
+
+
+async def test_a_pod_of_another_version_is_told(leader: Leader) -> None:
+    connection, _, welcome = await shake_hands(leader.port, 2, version=99)
+    assert isinstance(welcome, say.Welcome)
+    assert "version 1, pod 2 speaks 99" in welcome.refused
+    connection.close()
+    await settle()
+
+
+def test_each_incarnation_has_its_own_key() -> None:
+    keys = {rank_key("t", 1, b"a"), rank_key("t", 2, b"a"), rank_key("t", 1, b"b"), rank_key("u", 1, b"a")}
+    assert len(keys) == 4

@@ -1,0 +1,237 @@
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import websockets
+
+from phalanx_api import wire
+from phalanx_runtime.server.logs import FieldFormatter
+from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.server.serve import PodServer, make_rank_specs, make_server
+from phalanx_runtime.settings import ServeSettings, read_settings
+from tests.runtime.fake_rank import command
+from tests.runtime.pods import is_alive, make_model, mark_of, until
+
+
+def make_settings(folder: Path, *arguments: str) -> ServeSettings:
+    token = folder.parent / "token"
+    token.write_text("secret")
+    flags = ["serve", str(folder), "--port", "0", "--token-file", str(token), *arguments]
+    settings = read_settings(flags, {"PHALANX_GROUP": "tiny-g-abcde", "PHALANX_REVISION": "r1"})
+    assert isinstance(settings, ServeSettings)
+    return settings
+
+
+class Running:
+    """A pod's server in this process."""
+
+    def __init__(self, server: PodServer) -> None:
+        self.server = server
+        self.task = asyncio.create_task(server.serve())
+        self.http = httpx.AsyncClient(timeout=20)
+
+    @property
+    def port(self) -> int:
+        return int(self.server.servers[0].sockets[0].getsockname()[1])
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(f"http://127.0.0.1:{self.port}{path}")
+
+    async def ready(self) -> dict[str, object]:
+        async with asyncio.timeout(20):
+            while True:
+                response = await self.get("/readyz")
+                if response.status_code == 200:
+                    body: dict[str, object] = response.json()
+                    return body
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]:
+    running = Running(make_server(settings, command(*words)))
+    try:
+        await until(lambda: running.server.started or running.task.done())
+        yield running
+    finally:
+        running.server.should_exit = True
+        with suppress(SystemExit):
+            await running.task
+        await running.http.aclose()
+
+
+async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder), "ready") as running:
+        assert (await running.get("/healthz")).status_code == 200
+        ready = await running.ready()
+        assert ready == {"ready": True, "reason": "", "incarnation": 1, "group": "tiny-g-abcde", "revision": "r1"}
+        models = (await running.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["tiny"]
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+        answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        await until(lambda: not running.server._client or running.server._client.load().total_pages > 0)
+        metrics = (await running.get("/metrics")).text
+        for line in [
+            'vllm:num_requests_running{model_name="tiny"} 0.0',
+            'phalanx_kv_cache_usage_perc{model_name="tiny"} 0.0',
+            'phalanx_engine_generation_tokens_total{model_name="tiny"} 4.0',
+            'phalanx_engine_prompt_tokens_total{model_name="tiny"} 5.0',
+            'phalanx_engine_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
+        ]:
+            assert line in metrics
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_turns_requests_and_routers_away(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder), "hang") as running:
+        assert (await running.get("/healthz")).status_code == 200
+        response = await running.get("/readyz")
+        assert (response.status_code, response.json()["ready"]) == (503, False)
+        assert response.json()["reason"] == "loading the model, 0 of 1 pods are ready"
+        body = {"model": "tiny", "prompt": "hello"}
+        answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            await websockets.connect(f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}")
+        assert caught.value.response.status_code == 503
+
+
+async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:
+    async with served(make_settings(make_model(tmp_path / "tiny")), "ready") as running:
+        await running.ready()
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            await websockets.connect(url)
+        assert caught.value.response.status_code == 401
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            message = await link.recv()
+            assert isinstance(message, bytes)
+            welcome = wire.decode_from_leader(message)
+        assert isinstance(welcome, wire.Welcome)
+        assert (welcome.group, welcome.revision, welcome.page_size) == ("tiny-g-abcde", "r1", 16)
+
+
+async def test_without_a_token_there_is_no_link(tmp_path: Path) -> None:
+    settings = replace(make_settings(make_model(tmp_path / "tiny")), token=None)
+    async with served(settings, "ready") as running:
+        await running.ready()
+        with pytest.raises(websockets.InvalidStatus):
+            await websockets.connect(f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}")
+
+
+async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    async with served(make_settings(folder, *flags), "ready") as leader:
+        response = await leader.get("/readyz")
+        assert response.json()["reason"] == "waiting for pod 1 of the group's 2"
+        async with served(make_settings(folder, *flags, "--node-rank", "1"), "ready") as member:
+            assert (await member.ready())["incarnation"] == 1
+            await leader.ready()
+            assert (await member.get("/v1/models")).status_code == 404
+            assert (await member.get("/metrics")).status_code == 200
+
+
+async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder), "mute") as running:
+        await running.ready()
+        body = {"model": "tiny", "prompt": "hello"}
+        asking = asyncio.create_task(running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body))
+        client = running.server._client
+        assert client is not None
+        await until(lambda: bool(client._open))
+        running.server.handle_exit(signal.SIGTERM, None)
+        answer = await asking
+        assert answer.status_code == 503
+        assert "the pod is stopping" in answer.json()["error"]["message"]
+        running.server._captured_signals.clear()
+        await running.task
+        assert running.server.exit_code == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
+    port = str(taken.sockets[0].getsockname()[1])
+    settings = make_settings(folder, "-tp", "2", "--nnodes", "2", "--master-port", port)
+    running = Running(make_server(settings, command("ready")))
+    async with asyncio.timeout(20):
+        await running.task
+    await running.http.aclose()
+    taken.close()
+    assert running.server.exit_code == 1
+
+
+def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
+    flags = ["-tp", "4", "--nnodes", "2", "--node-rank", "1", "--dtype", "bfloat16", "--max-model-len", "99"]
+    specs = make_rank_specs(
+        make_settings(make_model(tmp_path / "tiny"), *flags), Launch(3, ("a", "b"), "key", "ipc://x"), tmp_path
+    )
+    assert [(s.rank, s.local_rank, s.local_world_size, s.world_size, s.engine_socket) for s in specs] == [
+        (2, 0, 2, 4, ""),
+        (3, 1, 2, 4, ""),
+    ]
+    assert specs[0].hosts == ["a", "a", "b", "b"]
+    assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].dtype) == (8100, "key", 3, "bfloat16")
+    leader = make_rank_specs(make_settings(tmp_path / "tiny", "-tp", "2"), Launch(1, ("a",), "key", "ipc://x"), tmp_path)
+    assert [s.engine_socket for s in leader] == ["ipc://x", ""]
+
+
+PROGRAM = (
+    "import sys; from phalanx_runtime.server import serve as s; from phalanx_runtime.__main__ import main;"
+    "make = s.make_server; s.make_server = lambda settings: make(settings, sys.argv[1].split());"
+    "code = main(sys.argv[2:]); assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
+)
+"""The command line with fake ranks."""
+
+
+async def test_the_command_serves_until_sigterm_and_leaves_no_rank(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, " ".join(command("ready")), "serve", str(folder), "--port", "0"),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        while b"group serves" not in (line := await process.stderr.readline()):
+            assert line, "the program ended"
+        process.send_signal(signal.SIGTERM)
+        await process.stderr.read()
+        assert await process.wait() == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_ranks_leave_when_the_server_is_killed(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, " ".join(command("ready")), "serve", str(folder), "--port", "0"),
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    await until(lambda: (folder / "marks" / "1-0.json").exists())
+    process.kill()
+    await process.wait()
+    await until(lambda: not is_alive(mark_of(folder, 1, 0)["pid"]))
+
+
+def test_a_log_line_ends_with_its_fields() -> None:
+    record = logging.makeLogRecord({"levelname": "INFO", "msg": "group serves", "incarnation": 3})
+    assert FieldFormatter("%(levelname)s %(message)s").format(record) == "INFO group serves incarnation=3"
