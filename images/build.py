@@ -9,6 +9,7 @@ The first three fill a folder that a Dockerfile copies to `/`; BASE is the folde
 the path of an archive with all three images for the test cluster, made anew only where its content changes.
 """
 
+import ast
 import shutil
 import sys
 from pathlib import Path
@@ -26,13 +27,22 @@ KEPT_ARCHIVES = 3
 SITE_PACKAGES_IMPORTS = (
     *("torch", "torch.distributed", "torch.nn.functional", "torch.utils.cpp_extension", "safetensors.torch", "numpy", "gguf"),
     *("zmq", "msgspec", "tokenizers", "jinja2", "fastapi", "uvicorn", "uvicorn.protocols.http.httptools_impl", "httpx"),
-    *("websockets", "uvloop", "orjson", "prometheus_client", "pydantic", "transformers", "transformers.models.llama.modeling_llama"),
+    *(
+        "websockets",
+        "uvloop",
+        "orjson",
+        "prometheus_client",
+        "pydantic",
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+    ),
 )
 
 
 def _recipe() -> str:
+    """The key of how images are made: the code of these modules, whatever its formatting and comments."""
     here = Path(__file__).parent
-    return key_of(*(path.read_bytes() for path in (here / "steps.py", here / "layout.py", here / "archive.py")))
+    return key_of(*(ast.dump(ast.parse((here / name).read_text())) for name in ("steps.py", "layout.py", "archive.py")))
 
 
 def base() -> Path:

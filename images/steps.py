@@ -1,7 +1,8 @@
 """How the layers of an image are filled: the base (Debian's Python), the pinned requirements, our packages.
 
 Each step fills a folder that is laid over `/`. The same steps run in the Dockerfiles and for the archives of the test cluster.
-Byte code is compiled by the image's own Python, unchecked by hash: pods start without compiling, and the bytes are always the same.
+Byte code is compiled by the image's own Python, unchecked by hash: pods start without compiling,
+and the bytes are always the same.
 """
 
 import os

@@ -23,7 +23,7 @@ NOT_INSTALLED = frozenset({"llama-cpp-python"})
 
 
 def pinned(text: str) -> str:
-    """The pinned requirements but for those that are never installed. One that begins in the first column ends where the next does."""
+    """The pinned requirements but for those that are never installed. Each begins in the first column and ends at the next."""
     kept, keeps = [], True
     for line in text.splitlines():
         if line[:1].strip() and not line.startswith("#"):
@@ -68,7 +68,11 @@ def environment(extra: str) -> Path:
         # the list is complete, so nothing is resolved; only wheels, so no compiler is needed
         how = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", wanted)
         command = (program, "pip", "install", "--python", folder / "bin/python", *how)
-        logged(f"installing requirements/{extra}.txt (minutes the first time)", *command, log=cache_root() / "logs" / f"venv-{extra}.log")
+        logged(
+            f"installing requirements/{extra}.txt (minutes the first time)",
+            *command,
+            log=cache_root() / "logs" / f"venv-{extra}.log",
+        )
         (folder / "bin/uv").symlink_to(program)
 
     return finished(cache_root() / f"venv-{extra}-{key_of(pins, python_key())}", make)

@@ -78,7 +78,8 @@ def unpack(names: Iterable[str], into: Path, follow: Callable[[str], bool]) -> l
 def fetch(packages: list[str], folder: Path) -> None:
     """Nothing; downloads the packages into the folder. Raises Failed."""
     say(f"fetching {len(packages)} Debian packages: {', '.join(packages)[:100]} ...")
-    output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *packages, cwd=folder)
+    patience = ("-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", "-o", "Acquire::https::Timeout=30")
+    output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *patience, *packages, cwd=folder)
 
 
 def install_commands(commands: dict[str, str]) -> None:

@@ -5,15 +5,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from images import build
 from tests.cluster import lifecycle, machine, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
+from tests.cluster.images import import_images
 from tests.cluster.programs import Programs, installed
 from tools.errors import Failed, Missing
 
 USAGE = """usage: python3 -m tests.cluster COMMAND
 
   tools            builds or fetches every program, once
-  up               starts the cluster, or what is missing of it
+  up [--images]    starts the cluster, or what is missing of it; with the images of this checkout, built where they changed
+  images           builds the images of this checkout and loads them into the running cluster
   down             ends it; nothing is left but keys, logs and image stores
   status           what runs
   kubectl ARGS..   kubectl as the administrator
@@ -27,11 +30,21 @@ OTHERWISE = "Without it: CLUSTER=current uses the cluster of your kubeconfig, CL
 EXIT_MISSING = 3
 
 
-def _up(files: ClusterFiles) -> Programs:
+def _up(files: ClusterFiles, words: list[str]) -> Programs:
+    if words not in ([], ["--images"]):
+        raise Failed(f"up: unknown argument {' '.join(words)}: expected --images or nothing")
     machine.check()
     programs = installed()
-    lifecycle.up(files, programs, [programs.images])
+    ours = [build.archive()] if words else []
+    lifecycle.up(files, programs, [programs.images, *ours])
     return programs
+
+
+def _images(files: ClusterFiles) -> int:
+    archive = build.archive()
+    for one in NODES:
+        import_images(files, installed(), one, [archive])
+    return 0
 
 
 def environment(files: ClusterFiles, programs: Programs) -> dict[str, str]:
@@ -51,7 +64,7 @@ def _run(files: ClusterFiles, words: list[str]) -> int:
     if not words:
         raise Failed("run: which program?")
     was_up = lifecycle.is_up(files)
-    programs = installed() if was_up else _up(files)
+    programs = installed() if was_up else _up(files, ["--images"])
     command, env = [*_enter(files), *words], environment(files, programs)
     if was_up:
         os.execvpe(command[0], command, env)
@@ -94,10 +107,12 @@ def _quietly(act: Callable[[], object]) -> int:
 def main(words: list[str]) -> int:
     """The exit status: 0, 1 for a failure that was told, 2 for a wrong command line, 3 for a machine that lacks something."""
     files = cluster_files()
+    namespaces.leave(files.netns(NODES[0]))
     command, rest = (words[0], words[1:]) if words else ("", [])
     commands: dict[str, Callable[[], int]] = {
         "tools": lambda: _quietly(installed),
-        "up": lambda: _quietly(lambda: _up(files)),
+        "up": lambda: _quietly(lambda: _up(files, rest)),
+        "images": lambda: _images(files),
         "down": lambda: _quietly(lambda: lifecycle.down(files)),
         "status": lambda: _status(files),
         "kubectl": lambda: _kubectl(files, rest),

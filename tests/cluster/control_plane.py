@@ -1,5 +1,6 @@
 """The control plane: etcd, API server, controller manager, scheduler and CoreDNS, in the first node's network."""
 
+import http.client
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from tests.cluster.programs import Programs
 CORE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 READY_LIMIT_S = 90.0
 ISSUER = "https://kubernetes.default.svc.cluster.local"
+COREFILE = f""".:{DNS_PORT} {{{{
+  errors
+  ready {API_IP}:{DNS_READY_PORT}
+  cache 5
+  kubernetes cluster.local in-addr.arpa {{{{
+    kubeconfig {{pki}}/dns.kubeconfig
+    pods insecure
+    ttl 5
+  }}}}
+}}}}
+"""
 
 
 def _start(files: ClusterFiles, program: Path, *flags: str, env: dict[str, str] | None = None) -> daemons.Daemon:
@@ -43,7 +55,7 @@ def start_api(files: ClusterFiles, programs: Programs, api: Api) -> None:
         *("--name=one", f"--data-dir={data}", f"--initial-cluster=one={peer}", f"--initial-advertise-peer-urls={peer}"),
         *(f"--listen-peer-urls={peer}", f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
         "--unsafe-no-fsync",  # nothing to lose in a power cut
-        env={**programs.environment(), "ETCD_UNSUPPORTED_ARCH": ""},
+        env=programs.environment(),
     )
     pki = files.pki
     server = _start(
@@ -81,7 +93,11 @@ def start_controllers(files: ClusterFiles, programs: Programs) -> daemons.Daemon
         programs.kube("kube-controller-manager"),
         *common("controller-manager"),
         *("--use-service-account-credentials=true", f"--service-account-private-key-file={pki}/sa.key"),
-        *(f"--root-ca-file={pki}/ca.crt", f"--cluster-signing-cert-file={pki}/ca.crt", f"--cluster-signing-key-file={pki}/ca.key"),
+        *(
+            f"--root-ca-file={pki}/ca.crt",
+            f"--cluster-signing-cert-file={pki}/ca.crt",
+            f"--cluster-signing-key-file={pki}/ca.key",
+        ),
         "--allocate-node-cidrs=false",  # fixed in each node's CNI configuration
         f"--node-monitor-grace-period={grace_s()}s",
         f"--flex-volume-plugin-dir={files.run}/volplugins",
@@ -105,10 +121,7 @@ def dns_is_up(files: ClusterFiles) -> bool:
 def start_dns(files: ClusterFiles, programs: Programs, api: Api) -> None:
     """Nothing; CoreDNS answers at the Service kube-dns. A query before that would cost its resolver five seconds."""
     corefile = files.run / "Corefile"
-    corefile.write_text(
-        f".:{DNS_PORT} {{\n  errors\n  ready {API_IP}:{DNS_READY_PORT}\n  cache 5\n"
-        f"  kubernetes cluster.local in-addr.arpa {{\n    kubeconfig {files.pki}/dns.kubeconfig\n    pods insecure\n    ttl 5\n  }}\n}}\n"
-    )
+    corefile.write_text(COREFILE.format(pki=files.pki))
     server = _start(files, programs.coredns, "-conf", str(corefile))
     service = {
         "apiVersion": "v1",
@@ -133,8 +146,6 @@ def start_dns(files: ClusterFiles, programs: Programs, api: Api) -> None:
 
 
 def _answers(files: ClusterFiles) -> bool:
-    import http.client
-
     connection = http.client.HTTPConnection(API_IP, DNS_READY_PORT, timeout=2.0)
     try:
         with namespaces.inside(files.netns(NODES[0])):

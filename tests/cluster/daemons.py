@@ -43,7 +43,9 @@ def wait_until(what: str, is_so: Callable[[], bool], limit_s: float, daemon: Dae
     end = time.monotonic() + limit_s
     while not is_so():
         if daemon.process.poll() is not None:
-            raise Failed(f"{what}: {daemon.name} ended with status {daemon.process.returncode}; {daemon.log} ends with\n{tail(daemon.log)}")
+            raise Failed(
+                f"{what}: {daemon.name} ended with status {daemon.process.returncode}; {daemon.log} ends with\n{tail(daemon.log)}"
+            )
         if time.monotonic() > end:
             raise Failed(f"{what}: not within {limit_s:.0f} s; {daemon.log} ends with\n{tail(daemon.log)}")
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Up, down and repair. `up` looks at what runs and starts what is missing, so it may be run twice, or after anything was killed."""
+"""Up, down and repair. `up` looks at what runs and starts what is missing: it may be run twice, or after anything was killed."""
 
 import os
 import shutil
@@ -95,7 +95,7 @@ def _join(files: ClusterFiles, programs: Programs, api: Api, missing: list[Node]
 
 
 def _make_folders(files: ClusterFiles) -> None:
-    """Mount points that the nodes need and the machine lacks. Noted before they are made, so that an interrupted run leaves none."""
+    """Mount points that the nodes need and the machine lacks. Noted before they are made: an interrupted run leaves none."""
     for folder in map(Path, PRIVATE_FOLDERS):
         absent = [x for x in (folder, *folder.parents) if not x.exists()]
         with files.made_folders.open("a") as notes:
@@ -153,5 +153,11 @@ def left(files: ClusterFiles) -> list[str]:
     found = [f"process {x.pid} {x.name}" for one in NODES for x in namespaces.processes(files.netns(one))]
     found += [f"mount {x}" for x in mounts_below(files.root)]
     found += [f"cgroup {x}" for one in NODES for x in node.cgroups_left(files.cgroup(one))]
-    paths = [*files.etcd_folders(), files.run, files.made_folders, *(files.node(x) for x in NODES), *(files.netns(x) for x in NODES)]
+    paths = [
+        *files.etcd_folders(),
+        files.run,
+        files.made_folders,
+        *(files.node(x) for x in NODES),
+        *(files.netns(x) for x in NODES),
+    ]
     return found + [f"file {x}" for x in paths if x.exists()]

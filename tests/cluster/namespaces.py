@@ -68,6 +68,13 @@ def is_inside(netns: Path) -> bool:
     return exists(netns) and _same(Path("/proc/self/ns/net"), netns)
 
 
+def leave(netns: Path) -> None:
+    """Nothing; the calling process goes back to the machine's network if it is in the namespace, where nothing can be fetched."""
+    if is_inside(netns):
+        with open("/proc/1/ns/net") as outside:
+            _enter(outside.fileno())
+
+
 def _same(one: Path, other: Path) -> bool:
     try:
         return os.path.samestat(one.stat(), other.stat())

@@ -12,14 +12,16 @@ SETTINGS = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")  # the 
 
 
 def make(files: ClusterFiles) -> None:
-    """Nothing; both namespaces exist, joined. Does nothing where they do. Raises Missing for a kernel without bridges or cables."""
+    """Nothing; both namespaces exist, joined. Does nothing where they do. Raises Missing for a kernel without them."""
     first, second = NODES
     home, away = files.netns(first), files.netns(second)
     if not namespaces.exists(home):
         namespaces.make(home)
         # The address lies on a bridge, which works in kernels without dummy links too.
         lines = ["link add node0 type bridge", f"addr add {first.ip}/{NETWORK_BITS} dev node0", "link set node0 up"]
-        _ip(home, [*lines, "route add default dev node0"], "network bridges (CONFIG_BRIDGE)")  # the API server looks for a default route
+        _ip(
+            home, [*lines, "route add default dev node0"], "network bridges (CONFIG_BRIDGE)"
+        )  # the API server looks for a default route
         _switch_on(home)
     if not namespaces.exists(away):
         namespaces.make(away)

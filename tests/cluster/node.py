@@ -54,7 +54,7 @@ def inside(files: ClusterFiles, node: Node) -> tuple[str, ...]:
 
 
 def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
-    """Nothing; the node's namespaces are there and its containerd answers. Needs its network namespace; nothing of a former life."""
+    """Nothing; the node's namespaces are there and its containerd answers. Its network exists, nothing of a former life does."""
     folder, store = files.node(node), files.store(node)
     for name in ("settings", "cni"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -72,13 +72,25 @@ def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
     init = folder / f"{node.name}-init"  # under a name of its own, by which the node's PID 1 is found again
     shutil.copy(programs.pause, init)
     script = node_files.init_script(folder, store, init)
-    unshare = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script)
+    unshare = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "sh",
+        "-c",
+        script,
+    )
     with namespaces.inside(files.netns(node)):
         holder = daemons.start("init", *unshare, log=files.logs / f"{node.name}-init.log")
     what = f"namespaces of {node.name}"
     daemons.wait_until(what, lambda: (folder / "mounted").exists() and init_pid(files, node) is not None, START_LIMIT_S, holder)
 
-    command = (*inside(files, node), programs.bin / "containerd", "-c", toml)
+    command: tuple[str | Path, ...] = (*inside(files, node), programs.bin / "containerd", "-c", toml)
     containerd = daemons.start("containerd", *command, log=files.logs / f"{node.name}-containerd.log", env=programs.environment())
     what = f"containerd of {node.name} (were its store at fault: delete {store})"
     socket = Path(f"/proc/{init_pid(files, node)}/root{node_files.SOCKET}")
@@ -89,15 +101,12 @@ def join(files: ClusterFiles, programs: Programs, node: Node) -> daemons.Daemon:
     """The kubelet, just started, and kube-proxy beside it. Needs a ready API server."""
     folder = files.node(node)
     enter, environment = inside(files, node), programs.environment()
-    kubelet = daemons.start(
-        "kubelet",
-        *(*enter, programs.kube("kubelet"), f"--config={folder}/kubelet.yaml", f"--kubeconfig={files.pki}/{node.name}.kubeconfig"),
-        *(f"--hostname-override={node.name}", f"--node-ip={node.ip}", f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet/pki"),
-        log=files.logs / f"{node.name}-kubelet.log",
-        env=environment,
-    )
-    proxy = (*enter, programs.kube("kube-proxy"), f"--config={folder}/proxy.yaml")
-    daemons.start("kube-proxy", *proxy, log=files.logs / f"{node.name}-kube-proxy.log", env=environment)
+    flags = (f"--hostname-override={node.name}", f"--node-ip={node.ip}", f"--kubeconfig={files.pki}/{node.name}.kubeconfig")
+    kept = (f"--config={folder}/kubelet.yaml", f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet/pki")
+    command = (*enter, str(programs.kube("kubelet")), *flags, *kept)
+    kubelet = daemons.start("kubelet", *command, log=files.logs / f"{node.name}-kubelet.log", env=environment)
+    command = (*enter, str(programs.kube("kube-proxy")), f"--config={folder}/proxy.yaml")
+    daemons.start("kube-proxy", *command, log=files.logs / f"{node.name}-kube-proxy.log", env=environment)
     return kubelet
 
 

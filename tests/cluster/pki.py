@@ -32,7 +32,22 @@ def _fill(folder: Path) -> None:
     folder.chmod(0o700)
     _key(folder, "ca")
     uses = ("-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign,cRLSign,digitalSignature")
-    output("openssl", "req", "-x509", "-new", "-key", "ca.key", "-subj", "/CN=test-ca", "-days", DAYS, "-out", "ca.crt", *uses, cwd=folder)
+    output(
+        "openssl",
+        "req",
+        "-x509",
+        "-new",
+        "-key",
+        "ca.key",
+        "-subj",
+        "/CN=test-ca",
+        "-days",
+        DAYS,
+        "-out",
+        "ca.crt",
+        *uses,
+        cwd=folder,
+    )
     names = [f"DNS:{name}" for name in API_NAMES] + [f"IP:{address}" for address in API_ADDRESSES]
     _certificate(folder, "apiserver", "/CN=kube-apiserver", "serverAuth", names)
     _certificate(folder, "kubelet-client", "/O=system:masters/CN=apiserver-kubelet-client", "clientAuth", [])

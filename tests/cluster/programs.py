@@ -70,7 +70,8 @@ def installed() -> Programs:
     pause = _go_program("pause", "pause")
     unpacked = finished(cache_root() / f"debian-{debian.release()}-{key_of(RECIPE, *PACKAGES)}", _debian)
     archive = finished(
-        cache_root() / f"base-images-{key_of(RECIPE, pause.parent.name, unpacked.name)}", lambda folder: _images(folder, pause, unpacked)
+        cache_root() / f"base-images-{key_of(RECIPE, pause.parent.name, unpacked.name)}",
+        lambda folder: _images(folder, pause, unpacked),
     )
     return Programs(kubernetes, coredns, pause, unpacked, archive / "base.tar")
 
@@ -84,7 +85,18 @@ def _go() -> str:
 
 
 def _build(module: str, title: str, folder: Path, flags: list[str], target: str) -> None:
-    command = [_go(), "build", "-v", "-mod=readonly", "-trimpath", "-ldflags", " ".join(["-s", "-w", *flags]), "-o", f"{folder}/", target]
+    command = [
+        _go(),
+        "build",
+        "-v",
+        "-mod=readonly",
+        "-trimpath",
+        "-ldflags",
+        " ".join(["-s", "-w", *flags]),
+        "-o",
+        f"{folder}/",
+        target,
+    ]
     log = cache_root() / "logs" / f"build-{module}.log"
     logged(f"building {title}", *command, log=log, cwd=MODULES / module, env=GO_ENV)
 
@@ -95,10 +107,15 @@ def _kubernetes() -> Path:
     assert pinned is not None  # our own file
     version = pinned[1]
     major, minor, _ = version.split(".")
-    about = "k8s.io/component-base/version"  # without it a server calls itself v0.0.0-master, and clients' version checks misbehave
+    about = (
+        "k8s.io/component-base/version"  # without it a server calls itself v0.0.0-master, and clients' version checks misbehave
+    )
     flags = [f"-X {about}.gitVersion=v{version}", f"-X {about}.gitMajor={major}", f"-X {about}.gitMinor={minor}"]
     flags.append(f"-X {about}.gitTreeState=clean")
-    folder = cache_root() / f"kubernetes-{version}-{key_of(RECIPE, (module / 'go.mod').read_bytes(), (module / 'go.sum').read_bytes())}"
+    folder = (
+        cache_root()
+        / f"kubernetes-{version}-{key_of(RECIPE, (module / 'go.mod').read_bytes(), (module / 'go.sum').read_bytes())}"
+    )
     title = f"Kubernetes {version} (ten minutes and 5 GB the first time)"
     return finished(folder, lambda part: _build("kubernetes", title, part, flags, "tool"))
 

@@ -1,0 +1,57 @@
+"""Folders of the machine as read-only claims: pods of restricted namespaces may not name a host path, a volume may. Pure."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+SITE_PACKAGES_CLAIM = "site-packages"
+SITE_PACKAGES_PATH = "/opt/site-packages"
+RUNTIME_CONTAINER = "runtime"
+
+
+def volume_name(namespace: str, claim: str) -> str:
+    """The name of the volume behind a claim; volumes have no namespace, so it says the claim's."""
+    return f"{namespace}-{claim}"
+
+
+def claim_on(namespace: str, claim: str, folder: Path) -> list[dict[str, Any]]:
+    """A volume of that folder and the claim bound to it."""
+    size = {"storage": "1Gi"}  # asked for by the schema, counted by nobody
+    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    name = volume_name(namespace, claim)
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **common,
+            "capacity": size,
+            "hostPath": {"path": str(folder), "type": "Directory"},
+            "claimRef": {"namespace": namespace, "name": claim},
+            "persistentVolumeReclaimPolicy": "Retain",
+        },
+    }
+    bound = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim, "namespace": namespace},
+        "spec": {**common, "volumeName": name, "resources": {"requests": size}},
+    }
+    return [volume, bound]
+
+
+def with_site_packages(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The InferenceService with the claim of site-packages mounted in its groups' pods and on Python's path."""
+    changed = copy.deepcopy(manifest)
+    spec = changed["spec"].setdefault("podTemplate", {}).setdefault("spec", {})
+    claim = {"claimName": SITE_PACKAGES_CLAIM, "readOnly": True}
+    spec.setdefault("volumes", []).append({"name": SITE_PACKAGES_CLAIM, "persistentVolumeClaim": claim})
+    containers = spec.setdefault("containers", [])
+    runtime = next((x for x in containers if x.get("name") == RUNTIME_CONTAINER), None)
+    if runtime is None:
+        runtime = {"name": RUNTIME_CONTAINER}
+        containers.append(runtime)
+    mount = {"name": SITE_PACKAGES_CLAIM, "mountPath": SITE_PACKAGES_PATH, "readOnly": True}
+    runtime.setdefault("volumeMounts", []).append(mount)
+    runtime.setdefault("env", []).append({"name": "PYTHONPATH", "value": SITE_PACKAGES_PATH})
+    return changed
