@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from phalanx_runtime.checkpoint import convert as convert_module
 from phalanx_runtime.checkpoint.convert import convert
 from phalanx_runtime.checkpoint.gguf_file import read_gguf
+from phalanx_runtime.checkpoint.gguf_rope import llama3_divisors
 from phalanx_runtime.checkpoint.gguf_tokenizer import read_tokenizer
 from phalanx_runtime.errors import ModelError
 from tests.runtime.gguf_files import HEAD_DIM, TinyGguf, vocabulary
@@ -209,9 +210,17 @@ REFUSALS = {
         TinyGguf(extra_tensors={"blk.0.ffn_gate_exps.weight": np.zeros((4, 4), np.float32)}),
         "tensor blk.0.ffn_gate_exps",
     ),
-    "unknown-root": (TinyGguf(extra_tensors={"rope_freqs.weight": np.ones(8, np.float32)}), "tensor rope_freqs.weight belongs"),
+    "unknown-root": (
+        TinyGguf(extra_tensors={"position_embd.weight": np.ones(8, np.float32)}),
+        "tensor position_embd.weight belongs",
+    ),
+    "rope-divisors": (
+        TinyGguf(extra_tensors={"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}),
+        "rope_freqs.weight is not Llama 3's scaling",
+    ),
+    "rope-base": (TinyGguf(extra={"llama.rope.freq_base": "x"}), "rope.freq_base must be a number, it is 'x'"),
     "split": (TinyGguf(extra={"split.count": 2}), "one part of a split"),
-    "rope-scaling": (TinyGguf(extra={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type cannot be converted yet"),
+    "rope-scaling": (TinyGguf(extra={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type 'yarn' cannot be converted"),
     "no-size": (TinyGguf(drop={"llama.embedding_length"}), "has no llama.embedding_length"),
     "bad-size": (TinyGguf(extra={"llama.block_count": "many"}), "llama.block_count must be a positive integer, it is 'many'"),
     "kv-per-layer": (TinyGguf(extra={"llama.attention.head_count_kv": [2, 1]}), "head_count_kv must be an integer"),
@@ -236,6 +245,28 @@ def test_what_cannot_be_converted_is_refused_with_its_reason_and_leaves_nothing(
         convert(gguf, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.part").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_scaling_of_llama_3_is_read_from_its_divisors(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    divisors = llama3_divisors(500000.0, HEAD_DIM // 2, 8.0).astype(np.float32)
+    assert divisors[0] == 1 and divisors[-1] == 8 and ((divisors > 1) & (divisors < 8)).any()
+    convert(TinyGguf(extra_tensors={"rope_freqs.weight": divisors}).write(tmp_path / "tiny.gguf"), tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    assert np.allclose(frequencies.numpy(), plain / divisors, rtol=1e-5)
+
+
+def test_linear_scaling_is_kept(tmp_path: Path) -> None:
+    extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    convert(TinyGguf(extra=dict(extra)).write(tmp_path / "tiny.gguf"), tmp_path / "out")
+    rope = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0}
 
 
 def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:

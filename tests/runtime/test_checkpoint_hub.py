@@ -284,7 +284,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ModelError, match=r"disk of .* is full .* GB free"):
-        made_once(tmp_path / "x", full)
+        made_once(tmp_path / "x", full, threading.Event())
 
 
 def test_a_cache_that_cannot_be_written_is_told(server: HubServer, tmp_path: Path) -> None:

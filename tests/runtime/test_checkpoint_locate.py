@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,7 +122,39 @@ def test_a_folder_that_another_process_made_meanwhile_stands(tmp_path: Path) -> 
         raise AssertionError("it is there already")
 
     (tmp_path / "x").mkdir()
-    assert made_once(tmp_path / "x", make) == tmp_path / "x"
+    assert made_once(tmp_path / "x", make, threading.Event()) == tmp_path / "x"
+
+
+def test_two_that_want_the_same_folder_make_it_once(tmp_path: Path) -> None:
+    making, go_on, makers = threading.Event(), threading.Event(), list[str]()
+
+    def slow(part: Path) -> None:
+        makers.append("first")
+        making.set()
+        assert go_on.wait(30)
+
+    def never(part: Path) -> None:
+        makers.append("second")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made_once, tmp_path / "x", slow, threading.Event())
+        assert making.wait(30)
+        stopped = threading.Event()
+        stopped.set()
+        with pytest.raises(ModelError, match="stopped while another process makes"):
+            made_once(tmp_path / "x", never, stopped)
+        second = pool.submit(made_once, tmp_path / "x", never, threading.Event())
+        go_on.set()
+        assert first.result(30) == second.result(30) == tmp_path / "x"
+    assert makers == ["first"]
+
+
+def test_stop_ends_a_conversion_and_leaves_nothing(tmp_path: Path) -> None:
+    gguf = TinyGguf().write(tmp_path / "tiny.gguf")
+    stop = threading.Event()
+    with pytest.raises(ModelError, match="the conversion was stopped"):
+        locate(str(gguf), cache_dir=tmp_path / "cache", progress=lambda message: stop.set(), stop=stop)
+    assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
 
 
 def test_assets_hold_what_the_door_needs(tmp_path: Path) -> None:

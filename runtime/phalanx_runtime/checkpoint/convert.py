@@ -6,6 +6,7 @@ interleaved for its own rotary embedding: row (head, i, half) there is row (head
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from phalanx_runtime.checkpoint.folder import made_once
 from phalanx_runtime.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
+from phalanx_runtime.checkpoint.gguf_rope import ROPE_DIVISORS, rope_parameters
 from phalanx_runtime.checkpoint.gguf_tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raised whenever the same GGUF file would give another folder: cached folders are named by it."""
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -51,20 +53,24 @@ def convert(gguf: Path, out: Path) -> None:
     convert_once(gguf, out).with_name(out.name + ".lock").unlink(missing_ok=True)
 
 
-def convert_once(gguf: Path, out: Path) -> Path:
-    """`out`, converted unless it is there already: for caches that name folders by content. Raises ModelError."""
+def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
+    """`out`, converted unless it is there already: for caches that name folders by content. Setting `stop` ends it.
+
+    Raises ModelError.
+    """
+    stop = stop or threading.Event()
 
     def make(part: Path) -> None:
         try:
-            _write_folder(read_gguf(gguf), part)
+            _write_folder(read_gguf(gguf), part, stop)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
 
-    return made_once(out, make)
+    return made_once(out, make, stop)
 
 
-def _write_folder(file: GgufFile, folder: Path) -> None:
+def _write_folder(file: GgufFile, folder: Path, stop: threading.Event) -> None:
     config = model_config(file)
     heads = {part: config[name] for part, name in _INTERLEAVED.items()} if config["model_type"] == "llama" else {}
     read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
@@ -72,7 +78,7 @@ def _write_folder(file: GgufFile, folder: Path) -> None:
     _write_json(folder / "generation_config.json", _special_ids(file))
     _write_json(folder / "config.json", config)
     with open(folder / "model.safetensors", "wb") as out:
-        _write_safetensors(out, [_renamed(file, tensor) for tensor in file.tensors], heads)
+        _write_safetensors(out, [_renamed(file, tensor) for tensor in file.tensors if tensor.name != ROPE_DIVISORS], heads, stop)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
@@ -86,11 +92,10 @@ def model_config(file: GgufFile) -> dict[str, object]:
         raise ModelError(f"{file.path}: architecture {architecture!r} cannot be converted, only {', '.join(_ARCHITECTURES)}")
     if (file.number("split.count") or 1) > 1:
         raise ModelError(f"{file.path} is one part of a split GGUF file: join the parts first")
-    if file.text(f"{architecture}.rope.scaling.type") not in (None, "none"):
-        raise ModelError(f"{file.path}: {architecture}.rope.scaling.type cannot be converted yet; use the safetensors checkpoint")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
+    rope = rope_parameters(file, architecture)
     config: dict[str, object] = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -101,7 +106,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         "rms_norm_eps": _required(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.metadata.get(f"{architecture}.rope.freq_base", 10000.0),
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
     }
     return config | _sizes(file, architecture) | _special_ids(file)
 
@@ -148,7 +154,9 @@ def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
     raise ModelError(f"{file.path}: tensor {tensor.name} belongs to no model that can be converted")
 
 
-def _write_safetensors(out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> None:
+def _write_safetensors(
+    out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event
+) -> None:
     """One tensor at a time, so that memory does not grow with the model. Source: the safetensors format's description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -159,6 +167,8 @@ def _write_safetensors(out: BinaryIO, tensors: list[tuple[str, GgufTensor]], hea
     encoded += b" " * (-len(encoded) % 8)
     out.write(len(encoded).to_bytes(8, "little") + encoded)
     for values in _values(tensors, heads):
+        if stop.is_set():
+            raise ModelError("the conversion was stopped")
         out.write(values.data)
 
 

@@ -5,19 +5,23 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from phalanx_runtime.errors import ModelError
 
+_LOCK_POLL_S = 0.1
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def made_once(target: Path, make: Callable[[Path], None], stop: threading.Event) -> Path:
     """`target`, whole: found there, or filled by `make(<target>.part)` and renamed.
 
     Processes that want the same target wait for the one that makes it; the lock goes with its owner, so a killed maker stops
-    nobody. What it left in `<target>.part` is handed to the next `make`, which may build on it. Raises ModelError.
+    nobody. What it left in `<target>.part` is handed to the next `make`, which may build on it. Setting `stop` ends the wait.
+    Raises ModelError.
     """
     if target.is_dir():
         return target
@@ -25,7 +29,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(target.name + ".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock, target, stop)
             if not target.is_dir():
                 part.mkdir(exist_ok=True)
                 make(part)
@@ -33,6 +37,15 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ModelError(_reason(error, target)) from error
     return target
+
+
+def _lock(lock: IO[str], target: Path, stop: threading.Event) -> None:
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if stop.wait(_LOCK_POLL_S):
+                raise ModelError(f"stopped while another process makes {target}") from None
 
 
 def _reason(error: OSError, target: Path) -> str:

@@ -72,7 +72,7 @@ def download(hub: Hub, repository: str, revision: str | None, cache_dir: Path, g
             return _fetched_before(folder, revision, suffix, error, hub)
         files = wanted(listing.files, gguf, f"{repository} at revision {revision}")
         target = folder / (listing.commit + suffix)
-        made_once(target, lambda part: remote.fetch(listing.commit, files, part))
+        made_once(target, lambda part: remote.fetch(listing.commit, files, part), hub.stop)
     _remember(folder, revision, listing.commit)
     return Snapshot(target, listing.commit)
 

@@ -52,17 +52,18 @@ def locate(
 ) -> LocalModel:
     """The folder of `model`, fetched or converted into `cache_dir` first if need be. Blocks, maybe for minutes.
 
-    `progress` gets a line now and then. Setting `stop` ends a download within a second. Raises ModelError with what is wrong.
+    `progress` gets a line now and then. Setting `stop` ends the work soon. Raises ModelError with what is wrong.
     """
+    stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
     if separator and scheme not in ("file", "hf"):
         raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give a path, file:///path or hf://org/name")
     if scheme == "hf" and separator:
-        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, progress, stop or threading.Event())
+        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, progress, stop)
         return _from_hub(hub, rest, revision, cache_dir)
     path = _file_path(model) if separator else Path(model).expanduser()
     if path.exists() or separator or not _REPOSITORY.fullmatch(model):
-        return _from_path(path, cache_dir, progress)
+        return _from_path(path, cache_dir, progress, stop)
     return locate(f"hf://{model}", revision=revision, cache_dir=cache_dir, hf_token=hf_token, progress=progress, stop=stop)
 
 
@@ -73,7 +74,7 @@ def _file_path(url: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> LocalModel:
+def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None], stop: threading.Event) -> LocalModel:
     if not path.exists():
         raise ModelError(f"model {path}: no such file or folder (a model of the hub is written hf://org/name)")
     if path.is_dir():
@@ -81,14 +82,14 @@ def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None]) -> 
         return LocalModel(path, str(path))
     if path.suffix != ".gguf":
         raise ModelError(f"model {path} is a file, but no .gguf file: give a folder with config.json and *.safetensors")
-    return _from_gguf(path, str(path), cache_dir, progress)
+    return _from_gguf(path, str(path), cache_dir, progress, stop)
 
 
-def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str], None]) -> LocalModel:
+def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str], None], stop: threading.Event) -> LocalModel:
     folder = cache_dir / "converted" / f"{path.stem}-{_content_key(path)}"
     if not folder.is_dir():
         progress(f"converting {source}")
-    return LocalModel(convert_once(path, folder), source)
+    return LocalModel(convert_once(path, folder, stop), source)
 
 
 def _content_key(path: Path) -> str:
@@ -114,6 +115,6 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
     snapshot = download(hub, repository, revision, cache_dir / "hub", gguf)
     source = f"hf://{repository}@{snapshot.commit}"
     if gguf is not None:
-        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.progress)
+        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.progress, hub.stop)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source)
