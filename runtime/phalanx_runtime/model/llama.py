@@ -14,7 +14,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention import Attention, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.layers import RopeTable, VocabEmbedding, rms_norm, rotate, swiglu
-from phalanx_runtime.model.linear import Linear, make_linear
+from phalanx_runtime.model.linear import Kernels, Linear, make_linear
 from phalanx_runtime.model.partition import Shard, Span, partition
 from phalanx_runtime.model.weights import Checkpoint
 
@@ -32,6 +32,16 @@ class Layer:
     gate_up: Linear
     down: Linear
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    positions: int
 
 
 class Llama:
@@ -83,22 +93,20 @@ def load(
     folder: Path,
     config: ModelConfig,
     collective: Collective,
-    dtype: torch.dtype,
-    device: torch.device,
-    positions: int,
+    form: Form,
     attention: Attention | None = None,
 ) -> Llama:
-    """This rank's part of the checkpoint in `folder`. `positions` bounds the longest request. Raises ModelError."""
+    """This rank's part of the checkpoint in `folder`. Raises ModelError."""
     shard = partition(config, collective.world_size)[collective.rank]
-    rope = RopeTable(config.rope, config.head_dim, positions, dtype, device)
+    rope = RopeTable(config.rope, config.head_dim, form.positions, form.dtype, form.device)
     model = Llama(config, shard, collective, rope, attention or PagedAttention())
-    with Checkpoint(folder, dtype, device) as checkpoint:
-        loader = _Loader(config, shard, checkpoint, collective.rank)
+    with Checkpoint(folder, form.dtype, form.device) as checkpoint:
+        loader = _Loader(config, shard, checkpoint, form.kernels, collective.rank)
         model.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight"), shard.vocab, collective)
         model.norm = loader.norm("model.norm.weight", config.hidden_size)
         model.layers = [loader.layer(index) for index in range(config.num_layers)]
         table = model.embedding.weight if config.tied else loader.vocab("lm_head.weight")
-        model.head = make_linear(table, None)
+        model.head = make_linear(table, None, form.kernels)
         model.num_bytes = loader.num_bytes
     return model
 
@@ -106,11 +114,12 @@ def load(
 class _Loader:
     """Reads this rank's slices and counts their bytes."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, kernels: Kernels, rank: int) -> None:
         self.num_bytes = 0
         self._config = config
         self._shard = shard
         self._checkpoint = checkpoint
+        self._kernels = kernels
         # A bias after a sum over ranks must enter it once: rank 0 brings it.
         self._first = rank == 0
 
@@ -169,7 +178,7 @@ class _Loader:
         return self._linear(weight, bias)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        made = make_linear(weight, bias)
+        made = make_linear(weight, bias, self._kernels)
         self.num_bytes += made.num_bytes
         return made
 

@@ -42,6 +42,12 @@ class Shard:
         return self.heads.size // self.kv_heads.size
 
 
+def num_linear_weights(config: ModelConfig, shard: Shard) -> int:
+    """Weights in this rank's linears, the head among them."""
+    attention = 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
+    return config.hidden_size * (config.num_layers * (attention + 3 * shard.mlp.size) + shard.vocab.size)
+
+
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:
     """The shard of each rank. Raises ModelError when there are more ranks than query heads or MLP columns."""
     if world_size > config.num_heads:

@@ -9,9 +9,10 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.model.config import read_config
-from phalanx_runtime.model.linear import choose_dtype, read_cpu_flags
-from phalanx_runtime.model.llama import Llama, load
+from phalanx_runtime.model.config import ModelConfig, read_config
+from phalanx_runtime.model.linear import choose_dtype, choose_kernels, read_processor
+from phalanx_runtime.model.llama import Form, Llama, load
+from phalanx_runtime.model.partition import num_linear_weights, partition
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes
@@ -19,6 +20,8 @@ from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.threads import rank_threads
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
+SECOND_LAYOUT_SHARE = 0.1
+"""Share of the memory limit that a second copy of the weights, for single rows, may take in a pod."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -42,14 +45,24 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
     folder = Path(spec.model_dir)
     config = read_config(folder)
-    dtype = choose_dtype(spec.dtype, config.dtype, device, read_cpu_flags())
-    positions = max(config.max_position, spec.max_model_len or 0)
-    model = load(folder, config, collective, dtype, device, positions)
+    form = _form(spec, config, collective, device, system)
+    dtype = form.dtype
+    model = load(folder, config, collective, form)
     num_pages = _agree(_own_pages(spec, model, dtype, device, system), collective, device)
     max_model_len = longest_request(spec.max_model_len, config, num_pages, spec.page_size)
     caches = make_caches(config, model.shard, num_pages, spec.page_size, dtype, device)
     runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device)
     return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len)
+
+
+def _form(spec: RankSpec, config: ModelConfig, collective: Collective, device: torch.device, system: System) -> Form:
+    """The fastest form that this machine has memory for."""
+    processor = read_processor()
+    dtype = choose_dtype(spec.dtype, config.dtype, device, processor)
+    shard = partition(config, collective.world_size)[collective.rank]
+    spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
+    kernels = choose_kernels(dtype, device, processor, spare, num_linear_weights(config, shard) * dtype.itemsize)
+    return Form(dtype, device, kernels, max(config.max_position, spec.max_model_len or 0))
 
 
 def make_runner(
