@@ -1,13 +1,14 @@
 """The status of an InferenceService: counters and conditions, never live gauges."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from phalanx_api.conditions import Condition
 from phalanx_api.schema import Record
 
 MAX_LISTED_GROUPS = 64
+NodeName = Annotated[str, StringConstraints(max_length=253)]
 GroupPhase = Literal["Ready", "Starting", "Terminating"]
 
 
@@ -19,7 +20,7 @@ class GroupStatus(Record):
     phase: GroupPhase
     pods: int = 0
     ready_pods: int = 0
-    nodes: tuple[str, ...] = Field(default=(), max_length=64)
+    nodes: tuple[NodeName, ...] = Field(default=(), max_length=64)
     """Nodes of the pods, by pod index; shorter while some are not scheduled."""
     reason: str = Field(default="", max_length=256)
     """Why it is not ready, if a pod says so."""

@@ -37,7 +37,7 @@ async def run(settings: Settings) -> None:
     client = await connect()
     endpoint = await probes.serve(probes.make_app(health, metrics), settings.port)
     kube = HttpKube(client)
-    identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

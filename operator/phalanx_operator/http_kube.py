@@ -41,8 +41,9 @@ async def connect() -> Any:
 class HttpKube:
     """A `KubeClient`. The ApiClient stays its owner's."""
 
-    def __init__(self, client: Any) -> None:  # the library is not typed
+    def __init__(self, client: Any, silence_s: float = SILENCE_S) -> None:  # the library is not typed
         self._client = client
+        self._silence_s = silence_s
 
     async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
         """See KubeClient."""
@@ -96,12 +97,12 @@ class HttpKube:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(WATCH_S),
         }
-        response = await self._send("GET", resource.path(namespace), query=query, timeout_s=WATCH_S + SILENCE_S)
+        response = await self._send("GET", resource.path(namespace), query=query, timeout_s=WATCH_S + self._silence_s)
         try:
-            async for event in _events(response.response.content):
+            async for event in _events(response.response.content, self._silence_s):
                 yield event
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: a line that was cut off
-            raise Retry(f"watch of {resource.plural}: {error or 'nothing heard'}") from error
+            raise Retry(f"watch of {resource.plural}: {str(error) or 'nothing heard'}") from error
         finally:
             response.response.close()
 
@@ -151,9 +152,13 @@ class HttpKube:
         raise failure(response.status, f"{method} {path}", text)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Json]:
+async def _events(content: aiohttp.StreamReader, silence_s: float) -> AsyncIterator[Json]:
     """The events of a watch. Raises: TimeoutError after a silence; a KubeError that the server sent in-band."""
-    while line := await asyncio.wait_for(content.readline(), SILENCE_S):
+    while True:
+        async with asyncio.timeout(silence_s):
+            line = await content.readline()
+        if not line:
+            return
         event: Json = json.loads(line)
         if event["type"] == "ERROR":
             status = event["object"]

@@ -65,16 +65,18 @@ class Loop:
         self._changed.clear()
         due = self._wakeups.next_due()
         try:
-            await asyncio.wait_for(self._changed.wait(), None if due is None else max(due - self._clock(), 0.001))
+            async with asyncio.timeout(None if due is None else max(due - self._clock(), 0.001)):
+                await self._changed.wait()
         except TimeoutError:
-            pass
+            pass  # now it is due
 
     async def look(self, key: Key) -> None:
         """One look at one service; decides when the next one is due."""
         began = self._clock()
         name = "/".join(key)
         try:
-            next_s = await asyncio.wait_for(self._reconcile(key), LOOK_TIMEOUT_S)
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                next_s = await self._reconcile(key)
             self._failures.pop(key, None)
             if next_s is not None:
                 self.wake(key, next_s * (0.9 + 0.2 * self._draw()))

@@ -44,11 +44,12 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {}).get("status") == "True" and "deletionTimestamp" not in metadata
     reason, message = ("", "") if ready else _trouble(status, conditions)
-    index = (metadata.get("labels") or {}).get(labels.POD_INDEX, "0")
+    index = _labels(metadata).get(labels.POD_INDEX, "0")
     return ObservedPod(
         name=metadata["name"],
         index=int(index) if index.isdecimal() else 0,
         owner_uid=owner_uid(metadata),
+        component=_labels(metadata).get(labels.COMPONENT, ""),
         ready=ready,
         node=(body.get("spec") or {}).get("nodeName") or "",
         reason=reason,
@@ -75,7 +76,7 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
     group = ObservedGroup(
         name=metadata["name"],
         uid=metadata["uid"],
-        revision=(metadata.get("labels") or {}).get(labels.REVISION, ""),
+        revision=_labels(metadata).get(labels.REVISION, ""),
         created=metadata["creationTimestamp"],
         size=body["spec"].get("replicas", 1),
         terminating="deletionTimestamp" in metadata,
@@ -98,6 +99,11 @@ def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
 def trim_name(body: Mapping[str, Any]) -> ObservedName:
     """That it is there, and whose it is."""
     return ObservedName(owner_uid(body["metadata"]), body["metadata"]["name"])
+
+
+def _labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = metadata.get("labels") or {}
+    return found
 
 
 def owner_uid(metadata: Mapping[str, Any]) -> str:
@@ -147,6 +153,7 @@ def snapshot(body: Json, children: Children) -> Snapshot:
         status=_former_status(body),
         groups=_groups(key, uid, children),
         router=routers[0] if routers else None,
+        router_pods=tuple(sorted((p for p in children.pods.of(key) if p.component == "router"), key=lambda pod: pod.name)),
     )
 
 

@@ -10,6 +10,7 @@ RUNTIME_IMAGE = "PHALANX_RUNTIME_IMAGE"
 ROUTER_IMAGE = "PHALANX_ROUTER_IMAGE"
 NAMESPACES = "PHALANX_NAMESPACES"
 LEASE_NAMESPACE = "PHALANX_LEASE_NAMESPACE"
+POD_NAME = "POD_NAME"
 PORT = "PHALANX_OPERATOR_PORT"
 WORKERS = "PHALANX_OPERATOR_WORKERS"
 _NAMESPACE_PATTERN = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -27,6 +28,8 @@ class Settings:
     """Namespaces to watch; none means all. Fewer need fewer rights."""
     lease_namespace: str = "phalanx-system"
     """Namespace of the Lease by which one operator leads. Two operators over the same services need the same."""
+    pod_name: str = ""
+    """Name of this pod, by which it leads: a container that starts again in it leads on at once. Empty: a random one."""
     port: int = 8080
     """Port of /healthz, /readyz and /metrics; 0 takes a free one."""
     workers: int = 4
@@ -63,6 +66,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         router_image=text(given.router_image, ROUTER_IMAGE),
         namespaces=tuple(namespaces),
         lease_namespace=text(given.lease_namespace, LEASE_NAMESPACE, "phalanx-system"),
+        pod_name=environment.get(POD_NAME, ""),
         port=_number(text(given.port, PORT, "8080"), PORT, 0, 65_535),
         workers=_number(text(given.workers, WORKERS, "4"), WORKERS, 1, 64),
     )

@@ -7,11 +7,12 @@ from phalanx_api.status import Status
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A pod of a group. `reason` says why it is not ready, in the words of Kubernetes, if it says so."""
+    """A pod of a group or a router. `reason` says why it is not ready, in the words of Kubernetes, if it says so."""
 
     name: str
     index: int
     owner_uid: str
+    component: str = ""
     ready: bool = False
     node: str = ""
     reason: str = ""
@@ -69,3 +70,4 @@ class Snapshot:
     status: Status
     groups: tuple[ObservedGroup, ...] = ()
     router: ObservedRouter | None = None
+    router_pods: tuple[ObservedPod, ...] = ()

@@ -80,7 +80,9 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     """The gravest thing that keeps the service from being as wanted, or None."""
     here = live(snapshot.groups)
     unready = [group for group in here if not group.ready]
+    routers_settled = snapshot.router is not None and snapshot.router.settled
     pods = [pod for group in unready for pod in group.pods if pod.reason]
+    pods += [pod for pod in snapshot.router_pods if pod.reason and not routers_settled]
     for reasons, answer in (
         (_IMAGE_REASONS, Reason.IMAGE_PULL_FAILED),
         (_FAILING_REASONS, Reason.POD_FAILING),
@@ -94,7 +96,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
         return Reason.ROLLING_OUT, f"{old} of {len(here)} groups are not of revision {desired.revision} yet"
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready"
-    if snapshot.router is None or not snapshot.router.settled:
+    if not routers_settled:
         ready = snapshot.router.ready if snapshot.router else 0
         return Reason.ROUTER_NOT_READY, f"{ready} routers are ready"
     return None, ""

@@ -1,0 +1,142 @@
+"""A KubeClient in memory, and the controllers that would act on what it holds."""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from phalanx_operator.errors import Conflict, Gone
+from phalanx_operator.kube import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.observe import Children
+from tests.control.builders import pod_body
+
+Where = tuple[str, str, str]
+
+
+class FakeKube:
+    """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call."""
+
+    def __init__(self) -> None:
+        self.objects: dict[Where, Json] = {}
+        self.calls: list[str] = []
+        self.failures: dict[str, Exception] = {}
+        self.events: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._count = 0
+
+    def put(self, resource: Resource, body: Json) -> Json:
+        """An object that somebody else made."""
+        metadata = body["metadata"]
+        self._count += 1
+        defaults = {"uid": f"made-{self._count}", "creationTimestamp": f"2026-01-01T00:{self._count:02}:00Z", "generation": 1}
+        body = copy.deepcopy(body) | {"metadata": defaults | metadata | {"resourceVersion": str(self._count)}}
+        self.objects[resource.plural, metadata["namespace"], metadata["name"]] = body
+        return copy.deepcopy(body)
+
+    def of(self, resource: Resource) -> dict[str, Json]:
+        """Objects of one kind by name."""
+        return {where[2]: body for where, body in self.objects.items() if where[0] == resource.plural}
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
+        self._record("get", resource, name, write=False)
+        return copy.deepcopy(self._there(resource, namespace, name))
+
+    async def create(self, resource: Resource, body: Json) -> Json:
+        metadata = body["metadata"]
+        self._record("create", resource, metadata["name"])
+        if (resource.plural, metadata["namespace"], metadata["name"]) in self.objects:
+            raise Conflict(f"{metadata['name']} exists")
+        return self.put(resource, body)
+
+    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        metadata = body["metadata"]
+        self._record("apply", resource, metadata["name"], subresource)
+        where = (resource.plural, metadata["namespace"], metadata["name"])
+        if where not in self.objects and subresource:
+            raise Gone("no such object")
+        former = self.objects.get(where, {"metadata": {}})
+        return self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
+
+    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
+        self._record("merge", resource, name)
+        body = self._there(resource, namespace, name)
+        if patch["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            raise Conflict("changed meanwhile")
+        return self.put(resource, body | {"spec": body["spec"] | patch["spec"]})
+
+    async def replace(self, resource: Resource, body: Json) -> Json:
+        metadata = body["metadata"]
+        self._record("replace", resource, metadata["name"])
+        there = self._there(resource, metadata["namespace"], metadata["name"])
+        if there["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Conflict("changed meanwhile")
+        return self.put(resource, body)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        self._record("delete", resource, name)
+        body = self._there(resource, namespace, name)
+        if body["metadata"]["uid"] != uid:
+            raise Conflict("another object by now")
+        body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+        self._record("list", resource, after, write=False)
+        bodies = sorted(self.of(resource).items())
+        left = [body for name, body in bodies if name > after]
+        return Page(left[:2], str(self._count), left[1]["metadata"]["name"] if len(left) > 2 else "")
+
+    async def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
+        self._record("watch", resource, resource_version, write=False)
+        while (event := await self.events.get()) is not None:
+            if isinstance(event.get("raise"), Exception):
+                raise event["raise"]
+            yield event
+
+    def _there(self, resource: Resource, namespace: str, name: str) -> Json:
+        where = (resource.plural, namespace, name)
+        if where not in self.objects:
+            raise Gone(f"no {resource.plural} {name}")
+        return self.objects[where]
+
+    def _record(self, verb: str, resource: Resource, name: str, subresource: str | None = None, *, write: bool = True) -> None:
+        call = f"{verb} {resource.plural}{'/' + subresource if subresource else ''} {name}".rstrip()
+        if write:
+            self.calls.append(call)
+        if error := self.failures.pop(call, None):
+            raise error
+
+
+class FakeCluster:
+    """What the controllers and the kubelets do, one move at a time."""
+
+    def __init__(self, kube: FakeKube, children: Children) -> None:
+        self.kube = kube
+        self.children = children
+
+    def start_pods(self, *, ready: bool = True, reason: str = "") -> None:
+        """Every group that is not being deleted gets its pods, in this state; what is being deleted goes."""
+        for name, group in list(self.kube.of(STATEFUL_SETS).items()):
+            namespace = group["metadata"]["namespace"]
+            size = group["spec"]["replicas"]
+            if "deletionTimestamp" in group["metadata"]:
+                del self.kube.objects["statefulsets", namespace, name]
+                for index in range(size):
+                    self.kube.objects.pop(("pods", namespace, f"{name}-{index}"), None)
+                continue
+            for index in range(size):
+                where = ("pods", namespace, f"{name}-{index}")
+                uid = self.kube.objects[where]["metadata"]["uid"] if where in self.kube.objects else f"pod-{name}-{index}"
+                self.kube.put(PODS, pod_body(group, index, ready=ready, uid=uid, reason=reason))
+
+    def start_routers(self) -> None:
+        """Every router runs and answers."""
+        for deployment in list(self.kube.of(DEPLOYMENTS).values()):
+            replicas = deployment["spec"]["replicas"]
+            state = {"observedGeneration": 1, "updatedReplicas": replicas, "readyReplicas": replicas}
+            self.kube.put(DEPLOYMENTS, deployment | {"status": state})
+
+    def tell(self) -> None:
+        """The informers hear of everything."""
+        self.children.pods.replace(self.kube.of(PODS).values())
+        self.children.sets.replace(self.kube.of(STATEFUL_SETS).values())
+        self.children.deployments.replace(self.kube.of(DEPLOYMENTS).values())
+        self.children.services.replace(self.kube.of(SERVICES).values())

@@ -1,0 +1,34 @@
+from phalanx_api.conditions import Condition, Reason, drop_condition, find_condition, set_condition
+
+
+def one(status: bool, now: str, reason: Reason = Reason.READY) -> tuple[Condition, ...]:
+    return set_condition((), "Ready", status, reason=reason, generation=1, now=now)
+
+
+def test_a_new_condition_is_added_after_the_others() -> None:
+    both = set_condition(one(True, "t1"), "Available", False, reason=Reason.NO_READY_GROUP, generation=2, now="t2")
+    assert [(c.type, c.status, c.observed_generation) for c in both] == [("Ready", "True", 1), ("Available", "False", 2)]
+
+
+def test_the_transition_time_moves_only_with_the_status() -> None:
+    same = set_condition(one(True, "t1"), "Ready", True, reason=Reason.SUSPENDED, generation=2, now="t2")
+    other = set_condition(same, "Ready", False, reason=Reason.ROLLING_OUT, generation=3, now="t3")
+    assert [same[0].last_transition_time, same[0].reason] == ["t1", "Suspended"]
+    assert [other[0].last_transition_time, other[0].status] == ["t3", "False"]
+
+
+def test_setting_twice_changes_nothing() -> None:
+    once = one(True, "t1")
+    assert set_condition(once, "Ready", True, reason=Reason.READY, generation=1, now="t9") == once
+
+
+def test_conditions_are_found_and_dropped_by_type() -> None:
+    conditions = one(True, "t1")
+    assert find_condition(conditions, "Ready") == conditions[0]
+    assert find_condition(conditions, "Stalled") is None
+    assert drop_condition(conditions, "Ready") == ()
+
+
+def test_long_messages_are_cut_to_what_the_schema_takes() -> None:
+    set_ = set_condition((), "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t")
+    assert len(set_[0].message) == 1024

@@ -1,0 +1,179 @@
+"""The client over HTTP, against a small server that answers as an API server would."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator.http_kube import HttpKube, failure
+from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
+
+BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
+
+
+class Server:
+    """Notes each request; answers what the test says."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str], str, str]] = []
+        self.status = 200
+        self.answer: Any = {"metadata": {"name": "n", "resourceVersion": "5"}}
+        self.lines: list[bytes] = []
+        self.hold = False
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        text = await request.text()
+        headers = request.headers
+        self.requests.append((request.method, request.path, dict(request.query), headers.get("Content-Type", ""), text))
+        self.auth, self.accept = headers.get("Authorization"), headers["Accept"]
+        if "watch" not in request.query:
+            return web.Response(status=self.status, text=self.answer if isinstance(self.answer, str) else json.dumps(self.answer))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for line in self.lines:
+            await response.write(line)
+        if self.hold:
+            await asyncio.Event().wait()
+        return response
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Server, HttpKube]]:
+    server = Server()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    async with TestServer(app) as running:
+        configuration = Configuration(host=str(running.make_url("")).rstrip("/"))
+        configuration.api_key["BearerToken"] = "bearer t0ken"
+        async with ApiClient(configuration) as client:
+            yield server, HttpKube(client)
+
+
+Served = tuple[Server, HttpKube]
+
+
+async def test_each_call_asks_what_the_api_server_expects(served: Served) -> None:
+    server, kube = served
+    await kube.get(DEPLOYMENTS, "ns", "n")
+    await kube.create(DEPLOYMENTS, BODY)
+    await kube.apply(SERVICES_OF_OURS, BODY, subresource="status")
+    await kube.merge(SERVICES_OF_OURS, "ns", "n", {"spec": {}})
+    await kube.replace(DEPLOYMENTS, BODY)
+    await kube.delete(DEPLOYMENTS, "ns", "n", "uid-7")
+    group = "/apis/apps/v1/namespaces/ns/deployments"
+    ours = "/apis/phalanx.dev/v1alpha1/namespaces/ns/inferenceservices/n"
+    manager = {"fieldManager": "phalanx-operator"}
+    assert [request[:4] for request in server.requests] == [
+        ("GET", f"{group}/n", {}, "application/json"),
+        ("POST", group, manager | {"fieldValidation": "Strict"}, "application/json"),
+        ("PATCH", f"{ours}/status", manager | {"force": "true"}, "application/apply-patch+yaml"),
+        ("PATCH", ours, manager, "application/merge-patch+json"),
+        ("PUT", f"{group}/n", {}, "application/json"),
+        ("DELETE", f"{group}/n", {}, "application/json"),
+    ]
+    assert json.loads(server.requests[1][4]) == BODY
+    options = json.loads(server.requests[-1][4])
+    assert (options["preconditions"], options["propagationPolicy"]) == ({"uid": "uid-7"}, "Foreground")
+    assert server.auth == "bearer t0ken"
+
+
+async def test_whose_an_object_is_can_be_asked_without_reading_it(served: Served) -> None:
+    server, kube = served
+    await kube.get(PODS, "ns", "n", metadata_only=True)
+    assert "PartialObjectMetadata" in server.accept
+
+
+async def test_lists_come_in_pages(served: Served) -> None:
+    server, kube = served
+    server.answer = {"metadata": {"resourceVersion": "9", "continue": "more"}, "items": [{"a": 1}]}
+    first = await kube.list_page(PODS, None, "a=b", "")
+    server.answer = {"metadata": {"resourceVersion": "9"}, "items": None}
+    last = await kube.list_page(PODS, "ns", "a=b", first.next_page)
+    assert (first.items, first.next_page, last.items, last.next_page) == ([{"a": 1}], "more", [], "")
+    assert [request[1:3] for request in server.requests] == [
+        ("/api/v1/pods", {"labelSelector": "a=b", "limit": "500"}),
+        ("/api/v1/namespaces/ns/pods", {"labelSelector": "a=b", "limit": "500", "continue": "more"}),
+    ]
+
+
+async def test_a_watch_gives_events_until_the_server_ends_it(served: Served) -> None:
+    server, kube = served
+    server.lines = [b'{"type": "ADDED", "object": {"a": 1}}\n', b'{"type": "BOOKMARK", "object": {}}\n']
+    assert [event["type"] async for event in kube.watch(PODS, None, "a=b", "7")] == ["ADDED", "BOOKMARK"]
+    query = server.requests[0][2]
+    assert (query["resourceVersion"], query["allowWatchBookmarks"]) == ("7", "true")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b'{"type": "ERROR", "object": {"code": 410, "message": "too old"}}\n', Gone),
+        (b'{"type": "ADDED", "obj', Retry),
+    ],
+    ids=["too old", "cut off"],
+)
+async def test_a_watch_that_breaks_says_how(served: Served, line: bytes, error: type[KubeError]) -> None:
+    server, kube = served
+    server.lines = [line]
+    with pytest.raises(error):
+        _ = [event async for event in kube.watch(PODS, None, "", "7")]
+
+
+async def test_a_silent_watch_is_dead(served: Served) -> None:
+    server, _ = served
+    kube = HttpKube(served[1]._client, silence_s=0.05)
+    server.hold = True
+    with pytest.raises(Retry, match="nothing heard"):
+        _ = [event async for event in kube.watch(PODS, None, "", "7")]
+
+
+async def test_an_answer_that_is_no_json_is_tried_again(served: Served) -> None:
+    server, kube = served
+    server.answer = "<html>"
+    with pytest.raises(Retry):
+        await kube.get(PODS, "ns", "n")
+
+
+async def test_an_error_keeps_the_words_of_the_server(served: Served) -> None:
+    server, kube = served
+    server.status, server.answer = 422, {"message": "spec.x: no", "reason": "Invalid"}
+    with pytest.raises(Rejected, match=r"422 spec\.x: no"):
+        await kube.create(DEPLOYMENTS, BODY)
+
+
+async def test_no_server_at_all_is_tried_again() -> None:
+    async with ApiClient(Configuration(host="http://127.0.0.1:1")) as client:
+        with pytest.raises(Retry):
+            await HttpKube(client).get(PODS, "ns", "n")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error"),
+    [
+        (404, "", Gone),
+        (410, "", Gone),
+        (409, "{}", Conflict),
+        (422, "{}", Rejected),
+        (400, "[]", Rejected),
+        (401, "", Denied),
+        (403, '{"message": "forbidden: User cannot"}', Denied),
+        (403, '{"message": "forbidden: exceeded quota: q"}', Rejected),
+        (403, '{"message": "violates PodSecurity"}', Rejected),
+        (429, "slow down", Retry),
+        (503, "", Retry),
+        (500, '{"reason": "Invalid"}', Rejected),
+    ],
+)
+def test_who_can_act_on_an_error(status: int, text: str, error: type[KubeError]) -> None:
+    assert type(failure(status, "GET /x", text)) is error
+
+
+def test_rendered_kinds_have_resources() -> None:
+    assert resource_of(BODY) is DEPLOYMENTS
+    assert {resource.path("ns") for resource in RESOURCES.values()} >= {"/api/v1/namespaces/ns/secrets"}

@@ -1,0 +1,131 @@
+"""Stores equal to what the API server has, whatever happens to lists and watches."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from phalanx_operator.errors import Denied, Gone, KubeError, Retry
+from phalanx_operator.informer import Informer
+from phalanx_operator.kube import PODS
+from phalanx_operator.observe import trim_name
+from phalanx_operator.store import Key, Store
+from tests.control.fake_kube import FakeKube
+
+
+def body(name: str, service: str = "chat", owner: str = "o", version: str = "1") -> dict[str, Any]:
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": f"uid-{name}",
+        "resourceVersion": version,
+        "labels": {"phalanx.dev/service": service},
+        "ownerReferences": [{"uid": owner, "controller": True}],
+    }
+    return {"metadata": metadata}
+
+
+KEY: Key = ("team", "chat")
+
+
+def test_a_store_finds_records_by_service() -> None:
+    store = Store(trim_name)
+    assert [store.put(body("a")), store.put(body("b", "other")), store.put(body("a"))] == [KEY, ("team", "other"), None]
+    assert [record.name for record in store.of(KEY)] == ["a"]
+    assert len(store) == 2
+
+
+def test_a_record_that_changes_wakes_and_one_that_goes_wakes_once() -> None:
+    store = Store(trim_name)
+    store.put(body("a"))
+    assert [store.put(body("a", owner="p")), store.drop("team", "a"), store.drop("team", "a")] == [KEY, KEY, None]
+    assert store.of(KEY) == []
+
+
+def test_a_new_list_replaces_everything() -> None:
+    store = Store(trim_name)
+    store.replace([body("a"), body("b"), body("c", "other")])
+    assert store.replace([body("b"), body("d")]) == {KEY, ("team", "other")}
+    assert sorted(record.name for record in store.of(KEY)) == ["b", "d"]
+
+
+class Follower:
+    """An informer over a fake API server, run as a task; each pause is noted and short."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        self.kube = kube
+        self.store = Store(trim_name)
+        self.woken: list[Key] = []
+        self.pauses: list[float] = []
+        self.informer = Informer(kube, PODS, None, self.store, self.woken.append, self.pause)
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    def names(self) -> list[str]:
+        return sorted(record.name for record in self.store.of(KEY))
+
+    async def until(self, look: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not look():
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def follower() -> AsyncIterator[Follower]:
+    made = Follower(FakeKube())
+    for name in "abcde":
+        made.kube.put(PODS, body(name))
+    task = asyncio.create_task(made.informer.run())
+    yield made
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_all_pages_of_the_list_are_read_before_it_counts_as_synced(follower: Follower) -> None:
+    await follower.informer.synced.wait()
+    assert follower.names() == ["a", "b", "c", "d", "e"]
+
+
+async def test_changes_are_followed(follower: Follower) -> None:
+    await follower.informer.synced.wait()
+    heard_at = follower.informer.heard_at
+    follower.kube.events.put_nowait({"type": "ADDED", "object": body("f")})
+    follower.kube.events.put_nowait({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "77"}}})
+    follower.kube.events.put_nowait({"type": "DELETED", "object": body("a")})
+    await follower.until(lambda: follower.names() == ["b", "c", "d", "e", "f"])
+    assert follower.informer.heard_at >= heard_at
+
+
+async def test_a_watch_that_the_server_ends_goes_on_from_where_it_was(follower: Follower) -> None:
+    await follower.informer.synced.wait()
+    follower.kube.events.put_nowait({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "77"}}})
+    follower.kube.events.put_nowait(None)
+    follower.kube.events.put_nowait({"type": "ADDED", "object": body("f")})
+    await follower.until(lambda: "f" in follower.names())
+
+
+@pytest.mark.parametrize("error", [Gone("too old"), Retry("broken"), Denied("no right")])
+async def test_objects_that_vanished_while_nobody_watched_leave_the_store(follower: Follower, error: KubeError) -> None:
+    await follower.informer.synced.wait()
+    del follower.kube.objects["pods", "team", "c"]
+    follower.kube.events.put_nowait({"raise": error})
+    await follower.until(lambda: follower.names() == ["a", "b", "d", "e"])
+    assert follower.pauses
+    assert KEY in follower.woken
+
+
+async def test_an_api_server_that_is_away_is_asked_again_more_and_more_slowly() -> None:
+    class Away(FakeKube):
+        async def list_page(self, *_: Any) -> Any:
+            raise Retry("away")
+
+    made = Follower(Away())
+    task = asyncio.create_task(made.informer.run())
+    await made.until(lambda: len(made.pauses) > 8)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert made.pauses[:8] == [0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 30.0]
+    assert not made.informer.synced.is_set()

@@ -1,0 +1,127 @@
+"""Who leads."""
+
+import pytest
+
+from phalanx_operator.decide.lease import Held, Take, Wait, claim
+from phalanx_operator.errors import Retry
+from phalanx_operator.kube import LEASES
+from phalanx_operator.lease import GIVE_UP_S, LEASE_S, NAME, Lease, LeaseLost
+from tests.control.fake_kube import FakeKube
+
+
+@pytest.mark.parametrize(
+    ("held", "answer"),
+    [
+        (None, Take),
+        (Held("me", "1", 99), Take),
+        (Held("", "1", 0), Take),
+        (Held("you", "1", LEASE_S), Wait),
+        (Held("you", "1", LEASE_S + 0.1), Take),
+    ],
+    ids=["no lease", "ours", "given back", "held", "run out"],
+)
+def test_claims(held: Held | None, answer: type) -> None:
+    assert isinstance(claim("me", held, LEASE_S), answer)
+
+
+class Clock:
+    """Time passes only while someone waits. After `ends_after` pauses the wait raises."""
+
+    def __init__(self, ends_after: int = 1000) -> None:
+        self.now = 0.0
+        self.left = ends_after
+
+    def read(self) -> float:
+        return self.now
+
+    async def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.left -= 1
+        if self.left < 0:
+            raise TimeoutError
+
+
+def candidate(kube: FakeKube, name: str, clock: Clock) -> Lease:
+    return Lease(kube, "system", name, clock=clock.read, pause=clock.pause)
+
+
+def holder(kube: FakeKube) -> str:
+    return str(kube.of(LEASES)[NAME]["spec"]["holderIdentity"])
+
+
+async def test_the_first_candidate_leads_and_the_second_waits_until_it_falls_silent() -> None:
+    kube, clock = FakeKube(), Clock()
+    await candidate(kube, "a", clock).acquire()
+    assert holder(kube) == "a"
+    await candidate(kube, "b", clock).acquire()
+    assert holder(kube) == "b"
+    assert LEASE_S < clock.now < 2 * LEASE_S
+    assert kube.of(LEASES)[NAME]["spec"]["leaseTransitions"] == 2
+
+
+async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
+    kube, clock = FakeKube(), Clock()
+    first = candidate(kube, "a", clock)
+    await first.acquire()
+    await first.give_back()
+    await candidate(kube, "b", clock).acquire()
+    assert (holder(kube), clock.now) == ("b", 0.0)
+
+
+async def test_a_lease_of_another_is_not_given_back() -> None:
+    kube, clock = FakeKube(), Clock()
+    await candidate(kube, "a", clock).acquire()
+    await candidate(kube, "b", clock).give_back()
+    assert holder(kube) == "a"
+
+
+async def test_giving_back_without_an_api_server_is_no_error() -> None:
+    await candidate(FakeKube(), "a", Clock()).give_back()
+
+
+async def test_renewing_keeps_the_time_when_the_lease_was_acquired() -> None:
+    kube, clock = FakeKube(), Clock(ends_after=3)
+    lease = candidate(kube, "a", clock)
+    await lease.acquire()
+    acquired = kube.of(LEASES)[NAME]["spec"]["acquireTime"]
+    with pytest.raises(TimeoutError):
+        await lease.keep()
+    assert kube.of(LEASES)[NAME]["spec"]["acquireTime"] == acquired
+    assert kube.calls.count(f"replace leases {NAME}") == 3
+
+
+async def test_a_leader_that_was_overtaken_stops() -> None:
+    kube, clock = FakeKube(), Clock()
+    lease = candidate(kube, "a", clock)
+    await lease.acquire()
+    body = kube.of(LEASES)[NAME]
+    kube.put(LEASES, body | {"spec": body["spec"] | {"holderIdentity": "b"}})
+    with pytest.raises(LeaseLost, match="b leads now"):
+        await lease.keep()
+
+
+class DeafKube(FakeKube):
+    """Answers the first calls, then none."""
+
+    answers = 2
+
+    def _record(self, *args: object, **kwargs: object) -> None:
+        self.answers -= 1
+        if self.answers < 0:
+            raise Retry("no answer")
+
+
+async def test_a_leader_that_cannot_renew_stops_before_another_may_lead() -> None:
+    kube, clock = DeafKube(), Clock()
+    lease = candidate(kube, "a", clock)
+    await lease.acquire()
+    with pytest.raises(LeaseLost, match="not renewed"):
+        await lease.keep()
+    assert GIVE_UP_S < clock.now < LEASE_S
+
+
+async def test_a_candidate_outlives_an_api_server_that_is_away() -> None:
+    kube, clock = FakeKube(), Clock()
+    kube.failures[f"get leases {NAME}"] = Retry("away")
+    await candidate(kube, "a", clock).acquire()
+    assert holder(kube) == "a"

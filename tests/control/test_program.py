@@ -1,0 +1,182 @@
+"""The program around the decisions: settings, the loop, probes, logs, kopf's handlers, the command line."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kopf
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from phalanx_operator import __main__ as program
+from phalanx_operator import handlers, probes
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator.logs import FieldFormatter
+from phalanx_operator.loop import Loop
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.settings import BadSetting, Settings, read_settings
+from phalanx_operator.store import Key
+
+IMAGES = {"PHALANX_RUNTIME_IMAGE": "r:1", "PHALANX_ROUTER_IMAGE": "o:1"}
+
+
+def test_settings_come_from_the_environment_or_flags() -> None:
+    assert read_settings([], IMAGES) == Settings("r:1", "o:1")
+    told = IMAGES | {"PHALANX_NAMESPACES": "a,b", "PHALANX_OPERATOR_PORT": "1", "POD_NAME": "p"}
+    assert read_settings([], told) == Settings("r:1", "o:1", namespaces=("a", "b"), port=1, pod_name="p")
+    flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
+    assert read_settings(flags, told) == Settings("x", "o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        ([], {}, "PHALANX_RUNTIME_IMAGE is not set"),
+        (["--port", "x"], IMAGES, "PHALANX_OPERATOR_PORT: 'x'"),
+        (["--workers", "0"], IMAGES, "PHALANX_OPERATOR_WORKERS: '0'"),
+        (["--namespace", "A_b"], IMAGES, "PHALANX_NAMESPACES: 'A_b'"),
+    ],
+)
+def test_a_bad_setting_is_named(arguments: list[str], environment: dict[str, str], words: str) -> None:
+    with pytest.raises(BadSetting, match=words):
+        read_settings(arguments, environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "usage"), (["run", "--port", "x"], "PHALANX_"), (["run", "--nonsense"], "usage")]
+)
+def test_a_bad_command_line_ends_with_status_2(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["phalanx-operator", *arguments])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_crd_can_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["phalanx-operator", "crd"])
+    program.main()
+    assert "kind: CustomResourceDefinition" in capsys.readouterr().out
+
+
+A, B = ("team", "a"), ("team", "b")
+
+
+def make_loop(reconcile: Callable[[Key], Awaitable[float | None]]) -> tuple[Loop, list[tuple[Key, float]]]:
+    """A loop whose wishes are noted."""
+    wishes: list[tuple[Key, float]] = []
+
+    class Noting(Loop):
+        def wake(self, key: Key, after_s: float = 0.0) -> None:
+            wishes.append((key, after_s))
+            super().wake(key, after_s)
+
+    return Noting(reconcile, Metrics(), clock=lambda: 0.0, draw=lambda: 0.5), wishes
+
+
+@pytest.mark.parametrize("error", [Conflict, Gone, Rejected, Denied, Retry, TimeoutError, ZeroDivisionError])
+async def test_a_failed_look_is_tried_again_later_and_later(error: type[Exception]) -> None:
+    async def fail(_: Key) -> float | None:
+        raise error("no")
+
+    loop, wishes = make_loop(fail)
+    for _ in range(3):
+        await loop.look(A)
+    assert wishes == [(A, 0.375), (A, 0.75), (A, 1.5)]
+
+
+async def test_a_good_look_forgets_failures_and_comes_again_after_its_time() -> None:
+    answers: list[Any] = [Retry("no"), 600.0, Retry("no"), None]
+
+    async def reconcile(_: Key) -> float | None:
+        answer = answers.pop(0)
+        if isinstance(answer, KubeError):
+            raise answer
+        return float(answer) if answer else None
+
+    loop, wishes = make_loop(reconcile)
+    for _ in range(4):
+        await loop.look(A)
+    assert wishes == [(A, 0.375), (A, 600.0), (A, 0.375)]
+
+
+async def test_workers_look_at_what_was_woken_and_one_key_never_twice_at_once() -> None:
+    running: set[Key] = set()
+    looks: list[Key] = []
+    enough = asyncio.Event()
+
+    async def reconcile(key: Key) -> float | None:
+        assert key not in running
+        running.add(key)
+        looks.append(key)
+        if looks.count(A) == 1:
+            loop.wake(A, 0.0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running.discard(key)
+        if looks.count(A) >= 2 and B in looks:
+            enough.set()
+        return None
+
+    loop = Loop(reconcile, Metrics(), draw=lambda: 0.5)
+    loop.wake(("team", ""), 0.0)
+    task = asyncio.create_task(loop.work(3))
+    await asyncio.sleep(0)
+    loop.wake(A, 0.0)
+    loop.wake(B, 0.001)
+    async with asyncio.timeout(5):
+        await enough.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert ("team", "") not in looks
+
+
+async def test_probes_tell_health_readiness_and_metrics() -> None:
+    health, metrics = probes.Health(), Metrics()
+    async with TestClient(TestServer(probes.make_app(health, metrics))) as client:
+
+        async def ask(path: str) -> tuple[int, str]:
+            async with client.get(path) as response:
+                return response.status, await response.text()
+
+        assert [await ask("/healthz"), await ask("/readyz")] == [(200, "ok"), (503, "starting")]
+        health.ready = True
+        health.stalls = lambda: ["nothing heard of pods"]
+        assert [await ask("/healthz"), await ask("/readyz")] == [(503, "nothing heard of pods"), (200, "ok")]
+        metrics.is_leader.set(1)
+        assert "phalanx_operator_is_leader 1.0" in (await ask("/metrics"))[1]
+
+
+async def test_the_endpoint_takes_a_free_port() -> None:
+    runner = await probes.serve(probes.make_app(probes.Health(), Metrics()), 0)
+    assert runner.addresses[0][1] > 0
+    await runner.cleanup()
+
+
+def test_log_lines_carry_their_values_as_fields() -> None:
+    record = logging.makeLogRecord({"msg": "group created", "group": "g", "why": "two words", "empty": "", "levelname": "INFO"})
+    assert FieldFormatter("%(levelname)s %(message)s").format(record) == "INFO group created group=g why='two words'"
+
+
+def test_kopf_only_watches_and_so_writes_nothing() -> None:
+    """Handlers for changes would write annotations, handlers for deletions a finalizer."""
+    handlers.quiet()
+    found: Any = handlers.registry(lambda key: None)
+    assert found._changing.get_all_handlers() == []
+    assert [handler.fn.__name__ for handler in found._watching.get_all_handlers()] == ["changed"]
+
+
+def test_an_event_of_a_service_wakes_its_key() -> None:
+    woken: list[Key] = []
+    found: Any = handlers.registry(woken.append)
+    found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED")
+    settings = kopf.OperatorSettings()
+    startup, login = found._activities.get_all_handlers()
+    startup.fn(settings=settings)
+    assert woken == [A]
+    assert settings.posting.enabled is False
+    assert login.fn.__name__ == "login"

@@ -1,0 +1,363 @@
+"""One service from its manifest to its end, against an API server in memory and controllers that act on it."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from phalanx_api.conditions import find_condition
+from phalanx_api.status import Status
+from phalanx_operator.apply import APPLY_AGAIN_S, Hands
+from phalanx_operator.errors import Conflict, KubeError, Rejected, Retry
+from phalanx_operator.events import Notes
+from phalanx_operator.kube import DEPLOYMENTS, EVENTS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.observe import Children
+from phalanx_operator.reconcile import RESYNC_S, Reconciler, utc_now
+from phalanx_operator.render.objects import Images
+from tests.control.builders import NOW, make_body
+from tests.control.fake_kube import FakeCluster, FakeKube
+
+KEY = ("team", "chat")
+IMAGES = Images("runtime:1", "router:1")
+
+
+class World:
+    """An operator and its cluster. Nothing happens by itself."""
+
+    def __init__(self, kube: FakeKube | None = None, images: Images = IMAGES, **spec: Any) -> None:
+        self.kube = kube or FakeKube()
+        self.clock = 0.0
+        self.children = Children()
+        self.cluster = FakeCluster(self.kube, self.children)
+        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock)
+        self.metrics = Metrics()
+        self.reconciler = Reconciler(self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, now=lambda: NOW)
+        if spec or kube is None:
+            body = make_body(**spec)
+            for field in [field for field, value in body["spec"].items() if value is None]:
+                del body["spec"][field]
+            self.kube.put(SERVICES_OF_OURS, body)
+
+    async def look(self) -> list[str]:
+        """One look; the writes that it made."""
+        self.cluster.tell()
+        before = len(self.kube.calls)
+        self.next_s = await self.reconciler.reconcile(KEY)
+        return self.kube.calls[before:]
+
+    async def settle(self, looks: int = 12) -> None:
+        """Looks while the cluster does its part, until nothing is written any more."""
+        for _ in range(looks):
+            self.cluster.start_pods()
+            self.cluster.start_routers()
+            if not (writes := await self.look()):
+                return
+        raise AssertionError(f"still writing: {writes}")
+
+    async def change(self, **spec: Any) -> None:
+        body = self.service
+        self.kube.put(SERVICES_OF_OURS, body | {"spec": body["spec"] | spec})
+
+    @property
+    def service(self) -> Json:
+        return self.kube.of(SERVICES_OF_OURS)["chat"]
+
+    @property
+    def status(self) -> Status:
+        return Status.model_validate(self.service["status"])
+
+    @property
+    def ready(self) -> tuple[str, str]:
+        condition = find_condition(self.status.conditions, "Ready")
+        assert condition is not None
+        return condition.status, condition.reason
+
+    @property
+    def groups(self) -> set[str]:
+        return set(self.kube.of(STATEFUL_SETS))
+
+    def notes(self) -> list[tuple[str, str]]:
+        return [(e["type"], e["reason"]) for e in self.kube.of(EVENTS).values()]
+
+
+async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
+    world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2})
+    writes = await world.look()
+    groups = sorted(world.groups)
+    assert writes[:7] == [
+        "create secrets chat-token",
+        "apply services chat-groups",
+        "apply serviceaccounts chat-router",
+        "apply roles chat-router",
+        "apply rolebindings chat-router",
+        "apply services chat",
+        "apply deployments chat-router",
+    ]
+    assert sorted(writes[7:9]) == [f"create statefulsets {name}" for name in groups]
+    assert writes[9] == "apply inferenceservices/status chat"
+    assert world.kube.of(SECRETS)["chat-token"]["stringData"] == {"token": "drawn"}
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert (world.status.replicas, world.status.ready_replicas) == (2, 2)
+
+
+async def test_a_service_at_rest_costs_no_writes() -> None:
+    world = World()
+    await world.settle()
+    assert await world.look() == []
+    assert world.next_s == RESYNC_S
+
+
+async def test_replicas_are_written_once_when_the_manifest_has_none() -> None:
+    world = World(replicas=None)
+    await world.settle()
+    assert world.service["spec"]["replicas"] == 1
+    assert world.kube.calls.count("merge inferenceservices chat") == 1
+    assert len(world.groups) == 1
+
+
+async def test_scaling_keeps_the_groups_that_are_there() -> None:
+    world = World(replicas=1)
+    await world.settle()
+    first = world.groups
+    await world.change(replicas=3)
+    await world.settle()
+    assert first < world.groups and len(world.groups) == 3
+    await world.change(replicas=1)
+    await world.settle()
+    assert world.groups == first
+    await world.change(replicas=0)
+    await world.settle()
+    assert (world.groups, world.ready) == (set(), ("True", "ScaledToZero"))
+
+
+async def test_a_changed_spec_rolls_group_by_group() -> None:
+    world = World(replicas=3)
+    await world.settle()
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    for _ in range(12):
+        writes = await world.look()
+        assert sum(write.startswith("delete") for write in writes) <= 1
+        world.cluster.start_pods()
+    assert not old & world.groups and len(world.groups) == 3
+    assert world.status.current_revision == world.status.update_revision
+
+
+async def test_suspending_keeps_the_wish_for_replicas() -> None:
+    world = World(replicas=2)
+    await world.settle()
+    await world.change(suspend=True)
+    await world.settle()
+    assert (world.groups, world.service["spec"]["replicas"], world.ready) == (set(), 2, ("True", "Suspended"))
+    await world.change(suspend=False)
+    await world.settle()
+    assert len(world.groups) == 2
+
+
+async def test_a_new_operator_changes_no_pod() -> None:
+    world = World(replicas=2)
+    await world.settle()
+    before, calls = world.kube.of(STATEFUL_SETS), len(world.kube.calls)
+    other = World(world.kube, Images("runtime:2", "router:1"))
+    await other.settle()
+    assert world.kube.of(STATEFUL_SETS) == before
+    assert not any("statefulsets" in call or "pods" in call for call in world.kube.calls[calls:])
+
+
+async def test_a_deleted_pod_is_left_to_its_controller() -> None:
+    world = World(replicas=1)
+    await world.settle()
+    group = next(iter(world.groups))
+    del world.kube.objects["pods", "team", f"{group}-0"]
+    writes = await world.look()
+    assert writes == ["apply inferenceservices/status chat", writes[1]] and writes[1].startswith("create events")
+    assert world.ready == ("False", "GroupsNotReady")
+    await world.settle()
+    assert (world.ready, world.groups) == (("True", "Ready"), {group})
+
+
+async def test_a_look_before_the_informer_has_told_makes_no_second_group() -> None:
+    world = World(replicas=2)
+    await world.look()
+    made = world.groups
+    await world.reconciler.reconcile(KEY)
+    assert world.groups == made
+
+
+async def test_a_group_whose_deletion_the_informer_missed_is_not_counted() -> None:
+    world = World(replicas=3)
+    await world.settle()
+    await world.change(replicas=2)
+    await world.look()
+    await world.reconciler.reconcile(KEY)
+    going = [name for name, body in world.kube.of(STATEFUL_SETS).items() if "deletionTimestamp" in body["metadata"]]
+    assert len(going) == 1
+    assert world.children.doomed[KEY]
+    await world.settle()
+    assert KEY not in world.children.doomed
+
+
+@pytest.mark.parametrize("error", ["gone", "another"])
+async def test_a_group_that_went_by_itself_is_no_error(error: str) -> None:
+    world = World(replicas=2)
+    await world.settle()
+    await world.change(replicas=1)
+    world.cluster.tell()
+    victims = [call for call in await world.look() if call.startswith("delete")]
+    assert len(victims) == 1
+    name = victims[0].split()[-1]
+    body = world.kube.objects.pop(("statefulsets", "team", name))
+    if error == "another":
+        world.kube.put(STATEFUL_SETS, body | {"metadata": {**body["metadata"], "uid": "another"}})
+    world.children.doomed.clear()
+    await world.reconciler.reconcile(KEY)
+    assert len(world.groups) == (1 if error == "gone" else 2)
+
+
+@pytest.mark.parametrize(
+    ("resource", "name"), [(SERVICES, "chat"), (SERVICES, "chat-groups"), (DEPLOYMENTS, "chat-router")], ids=lambda v: str(v)
+)
+async def test_a_shared_child_that_somebody_deleted_comes_back(resource: Resource, name: str) -> None:
+    world = World()
+    await world.settle()
+    del world.kube.objects[resource.plural, "team", name]
+    assert f"apply {resource.plural} {name}" in await world.look()
+
+
+async def test_shared_children_are_applied_again_after_ten_minutes() -> None:
+    world = World()
+    await world.settle()
+    world.clock = APPLY_AGAIN_S + 1
+    writes = await world.look()
+    assert "apply deployments chat-router" in writes
+    assert not any("secrets" in write or "statefulsets" in write for write in writes)
+
+
+async def test_only_the_router_changes_with_its_replicas() -> None:
+    world = World()
+    await world.settle()
+    await world.change(router={"replicas": 3})
+    assert [w for w in await world.look() if "status" not in w and "events" not in w] == ["apply deployments chat-router"]
+
+
+async def test_a_name_that_is_taken_by_a_stranger_is_refused_and_said() -> None:
+    world = World()
+    world.kube.put(SERVICES, {"metadata": {"name": "chat", "namespace": "team", "uid": "theirs"}})
+    with pytest.raises(Rejected, match="Service chat exists and is not the operator's"):
+        await world.look()
+    assert world.ready == ("False", "Rejected")
+    assert world.groups == set()
+
+
+async def test_what_a_former_service_of_this_name_leaves_is_waited_for() -> None:
+    world = World()
+    owner = {"name": "chat", "uid": "former", "controller": True}
+    world.kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team", "ownerReferences": [owner]}})
+    with pytest.raises(Retry, match="former service"):
+        await world.look()
+    del world.kube.objects["secrets", "team", "chat-token"]
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+async def test_groups_of_a_former_service_of_this_name_do_not_count() -> None:
+    world = World()
+    await world.settle()
+    other = World(world.kube)
+    body = make_body(uid="uid-2")
+    world.kube.put(SERVICES_OF_OURS, body)
+    for where in [where for where in world.kube.objects if where[0] not in ("statefulsets", "pods", "inferenceservices")]:
+        del world.kube.objects[where]
+    await other.look()
+    assert other.status.replicas == 0
+    assert len(other.groups) == 2
+
+
+async def test_a_spec_that_the_schema_let_through_stalls_with_field_and_reason() -> None:
+    world = World()
+    await world.settle()
+    groups = world.groups
+    await world.change(parallelism={"tensor": 4, "gpusPerPod": 3})
+    await world.look()
+    stalled = find_condition(world.status.conditions, "Stalled")
+    assert stalled and stalled.reason == "SpecInvalid"
+    assert "gpusPerPod 3 does not divide" in stalled.message
+    assert world.groups == groups
+    assert ("Warning", "SpecInvalid") in world.notes()
+    await world.change(parallelism={"tensor": 4})
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+async def test_a_group_that_the_api_server_refuses_is_said_in_its_words() -> None:
+    world = World()
+    name = next(call for call in await World().look() if "statefulsets" in call)
+    world.kube.failures[name] = Rejected('strict decoding error: unknown field "spec.template.spec.tolerance"')
+    with pytest.raises(Rejected):
+        await world.look()
+    condition = find_condition(world.status.conditions, "Ready")
+    assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
+
+
+@pytest.mark.parametrize("error", [Retry("busy"), Conflict("changed")])
+async def test_a_failed_call_leaves_the_rest_for_later(error: KubeError) -> None:
+    world = World()
+    world.kube.failures["apply deployments chat-router"] = error
+    with pytest.raises(type(error)):
+        await world.look()
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+async def test_events_tell_transitions_once() -> None:
+    world = World()
+    await world.settle()
+    await world.look()
+    assert sorted(world.notes()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
+
+
+async def test_an_event_that_is_not_taken_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class NoEvents(FakeKube):
+        async def create(self, resource: Resource, body: Json) -> Json:
+            if resource is EVENTS:
+                raise Retry("no room")
+            return await super().create(resource, body)
+
+    world = World(NoEvents(), replicas=1)
+    with caplog.at_level(logging.WARNING):
+        await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert "event not posted" in caplog.text
+
+
+async def test_trouble_of_a_pod_reaches_the_status() -> None:
+    world = World()
+    await world.look()
+    world.cluster.start_pods(ready=False, reason="ImagePullBackOff")
+    await world.look()
+    assert world.ready == ("False", "ImagePullFailed")
+    assert ("Warning", "ImagePullFailed") in world.notes()
+    assert world.status.groups[0].reason == "ImagePullBackOff"
+
+
+async def test_a_service_that_is_gone_is_forgotten() -> None:
+    world = World()
+    await world.settle()
+    body = world.kube.objects.pop(("inferenceservices", "team", "chat"))
+    assert await world.look() == [] and world.next_s is None
+    assert "team" not in str([metric.samples for metric in world.metrics.groups.collect()])
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": {**body["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert await world.look() == []
+
+
+async def test_a_status_that_cannot_be_read_is_written_anew() -> None:
+    world = World()
+    world.kube.put(SERVICES_OF_OURS, world.service | {"status": {"fromTheFuture": 1}})
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+def test_times_are_as_kubernetes_writes_them() -> None:
+    assert len(utc_now()) == 20 and utc_now().endswith("Z")

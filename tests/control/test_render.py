@@ -1,0 +1,202 @@
+"""What the operator renders. The golden files are read in reviews: a change there is a change of everybody's pods."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx_api.inference_service import MAX_NAME, FieldError, parse
+from phalanx_operator.render import names, pods, router, services
+from phalanx_operator.render.objects import Images
+from phalanx_operator.render.overlay import merged
+from phalanx_operator.render.revision import revision
+from tests.control.builders import make_body, make_service
+from tests.control.conftest import Check
+
+IMAGES = Images("registry.example/runtime:1", "registry.example/router:1")
+SPECS: dict[str, dict[str, Any]] = {
+    "hub": {
+        "model": {"uri": "hf://org/model", "revision": "abc", "secretRef": {"name": "hub-token"}},
+        "servedNames": ["a", "org/b"],
+        "parallelism": {"tensor": 16, "gpusPerPod": 8},
+        "resources": {"cpu": 8, "memory": "64Gi", "shm": "16Gi"},
+        "engine": {
+            "image": "registry.example/other:2",
+            "dtype": "bfloat16",
+            "maxModelLen": 4096,
+            "maxNumSeqs": 64,
+            "maxNumBatchedTokens": 8192,
+            "pageSize": 32,
+            "kvCacheMemory": "1Gi",
+            "gpuMemoryUtilization": "0.85",
+        },
+    },
+    "claim-on-cpu": {
+        "model": {"uri": "pvc://models/SmolLM2"},
+        "resources": {"accelerator": {"resourceName": ""}},
+        "podTemplate": {
+            "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
+            "spec": {
+                "tolerations": [{"operator": "Exists"}],
+                "volumes": [{"name": "site-packages", "persistentVolumeClaim": {"claimName": "site-packages"}}],
+                "containers": [
+                    {
+                        "name": "runtime",
+                        "env": [{"name": "PYTHONPATH", "value": "/opt/site-packages"}],
+                        "volumeMounts": [{"name": "site-packages", "mountPath": "/opt/site-packages", "readOnly": True}],
+                    },
+                    {"name": "sidecar", "image": "registry.example/sidecar:1"},
+                ],
+            },
+        },
+    },
+    "file": {"model": {"uri": "file:///opt/model"}},
+}
+
+
+def as_yaml(*objects: dict[str, Any]) -> str:
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    return "---\n".join(yaml.dump(body, Dumper=Plain, sort_keys=False, width=120) for body in objects)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_golden_groups(name: str, golden: Check) -> None:
+    service = make_service(**SPECS[name])
+    golden(f"objects/group-{name}.yaml", as_yaml(pods.group(service, "chat-g-xxxxx", revision(service), IMAGES)))
+
+
+def test_golden_shared_objects(golden: Check) -> None:
+    service = make_service(servedNames=["a", "b"], router={"replicas": 2})
+    shared = [services.token_secret(service, "secret"), services.groups_service(service)]
+    golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES)))
+
+
+def container(**spec: Any) -> dict[str, Any]:
+    service = make_service(**spec)
+    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", "rev", IMAGES)["spec"]["template"]["spec"]["containers"][0]
+    return first
+
+
+@pytest.mark.parametrize(
+    ("uri", "argument"),
+    [
+        ("file:///opt/model", "/opt/model"),
+        ("pvc://models", "/models"),
+        ("pvc://models/", "/models"),
+        ("pvc://models/a/b", "/models/a/b"),
+        ("hf://org/name", "hf://org/name"),
+    ],
+)
+def test_the_model_argument(uri: str, argument: str) -> None:
+    assert container(model={"uri": uri})["args"][:2] == ["serve", argument]
+
+
+def test_ranks_that_share_a_pod_share_its_devices() -> None:
+    assert container(parallelism={"tensor": 8, "gpusPerPod": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
+
+
+def test_settings_that_are_not_given_are_no_flags() -> None:
+    flags = [word for word in container()["args"] if word.startswith("--")]
+    assert "--dtype" in flags and "--page-size" not in flags and "--kv-cache-memory-bytes" not in flags
+
+
+def all_pods() -> list[dict[str, Any]]:
+    service = make_service()
+    deployment = router.router_objects(service, IMAGES)[-1]
+    return [body["spec"]["template"]["spec"] for body in (pods.group(service, "g", "r", IMAGES), deployment)]
+
+
+@pytest.mark.parametrize("pod", all_pods(), ids=["group", "router"])
+def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for one in pod["containers"]:
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+        assert one["securityContext"]["readOnlyRootFilesystem"] is True
+    assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_ranks_hold_no_rights_in_the_cluster() -> None:
+    group, door = all_pods()
+    assert group["automountServiceAccountToken"] is False
+    assert door["automountServiceAccountToken"] is True
+
+
+def test_names_fit_what_kubernetes_takes() -> None:
+    service = make_service(name="a" * MAX_NAME)
+    group = names.group_names(service.name, service.uid, "r", 1)[0]
+    assert len(f"{group}-63") <= 52
+    assert len(names.groups_service(service.name)) <= 63
+
+
+def test_names_of_groups_differ_by_service_revision_and_place_and_stay_the_same() -> None:
+    first = names.group_names("chat", "uid-1", "r1", 200)
+    assert len(set(first)) == 200
+    assert first[:3] == names.group_names("chat", "uid-1", "r1", 3)
+    assert not set(first) & set(names.group_names("chat", "uid-1", "r2", 200))
+    assert not set(first) & set(names.group_names("chat", "uid-2", "r1", 200))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"uri": "hf://org/other"}},
+        {"servedNames": ["other"]},
+        {"parallelism": {"tensor": 2}},
+        {"resources": {"cpu": 1}},
+        {"engine": {"maxModelLen": 1}},
+        {"podTemplate": {"spec": {"tolerations": []}}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None:
+    assert revision(make_service(**change)) != revision(make_service())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replicas": 5},
+        {"router": {"replicas": 3}},
+        {"suspend": True},
+        {"servedNames": ["chat"]},
+        {"parallelism": {"tensor": 1, "gpusPerPod": 0}},
+        {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
+        {"engine": {"dtype": "auto"}},
+    ],
+    ids=["replicas", "router", "suspend", "own name", "default shape", "default accelerator", "default dtype"],
+)
+def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
+    assert revision(make_service(**change)) == revision(make_service())
+
+
+def test_the_revision_is_pinned() -> None:
+    """An operator that computes another revision for the same spec would roll every group at its upgrade."""
+    assert revision(make_service()) == "8a1f63378f"
+
+
+def test_overlays_merge_as_patches_do() -> None:
+    base = {"a": {"x": 1, "y": 2}, "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "args": [1], "keep": 0}
+    over = {"a": {"y": 3}, "env": [{"name": "B", "value": "9"}, {"name": "C"}], "args": [2], "new": []}
+    assert merged(base, over) == {
+        "a": {"x": 1, "y": 3},
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "9"}, {"name": "C"}],
+        "args": [2],
+        "keep": 0,
+        "new": [],
+    }
+    assert merged(base, {}) == base
+
+
+def test_the_users_labels_never_replace_ours() -> None:
+    """The API server refuses them first; a group must keep its own even if that rule were gone."""
+    body = make_body(podTemplate={"metadata": {"labels": {"phalanx.dev/service": "other"}}})
+    service = parse(body)
+    assert not isinstance(service, list), [e for e in service if isinstance(e, FieldError)]
+    template = pods.group(service, "g", "r", IMAGES)["spec"]["template"]
+    assert template["metadata"]["labels"]["phalanx.dev/service"] == "chat"

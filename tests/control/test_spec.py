@@ -1,0 +1,169 @@
+"""What a manifest may say: the same bounds in the operator and in the CRD."""
+
+import re
+from typing import Any
+
+import pytest
+
+from phalanx_api import pod_template
+from phalanx_api.crd import definition, schema
+from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceService, parse
+from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
+from tests.control.builders import make_body, make_service
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        ({"model": {"uri": "s3://bucket/model"}}, "spec.model.uri", "must be file:///path, pvc://claim/path or hf://org/name"),
+        ({"model": {}}, "spec.model.uri", "required"),
+        ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor", "greater than or equal to 1"),
+        ({"parallelism": {"tensor": 65}}, "spec.parallelism.tensor", "less than or equal to 64"),
+        ({"parallelism": {"tensor": 4, "gpusPerPod": 3}}, "spec", "gpusPerPod 3 does not divide"),
+        ({"parallelism": {"pipeline": 2}}, "spec.parallelism.pipeline", "Extra inputs"),
+        ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
+        ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
+        ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
+        ({"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization", "pattern"),
+        ({"resources": {"memory": "much"}}, "spec.resources.memory", "pattern"),
+        ({"resources": {"cpu": True}}, "spec.resources.cpu", "string"),
+        ({"servedNames": []}, "spec.servedNames", "at least 1"),
+        ({"autoscaling": {}}, "spec.autoscaling", "Extra inputs"),
+        ({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers[0].name", "required"),
+    ],
+)
+def test_a_wrong_field_is_named(spec: dict[str, Any], field: str, words: str) -> None:
+    errors = parse(make_body(**spec))
+    assert isinstance(errors, list)
+    assert [(e.field, words in e.message) for e in errors] == [(field, True)], errors
+
+
+def test_a_short_manifest_gets_defaults() -> None:
+    service = make_service()
+    assert service.served_names == ("chat",)
+    assert service.shape.pods == 1
+    assert service.spec.router.replicas == 1
+    assert service.spec.resources.accelerator.resource_name == "nvidia.com/gpu"
+
+
+def test_replicas_have_no_default() -> None:
+    body = make_body()
+    del body["spec"]["replicas"]
+    service = parse(body)
+    assert isinstance(service, InferenceService)
+    assert service.spec.replicas is None
+
+
+def test_a_manifest_without_spec_is_refused_and_not_a_crash() -> None:
+    body = make_body()
+    del body["spec"]
+    assert parse(body) == [FieldError("spec.model", "Field required")]
+
+
+@pytest.mark.parametrize(
+    ("uri", "good"),
+    [
+        ("file:///opt/model", True),
+        ("file://model", False),
+        ("pvc://models", True),
+        ("pvc://models/a/b.gguf", True),
+        ("pvc:///a", False),
+        ("hf://org/name-1.5B", True),
+        ("hf://name", False),
+        ("hf://org/name/file", False),
+        ("file:///$(HOME)", False),
+        ("file:///a b", False),
+    ],
+)
+def test_uris(uri: str, good: bool) -> None:
+    assert bool(re.search(URI_PATTERN, uri)) is good
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16Gi", 16 << 30), ("1k", 1000), ("1.5Mi", 3 << 19), ("42", 42), ("0.5Gi", 1 << 29), ("2Ti", 2 << 40)],
+)
+def test_bytes_of_quantities(text: str, count: int) -> None:
+    assert re.search(MEMORY_PATTERN, text)
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "12XB", "Gi", "0.0Gi", "1..5Gi"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no memory quantity"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "good"), [("4", True), ("500m", True), ("0.5", True), ("0", False), ("4Gi", False)])
+def test_cpu_quantities(text: str, good: bool) -> None:
+    assert bool(re.search(CPU_PATTERN, text)) is good
+
+
+def test_numbers_are_quantities_too() -> None:
+    service = make_service(resources={"cpu": 4, "memory": 1024})
+    assert (service.spec.resources.cpu, service.spec.resources.memory) == ("4", "1024")
+
+
+def test_the_overlay_comes_out_as_it_went_in() -> None:
+    overlay = {
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "containers": [
+            {"name": "runtime", "env": [{"name": "A", "value": "b"}], "volumeMounts": [{"mountPath": "/x", "name": "v"}]}
+        ],
+        "volumes": [{"name": "v", "emptyDir": {}}],
+    }
+    service = make_service(podTemplate={"spec": overlay})
+    assert service.spec.pod_template is not None
+    assert service.spec.pod_template.overlay() == overlay
+
+
+def nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema, with its path."""
+    found = [(path, node)]
+    for name, child in node.get("properties", {}).items():
+        found += nodes(child, f"{path}.{name}")
+    for part in ("items", "additionalProperties"):
+        if isinstance(node.get(part), dict):
+            found += nodes(node[part], f"{path}[{part}]")
+    return found
+
+
+def test_the_schema_is_structural_and_bounded() -> None:
+    """What the API server demands: a type everywhere, no references; and bounds, without which CEL rules cost too much."""
+    for path, node in nodes(schema()):
+        assert {"$ref", "$defs", "title", "const"} & set(node) == set(), path
+        if "x-kubernetes-int-or-string" in node:
+            continue
+        assert "type" in node and "anyOf" not in node, path
+        if path.startswith((".spec", ".status")):
+            wanted = {"array": "maxItems", "string": "maxLength"}.get(node["type"])
+            assert wanted is None or wanted in node or "enum" in node, path
+        if "additionalProperties" in node:
+            assert "maxProperties" in node, path
+
+
+def test_every_object_but_the_overlay_is_closed() -> None:
+    open_ones = {path for path, node in nodes(schema()) if node.get("x-kubernetes-preserve-unknown-fields")}
+    assert open_ones and all(path.startswith(".spec.podTemplate.spec") for path in open_ones)
+
+
+def test_the_scale_subresource_counts_groups_by_their_leaders() -> None:
+    version = definition()["spec"]["versions"][0]
+    assert version["subresources"]["scale"] == {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    assert "default" not in schema()["properties"]["spec"]["properties"]["replicas"]
+
+
+def test_defaults_of_objects_satisfy_their_rules() -> None:
+    spec = schema()["properties"]["spec"]["properties"]
+    assert spec["parallelism"]["default"] == {"tensor": 1, "gpusPerPod": 0}
+    assert spec["resources"]["default"] == {"accelerator": {"resourceName": "nvidia.com/gpu"}}
+
+
+@pytest.mark.parametrize("name", pod_template.RESERVED_VOLUMES)
+def test_reserved_volumes_are_named_in_the_rules(name: str) -> None:
+    volumes = schema()["properties"]["spec"]["properties"]["podTemplate"]["properties"]["spec"]["properties"]["volumes"]
+    assert f"'{name}'" in volumes["items"]["x-kubernetes-validations"][0]["rule"]

@@ -1,0 +1,141 @@
+"""Status and conditions from what is seen."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_api.conditions import Condition, Reason, find_condition
+from phalanx_api.inference_service import FieldError
+from phalanx_api.status import Status
+from phalanx_operator.decide import plan
+from phalanx_operator.decide.actions import CreateGroup, InitReplicas, KeepChildren
+from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.status import refused, status
+from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
+
+NO_ROUTER = ObservedRouter(wanted=1, updated=1, ready=0, current=True)
+
+
+def verdicts(found: Status) -> dict[str, tuple[str, str]]:
+    return {c.type: (c.status, c.reason) for c in found.conditions}
+
+
+def troubled(name: str, reason: str) -> ObservedGroup:
+    pod = ObservedPod(f"{name}-0", 0, f"uid-{name}", reason=reason, message="because")
+    return replace(make_group(name, ready=False), pods=(pod,))
+
+
+ON, OFF = "True/Serving", "False/NoReadyGroup"
+BEHIND = "False/RouterNotReady"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "replicas", "suspended", "ready", "available", "progressing"),
+    [
+        pytest.param(make_snapshot(make_group("a")), 1, False, "True/Ready", ON, "Complete", id="at rest"),
+        pytest.param(make_snapshot(make_group("a"), router=NO_ROUTER), 1, False, BEHIND, BEHIND, "Complete", id="router down"),
+        pytest.param(make_snapshot(make_group("a"), router=None), 1, False, BEHIND, BEHIND, "Complete", id="no router"),
+        pytest.param(make_snapshot(), 1, False, "False/GroupsNotReady", OFF, "Scaling", id="nothing there"),
+        pytest.param(
+            make_snapshot(make_group("a"), make_group("b", ready=False)),
+            *(2, False, "False/GroupsNotReady", ON, "Scaling"),
+            id="one starts",
+        ),
+        pytest.param(make_snapshot(make_group("a", "old")), 1, False, "False/RollingOut", ON, "Rolling", id="rolling"),
+        pytest.param(make_snapshot(), 0, False, "True/ScaledToZero", OFF, "Complete", id="zero"),
+        pytest.param(make_snapshot(), 0, True, "True/Suspended", OFF, "Complete", id="suspended"),
+        pytest.param(
+            make_snapshot(make_group("a", terminating=True)), 0, True, "True/Suspended", OFF, "Complete", id="terminating"
+        ),
+        pytest.param(make_snapshot(troubled("a", "ErrImagePull")), 1, False, "False/ImagePullFailed", OFF, "Scaling", id="image"),
+        pytest.param(make_snapshot(troubled("a", "CrashLoopBackOff")), 1, False, "False/PodFailing", OFF, "Scaling", id="crash"),
+        pytest.param(
+            make_snapshot(troubled("a", "Unschedulable")), 1, False, "False/InsufficientCapacity", OFF, "Scaling", id="capacity"
+        ),
+    ],
+)
+def test_conditions(snapshot: Snapshot, replicas: int, suspended: bool, ready: str, available: str, progressing: str) -> None:
+    found = verdicts(status(snapshot, make_desired(replicas), suspended=suspended, now=NOW))
+    shown = {kind: "/".join(verdict) for kind, verdict in found.items()}
+    assert shown == {"Ready": ready, "Available": available, "Progressing": f"True/{progressing}"}
+
+
+def test_the_message_names_the_pod_and_its_trouble() -> None:
+    found = status(make_snapshot(troubled("a", "ErrImagePull")), make_desired(1), suspended=False, now=NOW)
+    ready = find_condition(found.conditions, "Ready")
+    assert ready and ready.message == "pod a-0: ErrImagePull: because"
+
+
+def test_a_router_that_cannot_start_is_named_too() -> None:
+    pod = ObservedPod("chat-router-x", 0, "rs", reason="ImagePullBackOff", message="no such image")
+    seen = make_snapshot(make_group("a"), router=NO_ROUTER, router_pods=(pod,))
+    assert verdicts(status(seen, make_desired(1), suspended=False, now=NOW))["Ready"] == ("False", "ImagePullFailed")
+
+
+def test_counters_count_groups_that_are_not_being_deleted() -> None:
+    groups = (make_group("a"), make_group("b", "old"), make_group("c", ready=False), make_group("d", terminating=True))
+    found = status(make_snapshot(*groups), make_desired(3), suspended=False, now=NOW)
+    assert (found.replicas, found.ready_replicas, found.updated_replicas) == (3, 2, 2)
+    assert found.selector == "phalanx.dev/service=chat,apps.kubernetes.io/pod-index=0"
+    assert found.url == "http://chat.team.svc"
+    assert found.observed_generation == 7
+
+
+def test_groups_are_listed_worst_first_and_no_more_than_64() -> None:
+    groups = [make_group(f"g{i:02}", size=1) for i in range(70)] + [make_group("z", ready=False, size=1)]
+    listed = status(make_snapshot(*groups), make_desired(71), suspended=False, now=NOW).groups
+    assert (len(listed), listed[0].name, listed[0].phase, listed[1].phase) == (64, "z", "Starting", "Ready")
+    assert listed[1].nodes == ("node-0",)
+
+
+def test_the_current_revision_follows_when_the_rollout_is_done() -> None:
+    seen = make_snapshot(make_group("a", "old"), status=Status(current_revision="old"))
+    rolling = status(seen, make_desired(1), suspended=False, now=NOW)
+    done = status(make_snapshot(make_group("a"), status=rolling), make_desired(1), suspended=False, now=NOW)
+    assert [(s.current_revision, s.update_revision) for s in (rolling, done)] == [("old", "new"), ("new", "new")]
+
+
+def test_a_second_look_at_the_same_thing_says_the_same() -> None:
+    first = status(make_snapshot(make_group("a")), make_desired(1), suspended=False, now=NOW)
+    again = status(make_snapshot(make_group("a"), status=first), make_desired(1), suspended=False, now="2027-01-01T00:00:00Z")
+    assert again == first
+
+
+def test_a_spec_that_cannot_be_followed_stalls_and_names_its_fields() -> None:
+    seen = make_snapshot(make_group("a"))
+    found = refused(seen, Reason.SPEC_INVALID, [FieldError("spec.model.uri", "no")], NOW)
+    assert verdicts(found) == {
+        "Ready": ("False", "SpecInvalid"),
+        "Progressing": ("False", "SpecInvalid"),
+        "Stalled": ("True", "SpecInvalid"),
+        "Available": ("True", "Serving"),
+    }
+    assert find_condition(found.conditions, "Ready") == Condition(
+        type="Ready",
+        status="False",
+        observed_generation=7,
+        last_transition_time=NOW,
+        reason="SpecInvalid",
+        message="spec.model.uri: no",
+    )
+    mended = status(make_snapshot(make_group("a"), status=found), make_desired(1), suspended=False, now=NOW)
+    assert "Stalled" not in verdicts(mended)
+
+
+@pytest.mark.parametrize(
+    ("spec", "replicas"),
+    [({"replicas": 3}, 3), ({"replicas": None}, 1), ({"replicas": 0}, 0), ({"replicas": 3, "suspend": True}, 0)],
+)
+def test_how_many_groups_a_spec_wants(spec: dict[str, Any], replicas: int) -> None:
+    assert plan.wanted_replicas(make_service(**spec)) == replicas
+
+
+def test_a_plan_has_the_shared_children_before_the_groups() -> None:
+    made = plan.decide(make_service(replicas=None), make_snapshot(has_replicas=False), make_desired(1), NOW)
+    assert [type(action) for action in made.actions] == [InitReplicas, KeepChildren, CreateGroup]
+
+
+def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
+    made = plan.decide(make_service(), make_snapshot(make_group("a"), router=SETTLED_ROUTER), make_desired(1), NOW)
+    assert [type(action) for action in made.actions] == [KeepChildren]

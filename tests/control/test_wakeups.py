@@ -1,0 +1,62 @@
+"""The keyed queue."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_operator.store import Key
+from phalanx_operator.wakeups import Wakeups, backoff
+
+A, B = ("n", "a"), ("n", "b")
+
+
+def test_a_key_is_taken_when_it_is_due() -> None:
+    queue = Wakeups()
+    queue.wake(A, 2.0)
+    assert (queue.take(1.9), queue.next_due(), queue.take(2.0), queue.take(9.9)) == (None, 2.0, A, None)
+
+
+def test_many_wishes_are_one_look_at_the_earliest_time() -> None:
+    queue = Wakeups()
+    for at in (5.0, 1.0, 3.0):
+        queue.wake(A, at)
+    assert (queue.take(1.0), queue.take(10.0), len(queue)) == (A, None, 0)
+
+
+def test_a_busy_key_waits_for_its_worker_and_lets_others_pass() -> None:
+    queue = Wakeups()
+    queue.wake(A, 0.0)
+    assert queue.take(0.0) == A
+    queue.wake(A, 0.0)
+    queue.wake(B, 1.0)
+    assert (queue.take(0.5), queue.next_due(), queue.take(1.0)) == (None, 1.0, B)
+    queue.done(A)
+    assert queue.take(1.0) == A
+
+
+@given(st.lists(st.tuples(st.sampled_from("wtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
+def test_no_key_has_two_workers_and_no_wish_is_lost(moves: list[tuple[str, int, int]]) -> None:
+    queue, busy, wished = Wakeups(), list[Key](), set[Key]()
+    for move, number, at in moves:
+        key = ("n", str(number))
+        if move == "w":
+            queue.wake(key, float(at))
+            wished.add(key)
+        elif move == "t" and (taken := queue.take(float(at))):
+            assert taken not in busy and taken in wished
+            busy.append(taken)
+            wished.discard(taken)
+        elif move == "d" and busy:
+            queue.done(busy.pop())
+    for key in busy:
+        queue.done(key)
+    left = {key for key in iter(lambda: queue.take(100.0), None)}
+    assert left == wished
+
+
+@pytest.mark.parametrize(("failures", "least", "most"), [(0, 0.25, 0.5), (1, 0.5, 1.0), (20, 30.0, 60.0)])
+def test_waits_grow_and_are_spread(failures: int, least: float, most: float) -> None:
+    draw = random.Random(1).random
+    assert all(least <= backoff(failures, draw) <= most for _ in range(50))
