@@ -116,7 +116,7 @@ def site_packages() -> Path:
         imports = "".join(f"import {name}\n" for name in SITE_PACKAGES_IMPORTS)
         output(*command, "-c", imports, env={**env, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": ""})
 
-    key = key_of(on.name, requirements.read_bytes(), *SITE_PACKAGES_IMPORTS)
+    key = key_of(debian.release(), steps.python_version(on / "root"), requirements.read_bytes(), *SITE_PACKAGES_IMPORTS)
     return finished(cache_root() / f"site-packages-{key}", make) / "site-packages"
 
 

@@ -44,19 +44,18 @@ def logged(title: str, *command: str | Path, log: Path, cwd: Path | None = None,
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = last = time.monotonic()
     say(f"{title} ...")
-    with log.open("w") as out:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as out,
+        subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env={**os.environ, **(env or {})}
-        )
+        ) as process,
+    ):
         assert process.stdout is not None  # asked for by PIPE
-        lines = 0
-        for line in process.stdout:
+        for number, line in enumerate(process.stdout, start=1):
             out.write(line)
-            lines += 1
             if time.monotonic() - last > PROGRESS_S:
                 last = time.monotonic()
-                say(f"  {last - begin:4.0f} s, {lines} steps: {line.strip()[:90]}")
-        status = process.wait()
-    if status != 0:
-        raise Failed(f"{title}: exit status {status}; {log} ends with\n{tail(log)}")
+                say(f"  {last - begin:4.0f} s, {number} steps: {line.strip()[:90]}")
+    if process.returncode != 0:
+        raise Failed(f"{title}: exit status {process.returncode}; {log} ends with\n{tail(log)}")
     say(f"{title}: {time.monotonic() - begin:.0f} s")

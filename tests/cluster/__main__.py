@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from images import build
 from tests.cluster import lifecycle, machine, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
-from tests.cluster.images import import_images
 from tests.cluster.programs import Programs, installed
 from tools.errors import Failed, Missing
 
@@ -35,15 +35,20 @@ def _up(files: ClusterFiles, words: list[str]) -> Programs:
         raise Failed(f"up: unknown argument {' '.join(words)}: expected --images or nothing")
     machine.check()
     programs = installed()
-    ours = [build.archive()] if words else []
+    ours = [_built()] if words else []
     lifecycle.up(files, programs, [programs.images, *ours])
     return programs
 
 
+def _built() -> Path:
+    """The archive of our images; torch for them lies ready too, for nothing can be fetched in the cluster's network."""
+    build.site_packages()
+    return build.archive()
+
+
 def _images(files: ClusterFiles) -> int:
-    archive = build.archive()
-    for one in NODES:
-        import_images(files, installed(), one, [archive])
+    archive = _built()
+    lifecycle.load_images(files, installed(), [archive])
     return 0
 
 

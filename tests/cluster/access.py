@@ -11,7 +11,6 @@ from typing import Any
 from images import build
 from tests.cluster import claims, lifecycle, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
-from tests.cluster.images import import_images
 from tests.cluster.programs import installed
 from tools.errors import Failed, Missing
 
@@ -65,9 +64,7 @@ class Cluster:
 
     def load_image(self, archive: Path) -> None:
         """Nothing; the archive's images are in every node. Raises Failed for a cluster that is not ours."""
-        files = self._ours("load_image")
-        for one in NODES:
-            import_images(files, installed(), one, [archive])
+        lifecycle.load_images(self._ours("load_image"), installed(), [archive])
 
     def claim(self, namespace: str, name: str, folder: Path) -> None:
         """Nothing; the namespace has a read-only claim of that name on a folder that every node sees at its path."""

@@ -62,9 +62,15 @@ def up(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
         _join(files, programs, api, missing)
         if started is not None:
             control_plane.wait_for_accounts(api, started)
-        for one in NODES:
-            import_images(files, programs, one, archives)
+        load_images(files, programs, archives)
         say(f"cluster {files.name} is up: {time.monotonic() - begin:.1f} s")
+
+
+def load_images(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
+    """Nothing; the archives' images are in every node, which is up."""
+    with _stage("images of all nodes"), ThreadPoolExecutor(len(NODES)) as pool:
+        for future in [pool.submit(import_images, files, programs, one, archives) for one in NODES]:
+            future.result()
 
 
 def _control_plane(files: ClusterFiles, programs: Programs, api: Api) -> Daemon | None:

@@ -69,10 +69,20 @@ def is_inside(netns: Path) -> bool:
 
 
 def leave(netns: Path) -> None:
-    """Nothing; the calling process goes back to the machine's network if it is in the namespace, where nothing can be fetched."""
-    if is_inside(netns):
-        with open("/proc/1/ns/net") as outside:
-            _enter(outside.fileno())
+    """Nothing; the calling process, if it is in the namespace, goes back to the network that it was started from.
+
+    Inside nothing can be fetched. The nearest ancestor outside tells where that was. Raises Failed where none is left.
+    """
+    if not is_inside(netns):
+        return
+    for pid in _ancestors():
+        home = Path(f"/proc/{pid}/ns/net")
+        with suppress(OSError):
+            if not os.path.samestat(home.stat(), netns.stat()):
+                with home.open() as outside:
+                    _enter(outside.fileno())
+                return
+    raise Failed("this works outside of the cluster's network only")
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -102,11 +112,12 @@ def _program(pid: int) -> str:
     return os.path.basename(first.decode(errors="replace"))
 
 
-def _ancestors() -> set[int]:
-    found = set()
+def _ancestors() -> list[int]:
+    """The pids of the calling process, its parent, and so on."""
+    found: list[int] = []
     pid = os.getpid()
     while pid > 0 and pid not in found:
-        found.add(pid)
+        found.append(pid)
         with suppress(OSError):
             stat = Path(f"/proc/{pid}/stat").read_text()
             pid = int(stat.rpartition(")")[2].split()[1])
