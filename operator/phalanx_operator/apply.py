@@ -52,6 +52,7 @@ class Hands:
     ) -> list[CreateGroup | DeleteGroup]:
         """The group actions that changed something. Raises: a KubeError at the first that fails; the rest is left for later."""
         done: list[CreateGroup | DeleteGroup] = []
+        await self._try_successor(actions, service, revision)
         for action in actions:
             match action:
                 case InitReplicas():
@@ -68,6 +69,16 @@ class Hands:
         """Writes `spec.replicas`, unless somebody wrote anything meanwhile (Conflict)."""
         patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": action.replicas}}
         await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch)
+
+    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, revision: str) -> None:
+        """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected."""
+        successor = next((action for action in actions if isinstance(action, CreateGroup)), None)
+        if successor and any(isinstance(action, DeleteGroup) for action in actions):
+            body = pods.group(service, successor.name, revision, self._images)
+            try:
+                await self._client.create(STATEFUL_SETS, body, dry_run=True)
+            except Conflict:
+                pass  # it is there already, so it was taken
 
     async def _create_group(self, action: CreateGroup, service: InferenceService, revision: str) -> bool:
         body = pods.group(service, action.name, revision, self._images)

@@ -49,9 +49,9 @@ class HttpKube:
         """See KubeClient."""
         return await self._json("GET", resource.path(namespace, name), accept=_PARTIAL if metadata_only else "application/json")
 
-    async def create(self, resource: Resource, body: Json) -> Json:
+    async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         """See KubeClient. Unknown fields are refused, for they come from the user's overlay."""
-        query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"}
+        query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:

@@ -65,8 +65,8 @@ class KubeClient(Protocol):
         """The object. Raises: Gone when there is none."""
         ...
 
-    async def create(self, resource: Resource, body: Json) -> Json:
-        """The object as made. Raises: Conflict when one of that name is there."""
+    async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+        """The object as made, or as it would be. Raises: Conflict when one of that name is there."""
         ...
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:

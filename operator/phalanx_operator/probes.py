@@ -1,6 +1,6 @@
 """The operator's own HTTP endpoint: /healthz, /readyz and /metrics.
 
-Healthy means that it works, not that it has a socket: the watches were heard lately, and no look at a service hangs.
+Healthy means that it works, not that it has a socket: the watches were heard lately. A look at a service ends by itself.
 """
 
 from collections.abc import Callable

@@ -40,12 +40,12 @@ class FakeKube:
         self._record("get", resource, name, write=False)
         return copy.deepcopy(self._there(resource, namespace, name))
 
-    async def create(self, resource: Resource, body: Json) -> Json:
+    async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         metadata = body["metadata"]
-        self._record("create", resource, metadata["name"])
+        self._record("try" if dry_run else "create", resource, metadata["name"], write=not dry_run)
         if (resource.plural, metadata["namespace"], metadata["name"]) in self.objects:
             raise Conflict(f"{metadata['name']} exists")
-        return self.put(resource, body)
+        return body if dry_run else self.put(resource, body)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
         metadata = body["metadata"]

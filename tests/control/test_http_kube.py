@@ -62,6 +62,7 @@ async def test_each_call_asks_what_the_api_server_expects(served: Served) -> Non
     server, kube = served
     await kube.get(DEPLOYMENTS, "ns", "n")
     await kube.create(DEPLOYMENTS, BODY)
+    await kube.create(DEPLOYMENTS, BODY, dry_run=True)
     await kube.apply(SERVICES_OF_OURS, BODY, subresource="status")
     await kube.merge(SERVICES_OF_OURS, "ns", "n", {"spec": {}})
     await kube.replace(DEPLOYMENTS, BODY)
@@ -72,6 +73,7 @@ async def test_each_call_asks_what_the_api_server_expects(served: Served) -> Non
     assert [request[:4] for request in server.requests] == [
         ("GET", f"{group}/n", {}, "application/json"),
         ("POST", group, manager | {"fieldValidation": "Strict"}, "application/json"),
+        ("POST", group, manager | {"fieldValidation": "Strict", "dryRun": "All"}, "application/json"),
         ("PATCH", f"{ours}/status", manager | {"force": "true"}, "application/apply-patch+yaml"),
         ("PATCH", ours, manager, "application/merge-patch+json"),
         ("PUT", f"{group}/n", {}, "application/json"),

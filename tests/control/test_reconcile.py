@@ -301,6 +301,25 @@ async def test_a_group_that_the_api_server_refuses_is_said_in_its_words() -> Non
     assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
 
 
+async def test_no_group_is_given_up_for_a_successor_that_the_api_server_refuses() -> None:
+    class Strict(FakeKube):
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if "tolerance" in body.get("spec", {}).get("template", {}).get("spec", {}):
+                raise Rejected("unknown field")
+            return await super().create(resource, body, dry_run=dry_run)
+
+    world = World(Strict(), replicas=1)
+    await world.settle()
+    groups = world.kube.of(STATEFUL_SETS)
+    await world.change(podTemplate={"spec": {"tolerance": 5}})
+    with pytest.raises(Rejected):
+        await world.look()
+    assert world.kube.of(STATEFUL_SETS) == groups
+    assert not any("deletionTimestamp" in group["metadata"] for group in groups.values())
+    available = find_condition(world.status.conditions, "Available")
+    assert available and available.status == "True"
+
+
 @pytest.mark.parametrize("error", [Retry("busy"), Conflict("changed")])
 async def test_a_failed_call_leaves_the_rest_for_later(error: KubeError) -> None:
     world = World()
@@ -320,10 +339,10 @@ async def test_events_tell_transitions_once() -> None:
 
 async def test_an_event_that_is_not_taken_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class NoEvents(FakeKube):
-        async def create(self, resource: Resource, body: Json) -> Json:
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             if resource is EVENTS:
                 raise Retry("no room")
-            return await super().create(resource, body)
+            return await super().create(resource, body, dry_run=dry_run)
 
     world = World(NoEvents(), replicas=1)
     with caplog.at_level(logging.WARNING):
