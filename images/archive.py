@@ -84,8 +84,8 @@ def check_name(name: str) -> None:
         raise ValueError(f"image name {name!r}: expected HOST/NAME:TAG, such as localhost/web:1")
 
 
-def write_archive(out: Path, images: Sequence[Image]) -> None:
-    """Nothing; writes one archive that holds all the images, each layer once."""
+def write_archive(out: Path, images: Sequence[Image], known: Collection[Layer] = ()) -> None:
+    """Nothing; writes one archive that holds all the images, each layer once, but for those that the reader is known to have."""
     small: dict[str, bytes] = {}
 
     def put(document: object, media_type: str) -> dict[str, object]:
@@ -106,7 +106,7 @@ def write_archive(out: Path, images: Sequence[Image]) -> None:
         names = {"io.containerd.image.name": image.name, "org.opencontainers.image.ref.name": image.name.rpartition(":")[2]}
         entries.append({**put(manifest, MANIFEST_TYPE), "platform": _platform(), "annotations": names})
     index = {"schemaVersion": 2, "manifests": entries}
-    layers = {layer.sha256: layer for image in images for layer in image.layers}
+    layers = {layer.sha256: layer for image in images for layer in image.layers if layer not in known}
 
     part = out.with_name(out.name + ".part")
     with tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as tar:

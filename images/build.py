@@ -3,15 +3,16 @@
     python3 -m images.build base FOLDER
     python3 -m images.build requirements PROGRAM BASE FOLDER
     python3 -m images.build packages PROGRAM BASE FOLDER
-    python3 -m images.build archive
+    python3 -m images.build archive FILE
 
-The first three fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one prints
-the path of an archive with all three images for the test cluster, made anew only where its content changes.
+The first three fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one writes
+an OCI archive of all three images as the test cluster has them: the runtime's without torch.
 """
 
 import ast
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from images import steps
@@ -23,7 +24,7 @@ from tools.errors import Failed, Missing
 from tools.shell import output, say
 
 PREFIX = "localhost"
-KEPT_ARCHIVES = 3
+KEPT_ARCHIVES = 5
 SITE_PACKAGES_IMPORTS = (
     *("torch", "torch.distributed", "torch.nn.functional", "torch.utils.cpp_extension", "safetensors.torch", "numpy", "gguf"),
     *("zmq", "msgspec", "tokenizers", "jinja2", "fastapi", "uvicorn", "uvicorn.protocols.http.httptools_impl", "httpx"),
@@ -75,31 +76,61 @@ def _packages_layer(on: Path, program: Program, folder: Path) -> Layer:
     return layer
 
 
-def archive() -> Path:
-    """The archive of the test cluster's images. Its folder is named by everything that went in; old ones are removed."""
+def _image(program: Program, *layers: Layer) -> Image:
+    name, user = image_name(PREFIX, program.name), f"{USER}:{USER}"
+    return Image(name, layers, entrypoint=(program.entrypoint,), env=ENV, user=user)
+
+
+def _stable_layers(on: Path) -> dict[str, tuple[Layer, ...]]:
+    """The layers of each program's image below our packages."""
+    first = read_layer(on / "base.layer")
+    return {name: (first, _requirements_layer(on, pins)) for name, pins in TEST_REQUIREMENTS.items()}
+
+
+def archives() -> list[Path]:
+    """The archives of the test cluster's images, to be loaded in this order: what seldom changes, then the programs.
+
+    The second holds our packages alone, on layers of the first, so that a changed line is in the cluster within seconds.
+    Their folders are named by everything that went in.
+    """
     on = base()
     sources = sorted({steps.ROOT / package for program in PROGRAMS.values() for package in program.packages})
     pins = [(steps.ROOT / name).read_bytes() for name in sorted(set(TEST_REQUIREMENTS.values()))]
     project = (steps.ROOT / "pyproject.toml").read_bytes()
 
+    def make_stable(folder: Path) -> None:
+        stable = _stable_layers(on)
+        images = [Image(f"{PREFIX}/phalanx-layers-{name}:dev", layers) for name, layers in stable.items()]
+        write_archive(folder / "layers.tar", images)
+
     def make(folder: Path) -> None:
-        images = []
-        for program in PROGRAMS.values():
-            requirements = _requirements_layer(on, TEST_REQUIREMENTS[program.name])
-            layers = (read_layer(on / "base.layer"), requirements, _packages_layer(on, program, folder))
-            name, user = image_name(PREFIX, program.name), f"{USER}:{USER}"
-            images.append(Image(name, layers, entrypoint=(program.entrypoint,), env=ENV, user=user))
-        write_archive(folder / "phalanx.tar", images)
+        stable = _stable_layers(on)
+        images = [_image(x, *stable[x.name], _packages_layer(on, x, folder)) for x in PROGRAMS.values()]
+        write_archive(folder / "phalanx.tar", images, {layer for layers in stable.values() for layer in layers})
         for layer in folder.glob("*.layer"):
             layer.unlink()
 
+    below = finished(cache_root() / f"image-layers-{key_of(on.name, *pins)}", make_stable)
     kept = cache_root() / "images"
-    found = finished(kept / key_of(on.name, key_of_folder(*sources), project, *pins), make)
-    old = sorted((x for x in kept.iterdir() if x.is_dir() and x.name[0] != "."), key=lambda x: x.stat().st_mtime)
-    for folder in old[:-KEPT_ARCHIVES]:
+    found = finished(kept / key_of(below.name, key_of_folder(*sources), project), make)
+    _keep_newest(kept, found)
+    return [below / "layers.tar", found / "phalanx.tar"]
+
+
+def _keep_newest(kept: Path, found: Path) -> None:
+    folders = sorted((x for x in kept.iterdir() if x.is_dir() and not x.name.startswith(".")), key=lambda x: x.stat().st_mtime)
+    for folder in folders[:-KEPT_ARCHIVES]:
         if folder != found:
             shutil.rmtree(folder, ignore_errors=True)
-    return found / "phalanx.tar"
+
+
+def write_full_archive(out: Path) -> None:
+    """Nothing; writes one archive with the test cluster's images whole, for `kind load image-archive` and its like."""
+    on = base()
+    stable = _stable_layers(on)
+    with tempfile.TemporaryDirectory() as folder:
+        images = [_image(x, *stable[x.name], _packages_layer(on, x, Path(folder))) for x in PROGRAMS.values()]
+        write_archive(out, images)
 
 
 def site_packages() -> Path:
@@ -129,8 +160,8 @@ def main(words: list[str]) -> int:
             steps.fill_requirements(Path(on), PROGRAMS[name].requirements, Path(folder))
         case ["packages", name, on, folder] if name in PROGRAMS:
             steps.fill_packages(Path(on), PROGRAMS[name], Path(folder))
-        case ["archive"]:
-            print(archive())
+        case ["archive", out]:
+            write_full_archive(Path(out))
         case _:
             say(__doc__ or "")
             return 2

@@ -35,20 +35,19 @@ def _up(files: ClusterFiles, words: list[str]) -> Programs:
         raise Failed(f"up: unknown argument {' '.join(words)}: expected --images or nothing")
     machine.check()
     programs = installed()
-    ours = [_built()] if words else []
+    ours = _built() if words else []
     lifecycle.up(files, programs, [programs.images, *ours])
     return programs
 
 
-def _built() -> Path:
-    """The archive of our images; torch for them lies ready too, for nothing can be fetched in the cluster's network."""
+def _built() -> list[Path]:
+    """The archives of our images; torch for them lies ready too, for nothing can be fetched in the cluster's network."""
     build.site_packages()
-    return build.archive()
+    return build.archives()
 
 
 def _images(files: ClusterFiles) -> int:
-    archive = _built()
-    lifecycle.load_images(files, installed(), [archive])
+    lifecycle.load_images(files, installed(), _built())
     return 0
 
 
