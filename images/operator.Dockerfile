@@ -1,0 +1,26 @@
+# The operator: one Deployment in phalanx-system. Build at the root of the checkout:
+#   docker build -f images/operator.Dockerfile -t REGISTRY/phalanx-operator:dev .
+# The steps are those of images/build.py, which fills the test cluster's archives too; what they lay where is in images/layout.py.
+FROM debian:12-slim AS build
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv
+WORKDIR /src
+COPY tools tools
+COPY images images
+COPY pyproject.toml ./
+COPY requirements/operator.txt requirements/operator.txt
+RUN python3 -m images.build base /layers/base
+RUN python3 -m images.build requirements operator /layers/base /layers/requirements
+COPY crds/phalanx_api crds/phalanx_api
+COPY operator/phalanx_operator operator/phalanx_operator
+RUN python3 -m images.build packages operator /layers/base /layers/packages
+
+# Nothing but Python, its libraries and our packages: no shell, no package manager.
+FROM scratch
+COPY --from=build /layers/base /
+COPY --from=build /layers/requirements /
+COPY --from=build /layers/packages /
+ENV HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
+USER 65532:65532
+WORKDIR /
+EXPOSE 8080
+ENTRYPOINT ["/usr/local/bin/phalanx-operator"]

@@ -1,0 +1,168 @@
+"""The Dockerfiles say what the layout says, and archives are whole, small and always the same."""
+
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from images import archive, layout
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = [pytest.param(program, id=program.name) for program in layout.PROGRAMS.values()]
+
+
+def stages(program: layout.Program) -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage of a program's Dockerfile; the last stage is called final."""
+    text = (ROOT / f"images/{program.name}.Dockerfile").read_text()
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            current = found.setdefault(rest.partition(" AS ")[2] or "final", [])
+        current.append((word, rest))
+    return found
+
+
+def values(instructions: list[tuple[str, str]], word: str) -> list[str]:
+    return [rest for found, rest in instructions if found == word]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_container_runs_the_program_of_the_layout_without_a_shell_or_root(program: layout.Program) -> None:
+    final = stages(program)["final"]
+    assert values(final, "FROM") == ["scratch"]
+    assert json.loads(values(final, "ENTRYPOINT")[0]) == [program.entrypoint]
+    assert values(final, "USER") == [f"{layout.USER}:{layout.USER}"]
+    assert dict(pair.split("=", 1) for pair in values(final, "ENV")[0].split()) == layout.ENV
+    assert values(final, "EXPOSE")[0].split() == [str(port) for port in program.ports]
+    assert values(final, "RUN") == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_layers_are_filled_by_the_steps_that_fill_the_archives(program: layout.Program) -> None:
+    build, final = stages(program)["build"], stages(program)["final"]
+    layers = [f"/layers/{name}" for name in ("base", "requirements", "packages")]
+    assert [line for line in values(build, "RUN") if "images.build" in line] == [
+        f"python3 -m images.build base {layers[0]}",
+        f"python3 -m images.build requirements {program.name} {layers[0]} {layers[1]}",
+        f"python3 -m images.build packages {program.name} {layers[0]} {layers[2]}",
+    ]
+    assert values(final, "COPY") == [f"--from=build {layer} /" for layer in layers]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_build_has_every_file_it_asks_for_and_all_of_them_exist(program: layout.Program) -> None:
+    copied = [line.split()[0] for line in values(stages(program)["build"], "COPY")]
+    assert copied == ["tools", "images", "pyproject.toml", program.requirements, *program.packages]
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_console_command_is_that_of_the_distribution(program: layout.Program) -> None:
+    scripts = (ROOT / "pyproject.toml").read_text()
+    assert f'{program.command} = "{program.module}.__main__:main"' in scripts
+    assert any(package.endswith(f"/{program.module}") for package in program.packages)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_imports_only_packages_that_its_image_holds(program: layout.Program) -> None:
+    held = {Path(package).name for package in program.packages}
+    imported = set()
+    for package in program.packages:
+        for path in (ROOT / package).rglob("*.py"):
+            imported |= set(re.findall(r"^\s*(?:from|import) (phalanx_\w+)", path.read_text(), re.MULTILINE))
+    assert imported <= held
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder with a file, a program, a link and a folder of somebody's."""
+    root = tmp_path / "root"
+    (root / "var/cache").mkdir(parents=True)
+    (root / "hello").write_text("hello")
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("hello")
+    return root
+
+
+def members(path: Path) -> Iterator[tarfile.TarInfo]:
+    with tarfile.open(path) as tar:
+        yield from tar
+
+
+def test_a_layer_keeps_modes_links_and_the_chosen_owner_and_no_times(tree: Path, tmp_path: Path) -> None:
+    layer = archive.write_layer(tree, tmp_path / "layer", owner=7, owned={"var/cache"})
+    found = {x.name: x for x in members(layer.path)}
+    assert list(found) == sorted(found)
+    assert (found["run.sh"].mode & 0o777, found["link"].linkname) == (0o755, "hello")
+    assert {name: x.uid for name, x in found.items() if x.uid} == {"var/cache": 7}
+    assert {x.mtime for x in found.values()} == {0}
+    assert layer.sha256 == hashlib.sha256(layer.path.read_bytes()).hexdigest()
+
+
+def test_the_same_tree_gives_the_same_bytes(tree: Path, tmp_path: Path) -> None:
+    def write(name: str) -> bytes:
+        layer = archive.write_layer(tree, tmp_path / f"{name}.layer")
+        out = tmp_path / name
+        archive.write_archive(
+            out, [archive.Image("localhost/a:1", (layer,), entrypoint=("/run.sh",), env={"A": "b"}, user="1:1")]
+        )
+        return out.read_bytes()
+
+    first = write("first")
+    (tree / "hello").touch()
+    assert write("second") == first
+
+
+def blobs(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        found = {x.name: tar.extractfile(x) for x in tar if x.isfile()}
+        return {name: content.read() for name, content in found.items() if content is not None}
+
+
+def test_every_blob_of_an_archive_is_there_once_under_its_digest(tree: Path, tmp_path: Path) -> None:
+    layer = archive.write_layer(tree, tmp_path / "layer")
+    images = [archive.Image(f"localhost/{name}:1", (layer,), command=(name,), user="65532:65532") for name in "ab"]
+    archive.write_archive(tmp_path / "out.tar", images)
+    found = blobs(tmp_path / "out.tar")
+    for name, content in found.items():
+        if name.startswith("blobs/"):
+            assert name == f"blobs/sha256/{hashlib.sha256(content).hexdigest()}"
+    index = json.loads(found["index.json"])
+    assert [x["annotations"]["io.containerd.image.name"] for x in index["manifests"]] == ["localhost/a:1", "localhost/b:1"]
+    for entry in index["manifests"]:
+        manifest = json.loads(found["blobs/" + entry["digest"].replace(":", "/")])
+        config = json.loads(found["blobs/" + manifest["config"]["digest"].replace(":", "/")])
+        assert config["rootfs"]["diff_ids"] == [x["digest"] for x in manifest["layers"]]
+        assert config["config"]["User"] == "65532:65532"
+    assert len(found) == 2 + 2 * 2 + 1
+
+
+def test_layers_that_the_reader_has_are_left_out(tree: Path, tmp_path: Path) -> None:
+    layer = archive.write_layer(tree, tmp_path / "layer")
+    archive.write_archive(tmp_path / "out.tar", [archive.Image("localhost/a:1", (layer,))], known=[layer])
+    assert f"blobs/sha256/{layer.sha256}" not in blobs(tmp_path / "out.tar")
+
+
+@pytest.mark.parametrize("name", ["web:1", "library/web:1", "localhost/web"])
+def test_a_name_that_means_the_public_hub_or_has_no_tag_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected HOST/NAME:TAG"):
+        archive.write_archive(tmp_path / "out.tar", [archive.Image(name, ())])
+
+
+def test_an_interrupted_archive_leaves_no_file_of_its_name(tmp_path: Path) -> None:
+    gone = archive.Layer(tmp_path / "gone", "0" * 64, 1)
+    with pytest.raises(FileNotFoundError):
+        archive.write_archive(tmp_path / "out.tar", [archive.Image("localhost/a:1", (gone,))])
+    assert not (tmp_path / "out.tar").exists()
+
+
+def test_image_names_follow_the_prefix() -> None:
+    assert layout.image_name("registry.example/team", "router") == "registry.example/team/phalanx-router:dev"
