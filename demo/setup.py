@@ -1,0 +1,99 @@
+"""`make demo`: sets everything up, then runs `demo.show` where the cluster's addresses are reachable. Standard library only."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cluster import access
+from tests.cluster.__main__ import main as cluster_command
+from tools.cache import cache_root
+from tools.errors import Failed, Missing
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMESPACE = "demo"
+MODEL = "SmolLM2-135M-Instruct"
+HUB_MODEL = f"hf://HuggingFaceTB/{MODEL}"
+
+
+def say(line: str) -> None:
+    """One line of progress."""
+    print(f"== {line}", flush=True)
+
+
+def environment() -> Path:
+    """The folder of the development environment, made if it is not there."""
+    done = subprocess.run([sys.executable, "tools/bootstrap.py", "dev"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise Failed("the Python environment could not be made (see above)")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def reach() -> tuple[access.Cluster, str, str]:
+    """The cluster, the words to reach kubectl, and how to stop."""
+    if os.environ.get("CLUSTER") == "current":
+        return access.current(), "kubectl", f"kubectl delete namespace {NAMESPACE}; kubectl delete -k manifests/base"
+    status = cluster_command(["up", "--images"])
+    if status:
+        raise SystemExit(status)
+    return access.ours(), "python3 -m tests.cluster kubectl", "make cluster-down"
+
+
+def install(cluster: access.Cluster) -> None:
+    """The operator, and the demo's namespace, which enforces the restricted Pod Security Standard."""
+    overlay = cluster.kubectl("kustomize", str(ROOT / "manifests" / "overlays" / "test"))
+    cluster.kubectl("apply", "-f", "-", stdin=overlay.replace("localhost/phalanx-", f"{cluster.image_prefix}/phalanx-"))
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(namespace))
+    cluster.claim_site_packages(NAMESPACE)
+
+
+def manifest(cluster: access.Cluster, venv: Path, folder: Path) -> Path:
+    """The service of `demo/service.yaml` as it runs in this cluster."""
+    text = cluster.run(
+        *(str(venv / "bin" / "python"), "-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(sys.stdin)))"),
+        stdin=(ROOT / "demo" / "service.yaml").read_text(),
+    )
+    service = cluster.with_site_packages(json.loads(text))
+    if cluster.site_packages is None:  # another machine's cluster: no folder of ours is there
+        service["spec"]["model"]["uri"] = os.environ.get("MODEL", HUB_MODEL)
+    path = folder / "demo-service.json"
+    path.write_text(json.dumps(service))
+    return path
+
+
+def main() -> int:
+    """Exit status of the demo."""
+    began = time.monotonic()
+    say("environment, cluster, images (the first run builds Kubernetes: 10 to 30 minutes)")
+    venv = environment()
+    cluster, kubectl, stop = reach()
+    say("operator and namespace")
+    install(cluster)
+    if cluster.site_packages is not None:
+        models = subprocess.run(
+            [str(venv / "bin" / "python"), "-m", "tests.cluster.real_model"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        cluster.claim(NAMESPACE, "models", Path(models.stdout.strip()))
+    service = manifest(cluster, venv, cache_root())
+    say(f"set up after {time.monotonic() - began:.0f} s")
+    show = cluster.command(str(venv / "bin" / "python"), "-m", "demo.show", NAMESPACE, kubectl, stop, str(service))
+    status = subprocess.run(show, cwd=ROOT, env=cluster.environment(), check=False).returncode
+    say(f"{time.monotonic() - began:.0f} s in all")
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Missing as missing:
+        sys.exit(f"missing: {missing}")
+    except Failed as failed:
+        sys.exit(str(failed))
