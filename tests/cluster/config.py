@@ -89,8 +89,8 @@ class ClusterFiles:
 
     @property
     def made_folders(self) -> Path:
-        """The list of mount points that had to be made on the machine, to be removed again."""
-        return self.root / "made-folders"
+        """The list of mount points that had to be made on the machine, shared by all clusters; the last one down removes them."""
+        return self.root.parent / "made-folders"
 
     def netns(self, node: Node) -> Path:
         """The file on which the node's network namespace is mounted."""

@@ -102,11 +102,23 @@ def _join(files: ClusterFiles, programs: Programs, api: Api, missing: list[Node]
 
 def _make_folders(files: ClusterFiles) -> None:
     """Mount points that the nodes need and the machine lacks. Noted before they are made: an interrupted run leaves none."""
-    for folder in map(Path, PRIVATE_FOLDERS):
-        absent = [x for x in (folder, *folder.parents) if not x.exists()]
-        with files.made_folders.open("a") as notes:
-            notes.writelines(f"{x}\n" for x in absent)
-        folder.mkdir(parents=True, exist_ok=True)
+    with locked(files.made_folders.with_name("made-folders.lock")):
+        for folder in map(Path, PRIVATE_FOLDERS):
+            absent = [x for x in (folder, *folder.parents) if not x.exists()]
+            with files.made_folders.open("a") as notes:
+                notes.writelines(f"{x}\n" for x in absent)
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def _remove_folders(files: ClusterFiles) -> None:
+    """Removing a folder would unmount what another cluster has there, in its own namespaces, so the last one down does it."""
+    with locked(files.made_folders.with_name("made-folders.lock")):
+        if mounts_below(files.root.parent) or not files.made_folders.exists():
+            return
+        for made in files.made_folders.read_text().splitlines():
+            if os.path.isdir(made) and not os.listdir(made):
+                os.rmdir(made)
+        files.made_folders.unlink()
 
 
 def down(files: ClusterFiles) -> None:
@@ -127,11 +139,7 @@ def _down(files: ClusterFiles) -> None:
     control_plane.forget(files)
     for one in NODES:
         shutil.rmtree(files.node(one), ignore_errors=True)
-    if files.made_folders.exists():
-        for made in files.made_folders.read_text().splitlines():
-            if os.path.isdir(made) and not os.listdir(made):
-                os.rmdir(made)
-        files.made_folders.unlink()
+    _remove_folders(files)
 
 
 def _end_processes(files: ClusterFiles) -> None:
@@ -162,7 +170,6 @@ def left(files: ClusterFiles) -> list[str]:
     paths = [
         *files.etcd_folders(),
         files.run,
-        files.made_folders,
         *(files.node(x) for x in NODES),
         *(files.netns(x) for x in NODES),
     ]
