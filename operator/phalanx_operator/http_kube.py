@@ -18,7 +18,7 @@ PAGE = 500
 REQUEST_TIMEOUT_S = 30
 WATCH_S = 300
 """How long the API server keeps a watch before it ends it; then the next one goes on from the last version."""
-SILENCE_S = 70
+SILENCE_S = 150
 """Bookmarks come each minute: a watch that is silent for longer is dead, whatever its socket says."""
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"

@@ -18,6 +18,9 @@ SPREAD = {
     "matchLabelKeys": ["phalanx.dev/group"],
 }
 
+ONE_THREAD = {"requests": {"cpu": "100m"}, "limits": {"cpu": "1"}}
+"""Several ranks share two cores: each has one thread, because its limit says so."""
+
 
 def manifest(name: str, *, model: str, replicas: int, tensor: int = 2, **spec: Any) -> dict[str, Any]:
     """An InferenceService with one GPU a pod and the pods of a group on different nodes."""
@@ -31,7 +34,12 @@ def manifest(name: str, *, model: str, replicas: int, tensor: int = 2, **spec: A
             "replicas": replicas,
             "parallelism": {"tensor": tensor, "gpusPerPod": 1},
             "engine": {"dtype": "float32", "maxModelLen": 2048},
-            "podTemplate": {"spec": {"topologySpreadConstraints": [{**SPREAD, "labelSelector": selector}]}},
+            "podTemplate": {
+                "spec": {
+                    "topologySpreadConstraints": [{**SPREAD, "labelSelector": selector}],
+                    "containers": [{"name": "runtime", "resources": ONE_THREAD}],
+                }
+            },
             **spec,
         },
     }
@@ -80,7 +88,7 @@ async def stream(
             for choice in event["choices"]:
                 answer.text += choice["text"]
                 answer.finish = choice["finish_reason"] or answer.finish
-            answer.usage = (event.get("usage") or {}).get("completion_chunks", answer.usage)
+            answer.usage = (event.get("usage") or {}).get("completion_tokens", answer.usage)
             answer.chunks += 1
             if on_chunk:
                 on_chunk(answer.chunks)

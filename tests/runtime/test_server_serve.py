@@ -93,7 +93,7 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
-async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_turns_requests_and_routers_away(tmp_path: Path) -> None:
+async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_so(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder), "hang") as running:
         assert (await running.get("/healthz")).status_code == 200
@@ -103,9 +103,14 @@ async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_turns_requests
         body = {"model": "tiny", "prompt": "hello"}
         answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
-        with pytest.raises(websockets.InvalidStatus) as caught:
-            await websockets.connect(f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}")
-        assert caught.value.response.status_code == 503
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            frames = [wire.decode_from_leader(bytes(await link.recv(decode=False))) for _ in range(2)]
+        assert isinstance(frames[0], wire.Welcome)
+        assert frames[0].assets_hash == ""
+        assert isinstance(frames[1], wire.State)
+        assert not frames[1].serving
 
 
 async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:

@@ -9,13 +9,10 @@ from typing import Protocol
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from phalanx_api import wire
 from phalanx_frontend.app import Lifespan, create_app, create_health_app
-from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.link import LinkDoor, LinkSettings
@@ -42,7 +39,7 @@ def make_leader_app(
     """The OpenAI door over the local engine, and the link when there is a token to prove."""
     app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan)
     if link is not None:
-        app.router.routes.append(_link_route(LinkDoor(client, link), client))
+        app.router.routes.append(LinkDoor(client, link).route())
     return app
 
 
@@ -94,17 +91,3 @@ def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], 
             ended()
 
     return lifespan
-
-
-def _link_route(door: LinkDoor, client: EngineClient) -> WebSocketRoute:
-    """The link's route. Until the model was loaded once there is nothing to welcome a router with: it is told to come again."""
-
-    async def serve(websocket: WebSocket) -> None:
-        try:
-            client.assets()
-        except BackendError as error:
-            await websocket.send_denial_response(PlainTextResponse(f"{error.message}\n", 503))
-            return
-        await door.serve(websocket)
-
-    return WebSocketRoute(wire.LINK_PATH, serve)
