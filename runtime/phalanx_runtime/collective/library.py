@@ -4,11 +4,11 @@ Plans still travel over our own exchange, because a rank that waits for one must
 """
 
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore, Work
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
@@ -17,11 +17,23 @@ TIMEOUT = timedelta(minutes=5)
 """Longest operation. Only tensors within a step move here, so a longer one is a lost peer."""
 
 
-class LibraryCollective:
-    """`Collective` whose tensors go through a torch.distributed group and whose messages go through `messages`."""
+class Backend(Protocol):
+    """What we use of a torch.distributed backend; torch's own stubs leave it out."""
 
-    def __init__(self, group: "dist.ProcessGroup", messages: Collective) -> None:
-        self._group = group
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        """Sums in place."""
+        ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        """Fills one output per rank."""
+        ...
+
+
+class LibraryCollective:
+    """`Collective` whose tensors go through a torch.distributed backend and whose messages go through `messages`."""
+
+    def __init__(self, backend: Backend, messages: Collective) -> None:
+        self._backend = backend
         self._messages = messages
 
     @property
@@ -36,27 +48,19 @@ class LibraryCollective:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        try:
-            dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:
-            raise PeerLost(f"all_reduce failed: {error}") from error
+        self._finish(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """The ranks' tensors joined along `dim` in rank order. The library wants equal sizes: shorter ones are padded."""
         axis = dim % tensor.dim()
-        try:
-            sizes = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([tensor.shape[axis]], device=tensor.device), group=self._group)
-            lengths = [int(size) for size in sizes]
-            shape = list(tensor.shape)
-            shape[axis] = max(lengths)
-            padded = tensor.new_zeros(shape)
-            padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
-            parts = [torch.empty_like(padded) for _ in lengths]
-            dist.all_gather(parts, padded, group=self._group)
-        except RuntimeError as error:
-            raise PeerLost(f"all_gather failed: {error}") from error
+        sizes = self._gather_equal(torch.tensor([tensor.shape[axis]], device=tensor.device))
+        lengths = [int(size) for size in sizes]
+        shape = list(tensor.shape)
+        shape[axis] = max(lengths)
+        padded = tensor.new_zeros(shape)
+        padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+        parts = self._gather_equal(padded)
         return torch.cat([part.narrow(axis, 0, length) for part, length in zip(parts, lengths, strict=True)], axis)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
@@ -69,22 +73,37 @@ class LibraryCollective:
         return self._messages.broadcast(message)
 
     def close(self) -> None:
-        """Ends the library's group and our own exchange."""
-        dist.destroy_process_group(self._group)
+        """Ends our own exchange; the library's connections go with the object."""
         self._messages.close()
 
+    def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._finish(self._backend.allgather([parts], [tensor]))
+        return parts
 
-def join_library(backend: str, messages: Collective, host: str) -> LibraryCollective:
+    @staticmethod
+    def _finish(work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"a collective operation failed: {error}") from error
+
+
+def join_library(name: str, messages: Collective, host: str) -> LibraryCollective:
     """A gloo or nccl group of the ranks that `messages` joins. `host` is where rank 0 is reached; it picks a free port there."""
-    first = messages.rank == 0
-    if first:
+    if messages.rank == 0:
         store = TCPStore(host, 0, messages.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         messages.broadcast(str(store.port).encode())
     else:
         port = int(messages.broadcast(None))
         store = TCPStore(host, port, messages.world_size, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=messages.rank, world_size=messages.world_size, timeout=TIMEOUT)
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError(f"{backend} made no process group")
-    return LibraryCollective(group, messages)
+    return LibraryCollective(_backend(name, store, messages), messages)
+
+
+def _backend(name: str, store: TCPStore, messages: Collective) -> Backend:
+    if name == "gloo":
+        return cast(Backend, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
+    # Only builds for CUDA have it.
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    return cast(Backend, ProcessGroupNCCL(store, messages.rank, messages.world_size, ProcessGroupNCCL.Options()))

@@ -87,10 +87,11 @@ class SharedMemory:
         self._me = self._index[pod.rank]
         self._memory, pids = _join(pod, self._layout, self._me, time.monotonic() + timeout_s)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._alive = {rank: os.pidfd_open(pid) for rank, pid in zip(pod.ranks, pids, strict=True) if rank != pod.rank}
+        self._alive: dict[int, int] = {}
         self._poll = select.poll()
-        for descriptor in self._alive.values():
-            self._poll.register(descriptor, select.POLLIN)
+        for rank, pid in zip(pod.ranks, pids, strict=True):
+            if rank != pod.rank:
+                self.watch(rank, pid)
         size = self._layout.size
         self._posted = [[self._word(w, c, None) for c in (ALL, ROOT)] for w in range(size)]
         self._read = [[[self._word(w, c, r) for r in range(size)] for c in (ALL, ROOT)] for w in range(size)]
@@ -139,6 +140,17 @@ class SharedMemory:
         for descriptor in self._alive.values():
             os.close(descriptor)
         self._alive.clear()
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Takes this process for the peer: when it ends, the peer is lost."""
+        if rank in self._alive:
+            self._poll.unregister(self._alive[rank])
+            os.close(self._alive[rank])
+        try:
+            self._alive[rank] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise PeerLost(f"rank {rank} of this pod has ended") from None
+        self._poll.register(self._alive[rank], select.POLLIN)
 
     def check_alive(self) -> None:
         """Raises PeerLost if a rank of this pod has ended. A zombie has ended."""

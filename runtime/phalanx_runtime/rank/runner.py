@@ -1,7 +1,5 @@
 """Steps on all ranks: rank 0 sends the plan, every rank computes its part, rank 0 collects the scores and draws."""
 
-from collections.abc import Callable
-
 import msgspec
 import torch
 
@@ -42,10 +40,14 @@ class ModelRunner:
             return StepResult(plan.step, [])
         return StepResult(plan.step, draw(logits, [self._draw(plan, request, index) for request, index in plan.draws]))
 
-    def follow(self, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Obeys rank 0, step after step, sleeping between them, until `has_ended`. Raises PeerLost when rank 0 is gone."""
-        while not has_ended():
-            self._compute(_decode_plan(self._collective.broadcast(None)))
+    def follow(self) -> None:
+        """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
+        while message := self._collective.broadcast(None):
+            self._compute(_decode_plan(message))
+
+    def dismiss(self) -> None:
+        """Ends `follow` on the other ranks. Only on rank 0."""
+        self._collective.broadcast(b"")
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:

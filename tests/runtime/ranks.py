@@ -1,0 +1,187 @@
+"""Groups of ranks as threads of one process, and a driver that turns prompts into step plans without an engine."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from phalanx_runtime.collective.connect import Place, connect, listen
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
+from phalanx_runtime.model.attention import Attention
+from phalanx_runtime.model.config import read_config
+from phalanx_runtime.model.linear import Kernels
+from phalanx_runtime.model.llama import Form, load
+from phalanx_runtime.rank.kv_cache import make_caches
+from phalanx_runtime.rank.rank import make_runner
+from phalanx_runtime.rank.runner import ModelRunner
+
+T = TypeVar("T")
+PLAIN = Kernels()
+PAGE_SIZE = 8
+JOIN_S = 20.0
+_names = count()
+
+
+def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Results of tasks that run side by side. The first exception is raised again here."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = tasks[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    if errors:
+        raise errors[0]
+    assert len(results) == len(tasks), "a rank did not end"
+    return [results[index] for index in range(len(tasks))]
+
+
+def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Place, socket.socket]]:
+    """Places of a group whose pods hold so many ranks each, all on this machine, with the sockets they listen on."""
+    world_size = sum(pods)
+    listeners = [listen(0) for _ in range(world_size)]
+    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
+    places, first = [], 0
+    for size in pods:
+        name = f"test-{os.getpid()}-{next(_names)}"
+        for rank in range(first, first + size):
+            places.append(Place(rank, world_size, range(first, first + size), addresses, token, 1, name))
+        first += size
+    return list(zip(places, listeners, strict=True))
+
+
+def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
+    """What `work` gives on each rank of a group."""
+
+    def rank(place: Place, listener: socket.socket) -> T:
+        collective = connect(place, JOIN_S, listener)
+        listener.close()
+        try:
+            return work(collective)
+        finally:
+            collective.close()
+
+    return in_threads([partial(rank, place, listener) for place, listener in make_places(pods)])
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a test's model is computed."""
+
+    dtype: torch.dtype = torch.float32
+    kernels: Kernels = PLAIN
+    attention: Attention | None = None
+    num_pages: int = 64
+    device: str = "cpu"
+
+
+def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
+    """A runner over a small pool."""
+    device = torch.device(build.device)
+    config = read_config(folder)
+    model = load(folder, config, collective, Form(build.dtype, device, build.kernels, config.max_position), build.attention)
+    caches = make_caches(config, model.shard, build.num_pages, PAGE_SIZE, build.dtype, device)
+    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), collective, build.dtype, device)
+
+
+def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:
+    """What `work` gives on rank 0 while the others follow."""
+
+    def rank(collective: Collective) -> list[T]:
+        runner = make_model_runner(folder, collective, build)
+        if collective.rank:
+            runner.follow()
+            return []
+        try:
+            return [work(runner)]
+        finally:
+            if collective.world_size > 1:
+                runner.dismiss()
+
+    return with_group(pods, rank)[0][0]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the driver."""
+
+    prompt: list[int]
+    seed: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    delivered: tuple[int, ...] = ()
+
+
+class Driver:
+    """Turns requests into plans. Pages are dealt from the end of the pool, interleaved, so that no request's are adjacent."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._free = list(range(runner.pool.num_pages))
+        self.pages: dict[int, list[int]] = {}
+        self._step = 0
+
+    def generate(self, asked: Sequence[Asked], num_tokens: int, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
+        """Output tokens of each request. Prompts are computed `chunk` tokens a step; request i starts i * `lag` steps late."""
+        self._asked = list(asked)
+        self._tokens = [list(one.prompt) + list(one.delivered) for one in asked]
+        self._outputs = [list(one.delivered) for one in asked]
+        self._computed = [0] * len(asked)
+        for turn in count():
+            running = [i for i in range(len(asked)) if turn >= i * lag and len(self._outputs[i]) < num_tokens]
+            if running:
+                self._step_of(running, chunk)
+            elif all(len(output) >= num_tokens for output in self._outputs):
+                break
+        return self._outputs
+
+    def resume(self, num_tokens: int) -> list[list[int]]:
+        """Goes on with the requests of `generate` until each has so many tokens."""
+        while running := [i for i in range(len(self._asked)) if len(self._outputs[i]) < num_tokens]:
+            self._step_of(running, 1)
+        return self._outputs
+
+    def _step_of(self, running: list[int], chunk: int) -> None:
+        """Computes one step of these requests."""
+        starts = [self._computed[i] for i in running]
+        parts = [self._tokens[i][self._computed[i] : self._computed[i] + chunk] for i in running]
+        new = [self._admit(i) for i in running if self._computed[i] == 0]
+        for at, i in enumerate(running):
+            self._computed[i] += len(parts[at])
+        draws = [(at, len(self._outputs[i])) for at, i in enumerate(running) if self._computed[i] == len(self._tokens[i])]
+        pages = [self._more_pages(i) for i in running]
+        counts = [len(part) for part in parts]
+        plan = StepPlan(self._step, new, running, starts, counts, pages, [token for part in parts for token in part], draws)
+        self._step += 1
+        for (at, _), token in zip(draws, self._runner.run(plan).tokens, strict=True):
+            self._outputs[running[at]].append(token)
+            self._tokens[running[at]].append(token)
+
+    def _admit(self, row: int) -> NewRow:
+        self._free += self.pages.pop(row, [])
+        self.pages[row] = []
+        one = self._asked[row]
+        return NewRow(row, one.seed, one.temperature, one.top_p, one.top_k, 0.0)
+
+    def _more_pages(self, row: int) -> list[int]:
+        wanted = -(-self._computed[row] // PAGE_SIZE) - len(self.pages[row])
+        more = [self._free.pop() for _ in range(wanted)]
+        self.pages[row] += more
+        return more

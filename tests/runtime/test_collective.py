@@ -1,0 +1,231 @@
+"""Our own exchange gives what gloo gives, for ranks in one pod, in several, and mixed; and it knows its peers."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.connect import Place, connect
+from phalanx_runtime.collective.futex import has_futex
+from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.links import Links
+from phalanx_runtime.collective.own import OwnCollective
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES, Pod, SharedMemory
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.errors import PeerLost
+from tests.runtime.ranks import in_threads, make_places, with_group
+
+GROUPS = {"shm 2": [2], "tcp 2": [1, 1], "shm 3": [3], "tcp 3": [1, 1, 1], "mixed 3": [2, 1]}
+FRAGMENT = FRAGMENT_BYTES // 4
+SIZES = [1, 576, FRAGMENT, FRAGMENT + 1, 3 * FRAGMENT + 7]
+groups = pytest.mark.parametrize("pods", GROUPS.values(), ids=GROUPS.keys())
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers: sums are exact in every dtype and order."""
+    return ((torch.arange(size) * (rank + 3)) % 13).to(dtype)
+
+
+@groups
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_operations_equal_those_of_gloo(pods: list[int], dtype: torch.dtype) -> None:
+    def work(own: Collective) -> None:
+        gloo = join_library("gloo", own, "127.0.0.1")
+        for size in SIZES:
+            mine = values(own.rank, size, dtype)
+            assert torch.equal(own.all_reduce(mine.clone()), gloo.all_reduce(mine.clone()))
+        for equal, dim in ([3, 4], -1), ([2, 1, 5], 0), ([4, 70_001], -1):
+            shape = [size + own.rank if axis == dim % len(equal) else size for axis, size in enumerate(equal)]
+            mine = values(own.rank, torch.Size(shape).numel(), dtype).view(shape)
+            assert torch.equal(own.all_gather(mine, dim), gloo.all_gather(mine, dim))
+            ours, theirs = own.gather(mine, dim), gloo.gather(mine, dim)
+            assert (ours is None) == (theirs is None) == (own.rank > 0)
+            assert ours is None or theirs is None or torch.equal(ours, theirs)
+
+    with_group(pods, work)
+
+
+@groups
+def test_sums_have_the_same_bits_on_every_rank_and_run_in_rank_order(pods: list[int]) -> None:
+    parts = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(sum(pods))]
+    expected = parts[0] + parts[1]
+    for part in parts[2:]:
+        expected = expected + part
+    for total in with_group(pods, lambda group: group.all_reduce(parts[group.rank].clone())):
+        assert torch.equal(total, expected)
+
+
+@groups
+@pytest.mark.parametrize("size", [0, 1, FRAGMENT_BYTES, 2 * FRAGMENT_BYTES + 1])
+def test_every_rank_gets_the_bytes_of_rank_0(pods: list[int], size: int) -> None:
+    message = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    got = with_group(pods, lambda group: group.broadcast(message if group.rank == 0 else None))
+    assert all(each == message for each in got)
+
+
+@groups
+def test_a_group_goes_on_through_many_mixed_operations(pods: list[int]) -> None:
+    def work(group: Collective) -> list[float]:
+        totals = []
+        for turn in range(50):
+            group.broadcast(b"x" * turn if group.rank == 0 else None)
+            totals.append(float(group.all_reduce(torch.full((turn + 1,), float(group.rank + turn)))[0]))
+            group.gather(torch.ones(2, 2))
+        return totals
+
+    world = sum(pods)
+    expected = [float(sum(range(world)) + world * turn) for turn in range(50)]
+    assert with_group(pods, work) == [expected] * world
+
+
+def test_a_group_of_one_moves_nothing() -> None:
+    place, listener = make_places([1])[0]
+    group = connect(place, 1.0)
+    listener.close()
+    tensor = torch.ones(3)
+    assert isinstance(group, SoloCollective)
+    assert (group.rank, group.world_size) == (0, 1)
+    assert group.all_reduce(tensor) is group.all_gather(tensor) is group.gather(tensor) is tensor
+    assert group.broadcast(b"plan") == b"plan"
+    with pytest.raises(ValueError, match="rank 0"):
+        group.broadcast(None)
+    group.close()
+
+
+def test_rank_0_has_to_give_a_message() -> None:
+    with pytest.raises(ValueError, match="rank 0"):
+        OwnCollective(0, 2, None, None).broadcast(None)
+
+
+@pytest.mark.parametrize("pods", [[2], [1, 1]], ids=["shm", "tcp"])
+def test_a_peer_with_another_token_is_not_let_in(pods: list[int]) -> None:
+    (first, door), (second, other) = make_places(pods)
+    other.close()
+    stranger = replace(second, token=b"another token")
+
+    def join(place: Place, listener: socket.socket | None) -> str:
+        try:
+            connect(place, 0.5, listener)
+        except PeerLost as lost:
+            return str(lost)
+        finally:
+            if listener is not None:
+                listener.close()
+        return "let in"
+
+    said = in_threads([lambda: join(first, door), lambda: join(stranger, None)])
+    assert "let in" not in said
+
+
+def test_strangers_at_the_door_delay_nobody() -> None:
+    (first, door), (second, other) = make_places([1, 1])
+    address = door.getsockname()
+    strangers = [socket.create_connection(("127.0.0.1", address[1])) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+    strangers[1].sendall(b"phalanx1" + bytes([9, 0, 0, 0]) + bytes(16))
+    started = time.monotonic()
+    joined = in_threads([lambda: connect(first, 10.0, door), lambda: connect(second, 10.0, other)])
+    assert time.monotonic() - started < 5.0
+    for group in joined:
+        group.close()
+    for stranger in strangers:
+        stranger.close()
+    other.close()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    (first, door), (_, other) = make_places([1, 1])
+    other.close()
+    with pytest.raises(PeerLost, match=r"\[1\]"):
+        connect(first, 0.1, door)
+
+
+def test_a_rank_of_the_pod_that_never_comes_is_named() -> None:
+    (first, door), (second, other) = make_places([2])
+    door.close()
+    other.close()
+    with pytest.raises(PeerLost, match=r"\[1\]"):
+        connect(first, 0.05)
+    with pytest.raises(PeerLost, match="rank 0"):
+        connect(second, 0.05)
+
+
+def test_a_closed_connection_is_a_lost_peer() -> None:
+    left, right = _pair()
+    links = Links({1: left})
+    right.close()
+    with pytest.raises(PeerLost, match="rank 1"):
+        links.receive([1], 4, {})
+    with pytest.raises(PeerLost, match="rank 1"):
+        for _ in range(100):
+            links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    links.close()
+
+
+def test_a_peer_lost_in_the_middle_of_a_long_exchange_is_seen() -> None:
+    left, right = _pair()
+    links = Links({1: left})
+    left_over = links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    for _ in range(20):
+        if left_over:
+            break
+        left_over = links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    assert left_over
+    threading.Thread(target=right.close).start()
+    with pytest.raises(PeerLost, match="rank 1"):
+        links.receive([1], 4, left_over)
+    links.close()
+
+
+def test_a_fragment_longer_than_any_is_refused() -> None:
+    left, right = _pair()
+    right.sendall((FRAGMENT_BYTES + 1).to_bytes(4, "little") + bytes(4))
+    with pytest.raises(PeerLost, match="fragment"):
+        Links({1: left}).receive([1], 0, {})
+    left.close()
+    right.close()
+
+
+@pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
+def test_a_process_of_the_pod_that_ends_is_a_lost_peer() -> None:
+    (first, door), (second, other) = make_places([2])
+    door.close()
+    other.close()
+
+    def shared(place: Place) -> SharedMemory:
+        return SharedMemory(Pod(place.near, place.rank, place.pod_name, place.token, place.incarnation), 10.0)
+
+    mine, _ = in_threads([lambda: shared(first), lambda: shared(second)])
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        mine.watch(1, ended.pid)
+        with pytest.raises(PeerLost, match="rank 1"):
+            mine.take(1, 0)
+
+
+@pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
+def test_shared_memory_leaves_no_name_and_a_dead_groups_file_is_no_obstacle() -> None:
+    (first, door), (second, other) = make_places([2])
+    door.close()
+    other.close()
+    pod = Pod(first.near, 0, first.pod_name, first.token, 1)
+    stale = pod.path
+    stale.write_bytes(bytes(16 << 20))
+    collectives = in_threads([lambda: connect(first, 10.0), lambda: connect(second, 10.0)])
+    assert not stale.exists()
+    for collective in collectives:
+        collective.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    return left, right

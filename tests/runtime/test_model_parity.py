@@ -1,0 +1,161 @@
+"""Our decoder gives the greedy tokens of `transformers`, for every family, alone and on two and three ranks."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_runtime.model.attention import DenseAttention
+from phalanx_runtime.model.linear import Kernels, can_pack
+from tests.runtime.equal import Stream, compare
+from tests.runtime.ranks import Asked, Build, Driver, on_ranks, with_group
+from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
+
+NUM_TOKENS = 16
+PROMPT_LENGTHS = (1, 5, 8, 17, 40)
+
+Models = Callable[[Family], Path]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "9 heads, 3 kv heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8},
+    "1 kv head": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cache(lambda family: save_tiny(tmp_path_factory.mktemp(family) / "model", family))
+
+
+@cache
+def prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist() for size in PROMPT_LENGTHS]
+
+
+@cache
+def transformer(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def reference(folder: Path, outputs: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Stream]:
+    """What transformers chooses greedily after each prefix of our outputs, with the gaps.
+
+    Up to the first difference this is its own greedy run, and there a comparison ends.
+    """
+    return [_chosen(transformer(folder, dtype), prompt, output) for prompt, output in zip(prompts(), outputs, strict=True)]
+
+
+def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:
+    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2).values
+    gaps = (best[:, 0] - best[:, 1]) / logits.std(-1)
+    return Stream(logits.argmax(-1).tolist(), gaps.tolist())
+
+
+def generate(folder: Path, pods: list[int], build: Build, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
+    asked = [Asked(prompt) for prompt in prompts()]
+    return on_ranks(folder, pods, build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk, lag))
+
+
+@pytest.mark.parametrize("pods", [[1], [2], [3], [1, 1]], ids=["tp1", "tp2", "tp3", "tp2 over two pods"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_tokens_of_transformers(models: Models, family: Family, pods: list[int]) -> None:
+    outputs = generate(models(family), pods, Build())
+    outcome = compare(reference(models(family), outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("pods", [[2], [3]], ids=["tp2", "tp3"])
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes_give_the_tokens_of_transformers(tmp_path: Path, changes: dict[str, Any], pods: list[int]) -> None:
+    folder = save_tiny(tmp_path / "model", "llama", **changes)
+    outputs = generate(folder, pods, Build())
+    outcome = compare(reference(folder, outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_kernels_give_the_tokens_of_transformers(models: Models, family: Family) -> None:
+    if not can_pack(torch.float32):
+        pytest.skip("this processor has no packed layout")
+    build = Build(kernels=Kernels(packed=True, transposed=True))
+    outputs = generate(models(family), [1], build)
+    outcome = compare(reference(models(family), outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_of_batching_gives_the_same_tokens_in_float64(models: Models, family: Family) -> None:
+    wide = Build(dtype=torch.float64)
+    whole = generate(models(family), [1], wide)
+    assert whole == [stream.tokens for stream in reference(models(family), whole, torch.float64)]
+    assert generate(models(family), [1], wide, chunk=3) == whole, "chunked prefill"
+    assert generate(models(family), [1], wide, lag=2) == whole, "prefill beside decode"
+    assert generate(models(family), [1], wide, chunk=7, lag=500) == whole, "one by one"
+    assert generate(models(family), [2], wide, chunk=5) == whole, "two ranks"
+    dense = Build(dtype=torch.float64, attention=DenseAttention())
+    assert generate(models(family), [1], dense, chunk=6, lag=1) == whole, "the slow twin"
+
+
+def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
+    asked = [Asked(prompts()[-1])]
+
+    def with_and_without(spoil: bool) -> list[list[int]]:
+        def work(runner: Any) -> list[list[int]]:
+            driver = Driver(runner)
+            driver.generate(asked, 1)
+            if spoil:
+                runner._caches[0].k[driver.pages[0][2]] = 0
+            return driver.resume(12)
+
+        return on_ranks(models("llama"), [1], Build(), work)
+
+    assert with_and_without(spoil=False) != with_and_without(spoil=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_norms_are_held_twice(models: Models, family: Family, world_size: int) -> None:
+    from tests.runtime.ranks import make_model_runner
+
+    def held(pods: list[int]) -> int:
+        return sum(with_group(pods, lambda group: make_model_runner(models(family), group, Build())._model.num_bytes))
+
+    assert held([world_size]) <= 1.02 * held([1])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_request_replayed_from_any_point_draws_the_same_tokens(models: Models, temperature: float) -> None:
+    asked = [Asked(prompt, seed=11 + i, temperature=temperature, top_p=0.95, top_k=40) for i, prompt in enumerate(prompts())]
+    wide = Build(dtype=torch.float64)
+    whole = on_ranks(models("llama"), [1], wide, lambda runner: Driver(runner).generate(asked, NUM_TOKENS))
+    replayed = [
+        Asked(one.prompt, one.seed, temperature, 0.95, 40, delivered=tuple(output[: 3 * i]))
+        for i, (one, output) in enumerate(zip(asked, whole, strict=True))
+    ]
+    assert on_ranks(models("llama"), [2], wide, lambda runner: Driver(runner).generate(replayed, NUM_TOKENS, chunk=9)) == whole
+    greedy = on_ranks(
+        models("llama"), [1], wide, lambda runner: Driver(runner).generate([Asked(p) for p in prompts()], NUM_TOKENS)
+    )
+    assert whole != greedy

@@ -1,0 +1,96 @@
+"""Threads and memory of a rank follow its cgroups, of version 1 and 2, and never pass the machine's own size."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.config import ModelConfig, parse_config
+from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request
+from phalanx_runtime.rank.threads import rank_threads
+
+GIB = 1 << 30
+
+
+def system(tmp_path: Path, own: str, files: dict[str, str]) -> System:
+    for name, text in {"meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 1 kB\n", "own": own, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return System(tmp_path / "cg", tmp_path / "own", tmp_path / "meminfo", processors=8)
+
+
+V2 = "0::/kubepods/pod1\n"
+V1 = "4:memory:/kubepods/pod1\n3:cpu,cpuacct:/kubepods/pod1\n"
+
+CPU = {
+    "v2": (V2, {"cg/kubepods/pod1/cpu.max": "150000 100000\n"}, 1.5),
+    "v2 of the parent": (V2, {"cg/kubepods/cpu.max": "300000 100000", "cg/kubepods/pod1/cpu.max": "max 100000"}, 3.0),
+    "v2 seen from inside a container": ("0::/\n", {"cg/cpu.max": "200000 100000\n"}, 2.0),
+    "v1": (V1, {"cg/cpu/kubepods/pod1/cpu.cfs_quota_us": "50000", "cg/cpu/kubepods/pod1/cpu.cfs_period_us": "100000"}, 0.5),
+    "v1 unlimited": (V1, {"cg/cpu/cpu.cfs_quota_us": "-1", "cg/cpu/cpu.cfs_period_us": "100000"}, 8.0),
+    "more than the machine": (V2, {"cg/kubepods/pod1/cpu.max": "9900000 100000"}, 8.0),
+    "no cgroup": ("", {}, 8.0),
+}
+MEMORY = {
+    "v2": (V2, {"cg/kubepods/pod1/memory.max": f"{4 * GIB}\n"}, 4 * GIB),
+    "v2 unlimited": (V2, {"cg/kubepods/pod1/memory.max": "max"}, 16 * GIB),
+    "v1": (V1, {"cg/memory/kubepods/pod1/memory.limit_in_bytes": str(2 * GIB)}, 2 * GIB),
+    "v1 unlimited": (V1, {"cg/memory/memory.limit_in_bytes": "9223372036854771712"}, 16 * GIB),
+    "none": ("", {}, 16 * GIB),
+}
+
+
+@pytest.mark.parametrize(("own", "files", "limit"), CPU.values(), ids=CPU.keys())
+def test_cpu_limit(tmp_path: Path, own: str, files: dict[str, str], limit: float) -> None:
+    assert cpu_limit(system(tmp_path, own, files)) == limit
+
+
+@pytest.mark.parametrize(("own", "files", "limit"), MEMORY.values(), ids=MEMORY.keys())
+def test_memory_limit(tmp_path: Path, own: str, files: dict[str, str], limit: int) -> None:
+    assert memory_limit(system(tmp_path, own, files)) == limit
+
+
+def test_this_machine_has_limits() -> None:
+    assert cpu_limit(System()) > 0
+    assert 0 < memory_limit(System()) < 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "ranks", "threads"),
+    [(None, 8.0, 1, 8), (None, 8.0, 3, 2), (None, 1.5, 1, 1), (None, 0.5, 2, 1), (5, 2.0, 2, 5)],
+    ids=["alone", "shared", "fraction", "less than one each", "asked for"],
+)
+def test_threads(asked: int | None, limit: float, ranks: int, threads: int) -> None:
+    assert rank_threads(asked, limit, ranks) == threads
+
+
+def test_the_pool_takes_a_share_of_the_memory_and_no_more_than_the_most() -> None:
+    assert cpu_pool_bytes(100 * GIB, 1) == CPU_POOL_BYTES
+    assert cpu_pool_bytes(100 * GIB, 2) == CPU_POOL_BYTES // 2
+    assert cpu_pool_bytes(4 * GIB, 1) == int(0.3 * 4 * GIB)
+
+
+def config(max_position: int) -> ModelConfig:
+    return parse_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4,
+            "intermediate_size": 4,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "vocab_size": 4,
+            "max_position_embeddings": max_position,
+        }
+    )
+
+
+def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:
+    assert longest_request(None, config(100), 10, 16) == 100
+    assert longest_request(None, config(1000), 10, 16) == 160
+    assert longest_request(64, config(1000), 10, 16) == 64
+    with pytest.raises(ModelError, match="max_model_len 161"):
+        longest_request(161, config(1000), 10, 16)
+    with pytest.raises(ModelError, match="kv_cache_memory_bytes"):
+        longest_request(None, config(1000), 0, 16)

@@ -1,0 +1,183 @@
+"""The rank process keeps its contract: a line in, a line out, tokens over the engine socket, an exit code that says why."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from phalanx_api import wire
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.group import join_group, place_of
+from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, RankReady, RankSpec
+from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+from tests.runtime.tiny import save_tiny
+
+ROOT = Path(__file__).parents[2]
+PROMPT = list(range(30))
+NUM_TOKENS = 12
+BOUND_S = 60
+"""Longest that any process may take; torch alone needs seconds on a busy machine."""
+
+
+def spec(model_dir: Path, rank: int = 0, world_size: int = 1, engine_socket: str = "") -> RankSpec:
+    return RankSpec(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        local_rank=rank,
+        incarnation=1,
+        hosts=["127.0.0.1"] * world_size,
+        base_port=0,
+        token="ab" * 16,
+        model_dir=str(model_dir),
+        engine_socket=engine_socket,
+        max_model_len=128,
+        kv_cache_memory_bytes=1 << 20,
+        num_threads=1,
+    )
+
+
+@contextmanager
+def process(line: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank process that was given this line; killed at the end if it still runs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "phalanx_runtime.rank"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd=ROOT) as started:
+        try:
+            assert started.stdin is not None
+            started.stdin.write(line + b"\n")
+            started.stdin.flush()
+            yield started
+        finally:
+            started.kill()
+
+
+def said(started: subprocess.Popen[bytes]) -> RankReady:
+    assert started.stdout is not None
+    return msgspec.json.decode(started.stdout.readline(), type=RankReady)
+
+
+def last_error(started: subprocess.Popen[bytes]) -> str:
+    assert started.stderr is not None
+    return started.stderr.read().decode().strip().splitlines()[-1]
+
+
+def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    expected = on_ranks(folder, [2], Build(), lambda runner: Driver(runner).generate([Asked(PROMPT)], NUM_TOKENS))[0]
+    endpoint = f"ipc://{tmp_path}/engine"
+    request = wire.Request("r", 1, PROMPT, [], wire.Sampling(NUM_TOKENS, 0, temperature=0.0))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as engine:
+        engine.linger = 0
+        engine.rcvtimeo = BOUND_S * 1000
+        engine.bind(endpoint)
+        lines = [msgspec.json.encode(spec(folder, rank, 2, endpoint if rank == 0 else "")) for rank in (0, 1)]
+        with process(lines[0]) as first, process(lines[1]) as second:
+            ready = [said(first), said(second)]
+            assert ready[0] == ready[1] and ready[0].max_model_len == 128 and ready[0].page_size == 16
+            engine.send(wire.encode(wire.Submit(5, request)))
+            assert tokens_of(engine) == expected
+            second.kill()
+            engine.send(wire.encode(wire.Submit(6, request)))
+            assert first.wait(BOUND_S) == EXIT_PEER_LOST
+            assert "rank 1" in last_error(first)
+
+
+def tokens_of(engine: "zmq.Socket[bytes]") -> list[int]:
+    tokens: list[int] = []
+    while True:
+        frame = wire.decode_from_engine(engine.recv())
+        if isinstance(frame, wire.Tokens):
+            tokens += frame.tokens
+            if frame.finished:
+                return tokens
+
+
+def test_a_rank_without_a_model_says_why_on_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with process(msgspec.json.encode(spec(tmp_path))) as started:
+        assert started.wait(BOUND_S) == EXIT_MODEL
+        assert "GPT2LMHeadModel" in last_error(started)
+
+
+def test_a_rank_leaves_when_its_parent_does(tmp_path: Path) -> None:
+    with process(msgspec.json.encode(spec(tmp_path, 0, 2))) as started:
+        assert started.stdin is not None
+        started.stdin.close()
+        assert started.wait(BOUND_S) == EXIT_ASKED
+
+
+def test_a_line_that_is_no_spec_is_a_bug(tmp_path: Path) -> None:
+    with process(b"{}") as started:
+        assert started.wait(BOUND_S) == 1
+        assert "RankSpec" in last_error(started)
+
+
+def test_a_rank_imports_no_transformers() -> None:
+    modules = "phalanx_runtime.rank.__main__, phalanx_runtime.rank.rank, phalanx_runtime.rank.group, phalanx_runtime.engine.loop"
+    code = f"import sys, {modules}; print('transformers' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=BOUND_S, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    cpu = torch.device("cpu")
+    page_bytes = 2 * 3 * 2 * 16 * 16 * 4
+    _, asked = load_rank(spec(folder), SoloCollective(), cpu, System())
+    assert asked.num_pages == (1 << 20) // page_bytes
+    own = msgspec.structs.replace(spec(folder), kv_cache_memory_bytes=None, max_model_len=None)
+    (tmp_path / "meminfo").write_text("MemTotal: 100000 kB\n")
+    small = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
+    _, shared = load_rank(own, SoloCollective(), cpu, small)
+    assert shared.num_pages == int(0.3 * 100_000 * 1024) // page_bytes
+    assert shared.max_model_len == 256
+    with pytest.raises(ModelError, match="single page"):
+        load_rank(msgspec.structs.replace(own, kv_cache_memory_bytes=5), SoloCollective(), cpu, small)
+
+
+def test_the_place_of_a_rank_follows_its_spec() -> None:
+    far = msgspec.structs.replace(
+        spec(Path("m"), 2, 4), local_world_size=2, local_rank=0, hosts=["a", "a", "b", "b"], base_port=8100
+    )
+    place = place_of(far, parent=7)
+    assert place.near == range(2, 4)
+    assert place.addresses[3] == ("b", 8104)
+    beside = msgspec.structs.replace(far, rank=3, local_rank=1)
+    assert place_of(beside, 7).pod_name == place.pod_name
+    assert place_of(beside, 8).pod_name != place.pod_name
+    assert place_of(msgspec.structs.replace(beside, incarnation=2), 7).pod_name != place.pod_name
+
+
+def test_a_backend_that_needs_a_gpu_is_refused_on_cpu() -> None:
+    with pytest.raises(ModelError, match="nccl"):
+        join_group(msgspec.structs.replace(spec(Path("m")), backend="nccl"), torch.device("cpu"))
+
+
+def test_a_rank_alone_needs_no_library() -> None:
+    one = msgspec.structs.replace(spec(Path("m")), backend="gloo")
+    assert isinstance(join_group(one, torch.device("cpu")), SoloCollective)
+
+
+def test_the_process_takes_the_threads_it_is_given() -> None:
+    prepare_process(msgspec.structs.replace(spec(Path("m")), num_threads=2), System())
+    assert torch.get_num_threads() == 2
+
+
+def test_a_machine_without_enough_gpus_computes_on_cpu() -> None:
+    many = msgspec.structs.replace(spec(Path("m")), local_world_size=1000)
+    assert choose_device(many) == torch.device("cpu")

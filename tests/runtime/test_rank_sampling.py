@@ -1,0 +1,138 @@
+"""Draws follow the distribution, depend on (seed, index, token) alone, and keep exactly what the filters leave."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx_runtime.rank.noise import gumbel, noise_bits, noise_key
+from phalanx_runtime.rank.sampling import CANDIDATES, Draw, draw, keep_filtered, scaled
+
+DRAWS = 20_000
+QUANTILE_SCALE = 5.612
+"""Upper quantile of the normal distribution at 1e-8."""
+
+
+def chi_square_limit(freedom: int) -> float:
+    """The value that a chi-square of so many degrees of freedom passes once in 10^8 (Wilson and Hilferty's approximation)."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + QUANTILE_SCALE * math.sqrt(spread)) ** 3
+
+
+def chi_square(tokens: list[int], probabilities: Tensor) -> float:
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(tokens)
+    return float(((counts - expected).square() / expected).sum())
+
+
+def keys_of(pairs: list[tuple[int, int]]) -> Tensor:
+    return torch.tensor([noise_key(seed, index) for seed, index in pairs], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("pairs", [[(7, j) for j in range(DRAWS)], [(s, 3) for s in range(DRAWS)]], ids=["one seed", "one index"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(pairs: list[tuple[int, int]], temperature: float) -> None:
+    """Fails wrongly once in 10^8 runs; the draws are fixed by their seeds, so in fact never or always."""
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, 1.4])
+    tokens = draw(logits.expand(len(pairs), -1), [Draw(seed, index, temperature) for seed, index in pairs])
+    assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < chi_square_limit(len(logits) - 1)
+
+
+def test_draws_of_neighbouring_indices_are_independent() -> None:
+    """Pairs of successive draws of one seed over 4 tokens: 16 cells."""
+    tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(1, index) for index in range(DRAWS + 1)])
+    pairs = [4 * tokens[2 * i] + tokens[2 * i + 1] for i in range(DRAWS // 2)]
+    assert chi_square(pairs, torch.full((16,), 1 / 16)) < chi_square_limit(15)
+
+
+def test_noise_has_the_moments_of_a_gumbel() -> None:
+    noise = gumbel(keys_of([(5, j) for j in range(20)]), torch.arange(50_000, dtype=torch.int32), torch.float64)
+    assert torch.isfinite(noise).all()
+    # Mean and variance of 10^6 draws: standard errors 0.0013 and 0.0035; eight of them.
+    assert abs(float(noise.mean()) - 0.577216) < 0.0103
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.028
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**31), cut=st.integers(1, 998))
+def test_any_part_of_the_vocabulary_has_the_same_noise(seed: int, index: int, cut: int) -> None:
+    keys, tokens = keys_of([(seed, index), (seed, index + 1)]), torch.arange(999, dtype=torch.int32)
+    parts = [noise_bits(keys, tokens[:cut]), noise_bits(keys, tokens[cut:])]
+    assert torch.equal(torch.cat(parts, 1), noise_bits(keys, tokens))
+    for dtype in (torch.float32, torch.float64):
+        floats = torch.cat([gumbel(keys, tokens[:cut], dtype), gumbel(keys, tokens[cut:], dtype)], 1)
+        assert torch.equal(floats, gumbel(keys, tokens, dtype))
+
+
+def test_the_batch_around_a_draw_decides_nothing() -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
+    draws = [
+        Draw(1, 0),
+        Draw(1, 1, 0.0),
+        Draw(2, 0, 0.5, top_k=5),
+        Draw(3, 9, 1.5, top_p=0.8),
+        Draw(4, 4, 1.0, min_p=0.1),
+        Draw(1, 0, 0.0),
+    ]
+    together = draw(logits, draws)
+    assert together == [draw(logits[i : i + 1], [one])[0] for i, one in enumerate(draws)]
+    assert together == draw(logits, draws)
+    assert together[1] == int(logits[1].argmax())
+
+
+def test_seeds_and_indices_name_different_draws() -> None:
+    keys = {noise_key(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(1000)}
+    assert len(keys) == 4000
+
+
+def kept(scores: Tensor, one: Draw) -> set[int]:
+    left = scores.clone().unsqueeze(0)
+    keep_filtered(left, [one])
+    return set(torch.isfinite(left[0]).nonzero().flatten().tolist())
+
+
+def kept_by_definition(scores: list[float], one: Draw) -> set[int]:
+    """The same set, token by token."""
+    order = sorted(range(len(scores)), key=lambda token: -scores[token])
+    if one.top_k is not None:
+        worst = scores[order[min(one.top_k, len(order)) - 1]]
+        order = [token for token in order if scores[token] >= worst]
+    mass = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
+    total = sum(list(mass.values())[: one.top_k])
+    left = {t for t in order if sum(mass[u] for u in order if scores[u] > scores[t]) / total < one.top_p}
+    return {token for token in left if mass[token] >= one.min_p}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    scores=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=30, unique=True),
+    top_k=st.none() | st.integers(1, 40),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.123, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+)
+def test_filters_keep_what_their_definition_keeps(scores: list[float], top_k: int | None, top_p: float, min_p: float) -> None:
+    one = Draw(0, 0, 1.0, top_p, top_k, min_p)
+    # A float64 mass may fall on either side of a cut that it equals: the strategies' values are not such.
+    assert kept(torch.tensor(scores, dtype=torch.float64), one) == kept_by_definition(scores, one)
+
+
+def test_a_flat_distribution_is_sorted_beyond_the_first_candidates() -> None:
+    size = 4 * CANDIDATES
+    scores = torch.arange(size, dtype=torch.float64) * 1e-6
+    assert len(kept(scores, Draw(0, 0, top_p=0.9))) == pytest.approx(0.9 * size, abs=5)
+    assert len(kept(scores, Draw(0, 0, top_p=0.9, top_k=2 * CANDIDATES))) == pytest.approx(1.8 * CANDIDATES, abs=5)
+    assert len(kept(scores, Draw(0, 0, top_p=0.1))) == pytest.approx(0.1 * size, abs=5)
+
+
+def test_ties_at_a_cut_stay_together() -> None:
+    scores = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert kept(scores, Draw(0, 0, top_k=2)) == {0, 1, 2}
+    assert kept(scores, Draw(0, 0, top_p=0.01)) == {0, 1, 2}
+
+
+def test_low_precision_logits_are_widened() -> None:
+    assert scaled(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(0, 0, 0.5)]).dtype == torch.float32
+    assert scaled(torch.ones(1, 4, dtype=torch.float64), [Draw(0, 0, 0.5)]).dtype == torch.float64
