@@ -46,7 +46,16 @@ def cluster_tests(python: str, report: pathlib.Path, slow: bool) -> list[str]:
     if mode == "none":
         print("\n== no cluster tests: CLUSTER=none", flush=True)
         return []
-    pytest = [python, "-m", "pytest", "tests/cluster", "-m", "cluster" if slow else "cluster and not slow", "-v", "--durations=10"]
+    pytest = [
+        python,
+        "-m",
+        "pytest",
+        "tests/cluster",
+        "-m",
+        "cluster" if slow else "cluster and not slow",
+        "-v",
+        "--durations=10",
+    ]
     pytest += [f"--junit-xml={report}"]
     if mode == "current":
         status = call(*pytest, title="tests in the cluster of the current kubeconfig")

