@@ -1,0 +1,101 @@
+"""`python -m bench.collective`: our exchange and gloo, side by side in one run, on this machine. JSON on stdout.
+
+Each layout (ranks of one pod over shared memory, ranks of several pods over TCP, both mixed) times all-reduces of the sizes of a
+small model's steps and the broadcast of a plan. Rounds alternate between the two, so that both see the same neighbours.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+
+import torch
+
+from phalanx_runtime.collective.connect import Place, connect, listen
+from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.protocol import Collective
+
+LAYOUTS = {"shm 2": [2], "tcp 2": [1, 1], "shm 3": [3], "tcp 3": [1, 1, 1], "mixed 3": [2, 1]}
+SIZES = {"batch 1": 576, "batch 16": 16 * 576, "prefill 512": 512 * 576}
+ROUNDS = 7
+PLAN_BYTES = 300
+
+Figures = dict[str, dict[str, float]]
+
+
+def main() -> None:
+    """Prints the median microseconds of each operation, and how many times as long gloo takes."""
+    results = {name: measure(pods) for name, pods in LAYOUTS.items()}
+    json.dump({"processors": os.cpu_count(), "torch": str(torch.__version__), "us": results}, sys.stdout, indent=2)
+    print()
+
+
+def measure(pods: list[int]) -> Figures:
+    """Rank 0's figures for a group whose pods hold so many ranks."""
+    context = multiprocessing.get_context("fork")
+    answers: Queue[Figures] = context.Queue()
+    listeners = [listen(0) for _ in range(sum(pods))]
+    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
+    ranks, first = [], 0
+    for size in pods:
+        for rank in range(first, first + size):
+            name = f"bench-{os.getpid()}-{len(pods)}-{first}"
+            place = Place(rank, sum(pods), range(first, first + size), addresses, b"bench", 1, name)
+            ranks.append(context.Process(target=run_rank, args=(place, listeners[rank], answers)))
+        first += size
+    for process in ranks:
+        process.start()
+    figures = answers.get(timeout=300)
+    for process in ranks:
+        process.join()
+    return figures
+
+
+def run_rank(place: Place, listener: socket.socket, answers: "Queue[Figures]") -> None:
+    """One rank's part; rank 0 answers."""
+    torch.set_num_threads(1)
+    own = connect(place, 30.0, listener)
+    gloo = join_library("gloo", own, "127.0.0.1")
+    figures: Figures = {}
+    for name, size in SIZES.items():
+        tensor = torch.zeros(size)
+        times: dict[str, list[float]] = {"own": [], "gloo": []}
+        for _ in range(ROUNDS):
+            for label, group in (("own", own), ("gloo", gloo)):
+                times[label].append(timed(lambda: reduce_once(group, tensor), 100 if size < 10_000 else 10))  # noqa: B023
+        ours, theirs = statistics.median(times["own"]), statistics.median(times["gloo"])
+        figures[f"all_reduce, {name}"] = {"own": round(ours, 1), "gloo": round(theirs, 1), "ratio": round(theirs / ours, 1)}
+    plan = bytes(PLAN_BYTES) if own.rank == 0 else None
+    took = statistics.median(timed(lambda: send_once(own, plan), 100) for _ in range(ROUNDS))
+    figures["broadcast of a plan"] = {"own": round(took, 1)}
+    if own.rank == 0:
+        answers.put(figures)
+    gloo.close()
+
+
+def reduce_once(group: Collective, tensor: torch.Tensor) -> None:
+    """One all-reduce."""
+    group.all_reduce(tensor)
+
+
+def send_once(group: Collective, plan: bytes | None) -> None:
+    """One plan out and an empty sum back, as a step has it."""
+    group.broadcast(plan)
+    group.all_reduce(torch.zeros(1))
+
+
+def timed(work: Callable[[], None], times: int) -> float:
+    """Microseconds of one call."""
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    return (time.perf_counter() - started) / times * 1e6
+
+
+if __name__ == "__main__":
+    main()
