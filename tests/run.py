@@ -83,10 +83,13 @@ def main() -> int:
         return venv.returncode
     python = f"{venv.stdout.strip().splitlines()[-1]}/bin/python"
     with tempfile.TemporaryDirectory() as folder:
-        unit, real = pathlib.Path(folder, "unit.xml"), pathlib.Path(folder, "cluster.xml")
+        unit, long, real = (pathlib.Path(folder, f"{stage}.xml") for stage in ["unit", "long", "cluster"])
         wrong = [] if call("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
+        chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
+        status = call(python, "-m", "pytest", "-m", chosen, "-v", f"--junit-xml={long}", title="whole programs on this machine")
+        wrong += [f"tests of whole programs: exit status {status}"] if status else []
         wrong += cluster_tests(python, real, slow)
-        total = count(unit) + count(real)
+        total = count(unit) + count(long) + count(real)
     print(f"\n== {time.monotonic() - began:.0f} s")
     skipped = {reason: n for reason, n in total.items() if reason.startswith("skipped: ")}
     for line in [*(f"{n} {reason}" for reason, n in sorted(skipped.items())), *(f"FAILED: {line}" for line in wrong)]:

@@ -82,13 +82,13 @@ def test_smollm2_becomes_the_weights_that_the_slow_test_compares_with_transforme
         assert hashlib.file_digest(weights, "sha256").hexdigest() == SMOLLM2_WEIGHTS
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2_tensors_equal_what_transformers_loads(converted_smollm2: Path) -> None:
     assert_same_tensors(load_file(converted_smollm2 / "model.safetensors"), tensors_as_transformers_loads_them(smollm2()))
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2_tokens_equal_those_of_transformers(converted_smollm2: Path) -> None:
     from transformers import AutoTokenizer

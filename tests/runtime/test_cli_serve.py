@@ -31,7 +31,7 @@ async def read_until(stderr: asyncio.StreamReader, pattern: str) -> re.Match[str
                 return match
 
 
-@pytest.mark.slow  # four starts of torch: 20 s alone on two cores, a minute beside other work
+@pytest.mark.system  # four starts of torch: 20 s alone on two cores, a minute beside other work
 async def test_two_ranks_answer_and_after_a_kill_the_next_incarnation_answers_the_same(tmp_path: Path) -> None:
     save_tiny(tmp_path / "tiny")
     process = await asyncio.create_subprocess_exec(
