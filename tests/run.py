@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NO_CLUSTER_HERE = 3
 """Exit status of `python3 -m tests.cluster` when this machine cannot run one; it has printed why."""
 
 
-def call(*command: str, title: str | None = None) -> int:
+def run(*command: str, title: str | None = None) -> int:
     """Exit status of a command that prints as it goes."""
     if title:
         print(f"\n== {title}", flush=True)
@@ -40,8 +41,8 @@ def count(report: pathlib.Path) -> collections.Counter[str]:
     return found
 
 
-def cluster_tests(python: str, report: pathlib.Path, slow: bool) -> list[str]:
-    """What went wrong in the cluster stage: one line per failure."""
+def cluster_tests(python: str, report: pathlib.Path, slow: bool, call: Callable[..., int] = run) -> list[str]:
+    """What went wrong in the cluster stage: one line per failure. `call` runs a command and gives its exit status."""
     mode = os.environ.get("CLUSTER", "")
     if mode == "none":
         print("\n== no cluster tests: CLUSTER=none", flush=True)
@@ -84,9 +85,9 @@ def main() -> int:
     python = f"{venv.stdout.strip().splitlines()[-1]}/bin/python"
     with tempfile.TemporaryDirectory() as folder:
         unit, long, real = (pathlib.Path(folder, f"{stage}.xml") for stage in ["unit", "long", "cluster"])
-        wrong = [] if call("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
+        wrong = [] if run("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
         chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
-        status = call(python, "-m", "pytest", "-m", chosen, "-v", f"--junit-xml={long}", title="whole programs on this machine")
+        status = run(python, "-m", "pytest", "-m", chosen, "-v", f"--junit-xml={long}", title="whole programs on this machine")
         wrong += [f"tests of whole programs: exit status {status}"] if status else []
         wrong += cluster_tests(python, real, slow)
         total = count(unit) + count(long) + count(real)

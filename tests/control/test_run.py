@@ -1,0 +1,33 @@
+"""`make test` counts what ran and never passes by skipping."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><skipped message="no GPU"/></testcase><testcase name="c"><skipped message="no GPU"/></testcase>
+<testcase name="d"><failure message="x"/></testcase><testcase name="e"><error message="y"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_counted_by_reason(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    assert run.count(report) == {"passed": 1, "failed": 2, "skipped: no GPU": 2}
+
+
+def test_a_stage_without_a_report_counts_nothing(tmp_path: Path) -> None:
+    assert not run.count(tmp_path / "none.xml")
+
+
+def test_without_a_cluster_the_stage_is_left_out_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CLUSTER", "none")
+    assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False) == []
+    monkeypatch.setenv("CLUSTER", "")
+    refuse = lambda *command, title: run.NO_CLUSTER_HERE  # noqa: E731
+    assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False, call=refuse) == [
+        "cluster tests did not run: no cluster can run here (see the line above)"
+    ]
