@@ -8,7 +8,8 @@ import pytest
 from tests import run
 
 REPORT = """<testsuites><testsuite>
-<testcase name="a"/><testcase name="b"><skipped message="no GPU"/></testcase><testcase name="c"><skipped message="no GPU"/></testcase>
+<testcase name="a"/>
+<testcase name="b"><skipped message="no GPU"/></testcase><testcase name="c"><skipped message="no GPU"/></testcase>
 <testcase name="d"><failure message="x"/></testcase><testcase name="e"><error message="y"/></testcase>
 </testsuite></testsuites>"""
 

@@ -65,7 +65,7 @@ def test_streams_outlive_the_runtime_that_served_them(world: World) -> None:
     bodies += [{**fixed, "prompt": f"prompt {i}", "temperature": 1.0, "seed": i} for i in range(4)]
     undisturbed = asyncio.run(stream_all(world.runtimes[1].base_url, bodies))
     assert [(a.error, a.usage) for a in undisturbed] == [(None, TOKENS)] * 8
-    killed = []
+    killed: list[int] = []
 
     def kill(chunks: int) -> None:
         if chunks > 5 and not killed:
