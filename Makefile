@@ -1,7 +1,7 @@
 # Every command sets up what it needs, in a cache outside the checkout (PHALANX_CACHE, default ~/.cache/phalanx).
 # CLUSTER=      make a real two-node cluster on this machine (root, Go, Debian)   [default]
 # CLUSTER=current   use the cluster of the current kubeconfig; images from IMAGE_PREFIX=registry/path
-# CLUSTER=none      no cluster: the cluster tests are skipped, and say so
+# CLUSTER=none      no cluster: the cluster tests do not run, and a line says so
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

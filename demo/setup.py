@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.cluster import access
+from tests.cluster import access, operator
+from tests.cluster.__main__ import EXIT_MISSING, OTHERWISE
 from tests.cluster.__main__ import main as cluster_command
 from tools.cache import cache_root
 from tools.errors import Failed, Missing
@@ -41,13 +42,13 @@ def reach() -> tuple[access.Cluster, str, str]:
     return access.ours(), "python3 -m tests.cluster kubectl", "make cluster-down"
 
 
-def install(cluster: access.Cluster) -> None:
-    """The operator, and the demo's namespace, which enforces the restricted Pod Security Standard."""
-    overlay = cluster.kubectl("kustomize", str(ROOT / "manifests" / "overlays" / "test"))
-    cluster.kubectl("apply", "-f", "-", stdin=overlay.replace("localhost/phalanx-", f"{cluster.image_prefix}/phalanx-"))
+def make_namespace(cluster: access.Cluster) -> None:
+    """A new namespace that enforces the restricted Pod Security Standard; one of an earlier demo goes, with its volumes."""
+    cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found")
+    cluster.kubectl("delete", "persistentvolume", f"{NAMESPACE}-models", f"{NAMESPACE}-site-packages", "--ignore-not-found")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(namespace))
+    cluster.kubectl("create", "-f", "-", stdin=json.dumps(namespace))
     cluster.claim_site_packages(NAMESPACE)
 
 
@@ -68,11 +69,17 @@ def manifest(cluster: access.Cluster, venv: Path, folder: Path) -> Path:
 def main() -> int:
     """Exit status of the demo."""
     began = time.monotonic()
+    mode = os.environ.get("CLUSTER", "")
+    if mode not in ("", "current"):
+        raise Failed(f"CLUSTER={mode!r}: expected current, or nothing for a cluster of this machine")
     say("environment, cluster, images (the first run builds Kubernetes: 10 to 30 minutes)")
+    if mode != "current":
+        cluster_command(["tools"])
     venv = environment()
     cluster, kubectl, stop = reach()
     say("operator and namespace")
-    install(cluster)
+    operator.install(cluster)
+    make_namespace(cluster)
     if cluster.site_packages is not None:
         models = subprocess.run(
             [str(venv / "bin" / "python"), "-m", "tests.cluster.real_model"],
@@ -94,6 +101,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Missing as missing:
-        sys.exit(f"missing: {missing}")
+        print(f"missing: {missing}. {OTHERWISE}", file=sys.stderr)
+        sys.exit(EXIT_MISSING)
     except Failed as failed:
         sys.exit(str(failed))

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-QUESTION = "Explain in a few sentences how the moon causes the tides on the coast."
+QUESTION = "Tell me a story about a lighthouse keeper who finds a small boat after a storm."
 READY_LIMIT_S = 240
-DELETE_AFTER_CHUNKS = 12
+DELETE_AFTER_CHUNKS = 10
 
 
 def kubectl(*args: str, check: bool = True) -> str:
@@ -40,17 +40,24 @@ def wait_ready(namespace: str) -> float:
     sys.exit(f"not Ready within {READY_LIMIT_S} s")
 
 
+def samples(url: str, name: str) -> list[float]:
+    """Values of a metric at a /metrics page."""
+    text = httpx.get(f"{url}/metrics", timeout=5).text
+    return [s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+
+
+def router_replays(url: str) -> float:
+    """How many streams went on in another group so far."""
+    return sum(samples(url, "phalanx_router_replays_total"))
+
+
 def answering_pod(namespace: str) -> str | None:
     """Name of a worker pod of the group that runs a request now, by its leader's metrics."""
     pods = json.loads(kubectl("get", "pods", "-n", namespace, "-l", "phalanx.dev/component=group", "-o", "json"))["items"]
     for pod in pods:
         if pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] != "0":
             continue
-        text = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=5).text
-        running = [
-            s.value for f in text_string_to_metric_families(text) for s in f.samples if s.name == "vllm:num_requests_running"
-        ]
-        if any(running):
+        if any(samples(f"http://{pod['status']['podIP']}:8000", "vllm:num_requests_running")):
             return str(pod["metadata"]["name"]).removesuffix("-0") + "-1"
     return None
 
@@ -61,10 +68,10 @@ def stream_answer(url: str, namespace: str) -> None:
         "model": "smollm2",
         "messages": [{"role": "user", "content": QUESTION}],
         "stream": True,
-        "max_tokens": 120,
+        "max_tokens": 160,
         "temperature": 0,
     }
-    chunks, finish = 0, None
+    chunks, finish, before = 0, None, router_replays(url)
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
         response.raise_for_status()
         for line in response.iter_lines():
@@ -83,9 +90,11 @@ def stream_answer(url: str, namespace: str) -> None:
                     sys.exit("\nno group says that it runs the request")
                 kubectl("delete", "pod", pod, "-n", namespace, "--wait=false")
                 print(f"\n   [deleted pod {pod} of the answering group]\n", flush=True)
-    print(f"\n   [complete: finish_reason {finish}, {chunks} chunks]", flush=True)
     if finish is None:
-        sys.exit("the answer did not complete")
+        sys.exit("\nthe answer did not complete")
+    if router_replays(url) == before:
+        sys.exit("\nthe answer was complete before the group was gone: nothing was shown")
+    print(f"\n\n   [complete: another group continued it; finish_reason {finish}, {chunks} chunks]", flush=True)
 
 
 def main() -> None:

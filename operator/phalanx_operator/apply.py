@@ -1,7 +1,8 @@
 """Carries out the actions of a plan. Each may be repeated without harm.
 
 Groups and the token are created, never applied: what exists stays as it was made, whatever this version would render. The
-router, the Services and the rights are applied, at most once in ten minutes while nothing changes and nothing is missing.
+router, the Services and the rights are applied, at most once in ten minutes while nothing changes and no Deployment or
+Service is missing.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ class Hands:
                 case InitReplicas():
                     await self._init_replicas(action, snapshot)
                 case KeepChildren():
-                    await self._keep_children(service)
+                    await self._keep_children(service, snapshot)
                 case CreateGroup() if await self._create_group(action, service, revision):
                     done.append(action)
                 case DeleteGroup() if await self._delete_group(action, service):
@@ -100,15 +101,16 @@ class Hands:
         log.info("group deleted", extra=_fields(service, action.name, action.why))
         return True
 
-    async def _keep_children(self, service: InferenceService) -> None:
-        """Makes what all groups share."""
+    async def _keep_children(self, service: InferenceService, snapshot: Snapshot) -> None:
+        """Makes what all groups share, and undoes it when somebody else scaled the routers."""
+        scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
         present = self._children.present((service.namespace, service.name), service.uid)
         shared = [services.groups_service(service), *router.router_objects(service, self._images)]
         await self._keep_token(service)
         for body in shared:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present
-            if self._is_due(service, body, is_missing):
+            if self._is_due(service, body, is_missing or (scaled and body["kind"] == "Deployment")):
                 await self._refuse_strangers(service, body)
                 await self._client.apply(resource_of(body), body)
                 self._remember(service, body)

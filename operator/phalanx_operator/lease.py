@@ -63,10 +63,16 @@ class Lease:
         renewed_at = self._clock()
         while True:
             await self._pause(RENEW_S)
+            began = self._clock()  # what the API server notes down is not earlier than this
+            left_s = GIVE_UP_S - (began - renewed_at)
             try:
-                if isinstance(answer := await self._try(), Wait):
+                async with asyncio.timeout(max(left_s, 0)):
+                    answer = await self._try()
+                if isinstance(answer, Wait):
                     raise LeaseLost(f"{answer.holder} leads now")
-                renewed_at = self._clock()
+                renewed_at = began
+            except TimeoutError as error:
+                raise LeaseLost(f"not renewed for {GIVE_UP_S:.0f} s: the API server does not answer") from error
             except KubeError as error:
                 log.warning("lease not renewed", extra={"why": str(error)})
                 if self._clock() - renewed_at > GIVE_UP_S:

@@ -15,7 +15,7 @@ from phalanx_operator.decide import plan
 from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import CreateGroup, DeleteGroup
 from phalanx_operator.decide.snapshot import Snapshot
-from phalanx_operator.errors import Gone, KubeError, Rejected
+from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
 from phalanx_operator.events import Note, Notes
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.metrics import Metrics
@@ -72,7 +72,7 @@ class Reconciler:
         todo = plan.decide(service, snapshot, desired, self.now())
         try:
             done = await self.hands.carry_out(todo.actions, service, snapshot, current)
-        except Rejected as error:
+        except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
             wrong = [FieldError("spec", str(error))]
             await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), ())
             raise

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import operator as installation
 from tests.cluster import real_model as real_model_source
 from tests.cluster.fixtures import Cluster, cluster
 
 __all__ = ["cluster"]
-
-ROOT = Path(__file__).parents[2]
 
 
 def make_namespace(cluster: Cluster, prefix: str) -> str:
@@ -28,10 +27,8 @@ def make_namespace(cluster: Cluster, prefix: str) -> str:
 @pytest.fixture(scope="session")
 def operator(cluster: Cluster) -> Iterator[str]:
     """Namespace of the operator, installed by `kubectl apply -k` and available."""
-    overlay = cluster.kubectl("kustomize", str(ROOT / "manifests" / "overlays" / "test"))
-    cluster.kubectl("apply", "-f", "-", stdin=overlay.replace("localhost/phalanx-", f"{cluster.image_prefix}/phalanx-"))
-    cluster.kubectl("rollout", "status", "deployment/phalanx-operator", "-n", "phalanx-system", "--timeout=120s")
-    yield "phalanx-system"
+    installation.install(cluster)
+    yield installation.NAMESPACE
 
 
 @pytest.fixture(scope="module")

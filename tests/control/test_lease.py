@@ -1,5 +1,8 @@
 """Who leads."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from phalanx_operator.decide.lease import Held, Take, Wait, claim
@@ -125,3 +128,30 @@ async def test_a_candidate_outlives_an_api_server_that_is_away() -> None:
     kube.failures[f"get leases {NAME}"] = Retry("away")
     await candidate(kube, "a", clock).acquire()
     assert holder(kube) == "a"
+
+
+class Hanging(FakeKube):
+    """An API server that takes requests and never answers, once told so."""
+
+    hangs = False
+
+    async def get(self, *args: Any, **kwargs: Any) -> Any:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().get(*args, **kwargs)
+
+
+class LongPause(Clock):
+    """Each pause uses up all the time that a leader has for renewing."""
+
+    async def pause(self, seconds: float) -> None:
+        await super().pause(GIVE_UP_S)
+
+
+async def test_a_leader_whose_api_server_does_not_answer_stops() -> None:
+    kube = Hanging()
+    lease = candidate(kube, "a", LongPause())
+    await lease.acquire()
+    kube.hangs = True
+    with pytest.raises(LeaseLost, match="does not answer"):
+        await lease.keep()

@@ -28,7 +28,7 @@ def test_without_a_cluster_the_stage_is_left_out_only_when_asked_for(monkeypatch
     monkeypatch.setenv("CLUSTER", "none")
     assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False) == []
     monkeypatch.setenv("CLUSTER", "")
-    refuse = lambda *command, title: run.NO_CLUSTER_HERE  # noqa: E731
+    refuse = lambda *command, title=None: run.NO_CLUSTER_HERE  # noqa: E731
     assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False, call=refuse) == [
         "cluster tests did not run: no cluster can run here (see the line above)"
     ]

@@ -139,3 +139,15 @@ def test_a_plan_has_the_shared_children_before_the_groups() -> None:
 def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
     made = plan.decide(make_service(), make_snapshot(make_group("a"), router=SETTLED_ROUTER), make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [KeepChildren]
+
+
+def test_ready_counts_the_routers_that_the_spec_asks_for() -> None:
+    found = status(make_snapshot(make_group("a")), make_desired(1, routers=3), suspended=False, now=NOW)
+    assert verdicts(found)["Ready"] == ("False", "RouterNotReady")
+
+
+def test_a_group_without_its_pods_is_named() -> None:
+    seen = make_snapshot(replace(make_group("a", ready=False), pods=()))
+    ready = find_condition(status(seen, make_desired(1), suspended=False, now=NOW).conditions, "Ready")
+    assert ready is not None
+    assert "a has 0 of 2 pods" in ready.message

@@ -17,7 +17,8 @@ from tests.frontend.openai_suite import OpenAISuite, Target
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system
-TOKENS = 120
+TOKENS = 900
+"""Enough that every stream still runs when the first chunks have come."""
 
 
 @dataclass(frozen=True, slots=True)

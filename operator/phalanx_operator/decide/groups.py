@@ -8,7 +8,7 @@ from phalanx_operator.decide.snapshot import ObservedGroup
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """How many groups, of which revision, and the names that new ones take.
+    """How many groups, of which revision, how many routers, and the names that new groups take.
 
     `names` are for groups of this revision only, at least `replicas` of them, always the same ones for the same service and
     revision: a retry after a lost answer takes the same name again, and so makes no second group.
@@ -16,6 +16,7 @@ class Desired:
 
     revision: str
     replicas: int
+    routers: int
     names: tuple[str, ...]
 
 

@@ -13,7 +13,7 @@ FIRST_REPLICAS = 1
 
 def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...]) -> Desired:
     """The groups that the spec asks for."""
-    return Desired(revision, wanted_replicas(service), names)
+    return Desired(revision, wanted_replicas(service), service.spec.router.replicas, names)
 
 
 def wanted_replicas(service: InferenceService) -> int:

@@ -80,7 +80,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     """The gravest thing that keeps the service from being as wanted, or None."""
     here = live(snapshot.groups)
     unready = [group for group in here if not group.ready]
-    routers_settled = snapshot.router is not None and snapshot.router.settled
+    routers_settled = snapshot.router is not None and snapshot.router.settled and snapshot.router.wanted == desired.routers
     pods = [pod for group in unready for pod in group.pods if pod.reason]
     pods += [pod for pod in snapshot.router_pods if pod.reason and not routers_settled]
     for reasons, answer in (
@@ -95,11 +95,19 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     if old:
         return Reason.ROLLING_OUT, f"{old} of {len(here)} groups are not of revision {desired.revision} yet"
     if unready or len(here) != desired.replicas:
-        return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready"
+        return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
     if not routers_settled:
         ready = snapshot.router.ready if snapshot.router else 0
-        return Reason.ROUTER_NOT_READY, f"{ready} routers are ready"
+        return Reason.ROUTER_NOT_READY, f"{ready} of {desired.routers} routers are ready"
     return None, ""
+
+
+def _short(unready: Sequence[ObservedGroup]) -> str:
+    """Which group misses pods: admission may have refused them, which only the StatefulSet's own events say."""
+    for group in unready:
+        if len(group.pods) < group.size:
+            return f"; {group.name} has {len(group.pods)} of {group.size} pods: kubectl describe statefulset {group.name}"
+    return ""
 
 
 def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
