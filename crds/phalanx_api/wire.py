@@ -148,6 +148,8 @@ class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):
     served_names: list[str]
     max_model_len: int
     eos_token_ids: list[int]
+    vocab_size: int | None = None
+    """Rows of the embedding: a tokenizer may know ids that the model does not. None: not told."""
 
 
 ToLeader = Hello | Submit | Abort | Fetch
@@ -167,10 +169,16 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 """A frame from the engine. Raises msgspec.DecodeError."""
 
 
-def make_assets(files: dict[str, bytes], served_names: list[str], max_model_len: int, eos_token_ids: list[int]) -> Assets:
+def make_assets(
+    files: dict[str, bytes],
+    served_names: list[str],
+    max_model_len: int,
+    eos_token_ids: list[int],
+    vocab_size: int | None = None,
+) -> Assets:
     """Assets with their content hash: SHA-256 over files sorted by name, names and limits."""
     hasher = hashlib.sha256()
     for name in sorted(files):
         hasher.update(encode([name, files[name]]))
-    hasher.update(encode([served_names, max_model_len, eos_token_ids]))
-    return Assets(hasher.hexdigest(), files, served_names, max_model_len, eos_token_ids)
+    hasher.update(encode([served_names, max_model_len, eos_token_ids, vocab_size]))
+    return Assets(hasher.hexdigest(), files, served_names, max_model_len, eos_token_ids, vocab_size)

@@ -37,17 +37,22 @@ class DoorModel:
         return asked
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:
-        """The same ids, once each is known to have a token. Raises ApiError 400."""
-        if ids and not 0 <= min(ids) <= max(ids) <= self.tokenizer.max_token_id:
-            raise invalid(param, f"token ids must be between 0 and {self.tokenizer.max_token_id}")
+        """The same ids, once each is known to have a token and an embedding. Raises ApiError 400."""
+        last = self.tokenizer.max_token_id
+        if self.assets.vocab_size is not None:
+            last = min(last, self.assets.vocab_size - 1)
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            raise invalid(param, f"token ids must be between 0 and {last}")
         return ids
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text. Raises ApiError 400 for text that cannot be encoded."""
         try:
             if len(text) < LONG_TEXT:
-                return self.tokenizer.encode(text, add_special_tokens)
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+                ids = self.tokenizer.encode(text, add_special_tokens)
+            else:
+                ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+            return self.checked_ids(ids, param)
         except UnicodeEncodeError as error:
             raise invalid(param, f"{param} is not valid Unicode: it has half of a surrogate pair") from error
 

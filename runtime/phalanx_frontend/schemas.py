@@ -81,7 +81,8 @@ Prompt = Annotated[str | list[int], PlainValidator(parse_prompt), WithJsonSchema
 Stops = Annotated[list[str], PlainValidator(parse_stop), WithJsonSchema(_TEXTS)]
 Content = Annotated[str | None, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0)]
+INT32_MAX = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 class _Strict(BaseModel):
@@ -102,11 +103,11 @@ class GenerationRequest(_Strict):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
     stop: Stops = []
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)

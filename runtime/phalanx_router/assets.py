@@ -27,7 +27,7 @@ class AssetShelf:
 
     def add(self, assets: wire.Assets) -> bool:
         """Whether the assets are what their hash says, and were kept."""
-        made = wire.make_assets(assets.files, assets.served_names, assets.max_model_len, assets.eos_token_ids)
+        made = wire.make_assets(assets.files, assets.served_names, assets.max_model_len, assets.eos_token_ids, assets.vocab_size)
         if made.content_hash != assets.content_hash:
             return False
         if self._served_names:

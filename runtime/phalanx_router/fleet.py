@@ -105,12 +105,12 @@ class Fleet:
                     case None:
                         yield KeepAlive()
                     case setback:
-                        self._set_back(run, setback)
                         reason = run.stream.journal.end()
-                        if reason is not None:
+                        if reason is not None:  # every token is there, only the word that it was the last got lost
                             outcome = "finished"
                             yield Delta(len(run.stream.journal.delivered), [], reason)
                             return
+                        self._set_back(run, setback)
         except BackendError as error:
             outcome = "failed" if run.losses or error.status >= 500 else "refused"
             raise
@@ -190,7 +190,7 @@ class Fleet:
         run.excluded.add(run.group)
         run.trouble = setback
         run.stream.journal.next_epoch()
-        if was_running:
+        if was_running or isinstance(setback, Lost):
             run.homeless_since = None
         if isinstance(setback, wire.Refused):
             if setback.status not in (429, 503):

@@ -120,9 +120,9 @@ class LeaderLink:
         """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted."""
         self._next_handle += 1
         handle = self._next_handle
+        self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
         self._sinks[handle] = (sink, request.epoch)
         self.ledger.dispatch(request_cost(request))
-        self._send(wire.Submit(handle, request))
         return handle
 
     def abort(self, handle: int) -> None:

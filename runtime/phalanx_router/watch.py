@@ -113,8 +113,10 @@ class WatchedLeaders:
                             version = await self._watch(version, found)
                 except Gone:
                     log.info("pods are listed again", extra={"why": "the server no longer has our version"})
-                except (ApiError, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # OSError includes TimeoutError
-                    log.warning("no view of the pods; the last list stands", extra={"why": str(error) or type(error).__name__})
+                except Exception as error:  # the client library raises what it likes, and the last list must stand whatever it is
+                    expected = isinstance(error, ApiError | aiohttp.ClientError | OSError | msgspec.DecodeError)
+                    why = {"why": str(error) or type(error).__name__}
+                    log.warning("no view of the pods; the last list stands", extra=why, exc_info=None if expected else error)
                     wait_s = min(self._last_retry_s, self._first_retry_s * 2.0 ** min(failures, 16))
                     failures += 1
                     await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))

@@ -58,6 +58,7 @@ def tiny_assets(
     chat_template: str | None = CHAT_TEMPLATE,
     generation_config: dict[str, object] | None = None,
     without: Sequence[str] = (),
+    vocab_size: int | None = None,
 ) -> wire.Assets:
     """What a door needs of a model that exists only in tests."""
     config: dict[str, object] = {"bos_token": "<bos>", "eos_token": {"content": EOS}}
@@ -68,7 +69,7 @@ def tiny_assets(
         files["generation_config.json"] = json.dumps(generation_config).encode()
     for name in without:
         del files[name]
-    return wire.make_assets(files, list(names), max_model_len, [eos_id()])
+    return wire.make_assets(files, list(names), max_model_len, [eos_id()], vocab_size)
 
 
 def eos_id() -> int:

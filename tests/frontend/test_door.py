@@ -395,3 +395,23 @@ def test_the_door_never_imports_torch_or_transformers() -> None:
     paths = os.pathsep.join(str(root / folder) for folder in ("crds", "runtime"))
     ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
+
+
+@pytest.mark.parametrize("prompt", [[1, 40], "Once upon a time"], ids=["ids", "text"])
+async def test_a_token_without_an_embedding_is_refused_before_it_reaches_a_rank(prompt: Any) -> None:
+    backend = FakeBackend(assets=tiny_assets(vocab_size=2))
+    response = await post(backend, prompt=prompt)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert not backend.requests
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_token_ids": [2**70]}, {"stop_token_ids": [1] * 129}, {"top_k": 2**70}],
+    ids=["stop id too large", "too many stop ids", "top_k too large"],
+)
+async def test_numbers_that_no_frame_can_carry_are_refused(fields: dict[str, Any]) -> None:
+    backend = FakeBackend()
+    response = await post(backend, **fields)
+    assert (response.status_code, response.json()["error"]["param"].partition("[")[0]) == (400, next(iter(fields)))
+    assert not backend.requests

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from phalanx_api import wire
@@ -252,3 +253,10 @@ def test_the_same_workload_gives_the_same_plans() -> None:
 def test_the_fake_model_sees_the_whole_context() -> None:
     assert next_token([1, 2, 3], 0) != next_token([1, 3, 2], 0) or next_token([1], 0) != next_token([2], 0)
     assert PoolShape(1, 2) == FakeRunner(1, 2).pool
+
+
+def test_a_full_queue_still_takes_a_stream_that_has_begun_elsewhere() -> None:
+    scheduler, _ = make_scheduler(max_waiting=0)
+    assert isinstance(scheduler.submit(1, make_request(5)), Refuse)
+    replay = msgspec.structs.replace(make_request(5), epoch=1, delivered=[7])
+    assert scheduler.submit(2, replay) is None

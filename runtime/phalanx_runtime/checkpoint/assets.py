@@ -18,7 +18,9 @@ def read_assets(folder: Path, served_names: list[str], max_model_len: int | None
     if "tokenizer.json" not in files:
         raise ModelError(f"{folder} has no tokenizer.json")
     config = read_json(folder / "config.json")
-    return wire.make_assets(files, served_names, _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config))
+    length, ends = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
+    vocab_size = config.get("vocab_size")
+    return wire.make_assets(files, served_names, length, ends, vocab_size if isinstance(vocab_size, int) else None)
 
 
 def _max_model_len(folder: Path, config: dict[str, object], asked: int | None) -> int:

@@ -62,7 +62,12 @@ def connect(place: Place, timeout_s: float, listener: socket.socket | None = Non
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket on every address of this pod. Port 0 takes a free one."""
+    """A listening socket on every address of this pod, IPv6 too where it has any. Port 0 takes a free one."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+        except OSError:  # compiled in, but switched off on this machine
+            pass
     return socket.create_server(("", port), backlog=64)
 
 

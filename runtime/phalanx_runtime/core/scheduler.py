@@ -88,7 +88,7 @@ class Scheduler:
         if reason is not None:
             return wire.Finished(handle, asked.epoch, reason)
         place = may_wait(len(self._waiting), self.backlog_tokens, self.limits)
-        if isinstance(place, Refuse):
+        if isinstance(place, Refuse) and asked.epoch == 0:  # a stream that has begun elsewhere is never shed
             return place
         self._order += 1
         self._requests[handle] = request

@@ -158,8 +158,8 @@ class EngineClient:
         if not self._state.serving:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
         handle = next(self._handles)
+        self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
         self._open[handle] = _Open(sink, len(request.prompt), self._clock())
-        self._send(wire.Submit(handle, request))
         return handle
 
     def abort(self, handles: list[int]) -> None:

@@ -7,6 +7,8 @@ when the rank ends.
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -74,9 +76,9 @@ class RankProcess:
         self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kills the process if it still runs."""
+        """Kills the process, and whatever it started, if it still runs: a child would hold its pipes open."""
         with suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _wait(self) -> None:
         await self._process.wait()

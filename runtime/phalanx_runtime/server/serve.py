@@ -31,6 +31,8 @@ from phalanx_runtime.settings import ServeSettings
 log = logging.getLogger(__name__)
 
 GRACE_S = 3
+LINK_FRAME_BYTES = 64 << 20
+"""More than any request that the door lets through: a link is never cut because of one."""
 """How long open streams have to take their last event after a signal. With the ranks' own second it stays below 5 s."""
 EXIT_SUPERVISOR = 1
 
@@ -127,6 +129,7 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
         http="httptools",
         ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
         ws_ping_interval=None,
+        ws_max_size=LINK_FRAME_BYTES,
         log_config=None,
         access_log=False,
         lifespan="on",
