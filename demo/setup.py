@@ -72,7 +72,7 @@ def main() -> int:
     mode = os.environ.get("CLUSTER", "")
     if mode not in ("", "current"):
         raise Failed(f"CLUSTER={mode!r}: expected current, or nothing for a cluster of this machine")
-    say("environment, cluster, images (the first run builds Kubernetes: 10 to 30 minutes)")
+    say("environment, cluster, images (the first run builds Kubernetes from source)")
     if mode != "current":
         cluster_command(["tools"])
     venv = environment()

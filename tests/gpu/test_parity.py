@@ -1,4 +1,4 @@
-"""The same decoder on a GPU: tokens of `transformers` in fp32, of our own CPU run, and NCCL behind the same Protocol.
+"""The same decoder on a GPU: tokens of `transformers` in fp32, and of our own CPU run. NCCL has no test yet: it needs two GPUs.
 
 One command: `pytest tests/gpu -m gpu`.
 """
