@@ -25,12 +25,22 @@ LINK_PATH = "/link"
 FinishReason = Literal["stop", "length"]
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the output must match: a JSON schema, a regular expression, or a Lark grammar as llguidance reads them."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
     """How tokens of one request are drawn and when it ends. Already validated by the door.
 
     `temperature` 0 is greedy. `top_k` None keeps every token. `stop_token_ids` ends the request with reason "stop"
     after the token was delivered; the door puts the model's end-of-sequence ids there unless `ignore_eos` was asked.
     The draw of token t at output index j depends on (seed, j, t) alone, so that a replay gives equal tokens.
+    Penalties, bias, `bad_words` (token sequences that never appear whole) and `grammar` change scores before the draw; they
+    follow from the request's tokens alone. `allowed_token_ids` None allows all. `logprobs` k asks for each token's logprob and
+    those of the k most probable ones; `prompt_logprobs` the same of prompt tokens. `return_gaps` asks for `TokenDetail.gap`.
     """
 
     max_tokens: int
@@ -41,16 +51,36 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False
     min_p: float = 0.0
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    return_gaps: bool = False
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count."""
+    """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count.
+
+    `priority` as in vLLM: lower goes first. Targets and the deadline are milliseconds from the arrival at the engine; None is no
+    wish. `tenant` and `cache_salt` separate what requests may share: pages of the prefix cache are shared within equal pairs.
+    """
 
     id: str
     epoch: int
     prompt: list[int]
     delivered: list[int]
     sampling: Sampling
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    ttft_target_ms: float | None = None
+    tpot_target_ms: float | None = None
+    deadline_ms: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -98,14 +128,42 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
+class TokenDetail(msgspec.Struct, frozen=True, array_like=True):
+    """What was asked about one token: its logprob and rank (0 is the most probable), the most probable tokens with theirs.
+
+    Logprobs are of the model's scores before penalties, temperature and filters. `gap` is the distance between the two best
+    scores of the draw (see DESIGN: near-ties), in units of their standard deviation; None when it was not asked for.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+    gap: float | None = None
+
+
+class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
+    """Details of prompt tokens `start` and following of one request. Token 0 has none, so `start` is at least 1."""
+
+    handle: int
+    epoch: int
+    start: int
+    details: list[TokenDetail]
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
-    """All tokens of one engine step, as parallel lists, in order of index within each request."""
+    """All tokens of one engine step, as parallel lists, in order of index within each request.
+
+    `details` is parallel to `tokens` when any request of the step asked for some, else empty.
+    """
 
     handles: list[int]
     epochs: list[int]
     indices: list[int]
     tokens: list[int]
     finished: list[Finished]
+    details: list[TokenDetail | None] = []
+    prompt_details: list[PromptDetails] = []
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

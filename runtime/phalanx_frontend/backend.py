@@ -3,7 +3,7 @@
 The runtime implements it over its local engine, the router over the fleet of groups.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +12,18 @@ from phalanx_api import wire
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that follow those delivered before: the first has output index `index`. The last delta carries `finish`."""
+    """Tokens that follow those delivered before: the first has output index `index`. The last delta carries `finish`.
+
+    `details` is parallel to `tokens` when logprobs were asked for, else empty. `prompt_details` are those of prompt tokens, in
+    order from token 1 on over all deltas of the request; none after its first token.
+    """
 
     index: int
     tokens: list[int]
     finish: wire.FinishReason | None = None
     cached_tokens: int = 0
+    details: Sequence[wire.TokenDetail | None] = ()
+    prompt_details: Sequence[wire.TokenDetail] = ()
 
 
 @dataclass(frozen=True, slots=True)

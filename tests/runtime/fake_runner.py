@@ -46,7 +46,7 @@ class FakeRunner:
         assert len(set(plan.rows)) == len(plan.rows), "a row appears twice"
         for new in plan.admitted:
             self._tables[new.row] = []
-            self._seeds[new.row] = new.seed
+            self._seeds[new.row] = new.sampling.seed
         tokens = iter(plan.tokens)
         for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
             assert count > 0, "a row without work"

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from phalanx_api import wire
 from phalanx_runtime.collective.connect import Place, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
@@ -178,7 +179,7 @@ class Driver:
         self._free += self.pages.pop(row, [])
         self.pages[row] = []
         one = self._asked[row]
-        return NewRow(row, one.seed, one.temperature, one.top_p, one.top_k, 0.0)
+        return NewRow(row, wire.Sampling(1, one.seed, one.temperature, one.top_p, one.top_k))
 
     def _more_pages(self, row: int) -> list[int]:
         wanted = -(-self._computed[row] // PAGE_SIZE) - len(self.pages[row])

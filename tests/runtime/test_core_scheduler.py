@@ -168,7 +168,7 @@ def test_the_youngest_is_preempted_when_pages_run_out_and_its_tokens_are_the_sam
     output, _ = finish(scheduler, runner)
     assert scheduler.num_preemptions > 0
     assert output == {handle: expected_output(request) for handle, request in requests.items()}
-    first_again = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].seed == 1)
+    first_again = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].sampling.seed == 1)
     assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 0
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import StepBatch
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape, decode_groups
@@ -36,7 +37,7 @@ def test_groups_of_falling_page_counts(pages: list[int], waste: int, sizes: list
 
 
 def row(number: int) -> NewRow:
-    return NewRow(number, 0, 0.0, 1.0, None, 0.0)
+    return NewRow(number, wire.Sampling(1, 0, 0.0))
 
 
 def builder(windows: frozenset[int | None] = frozenset({None})) -> BatchBuilder:

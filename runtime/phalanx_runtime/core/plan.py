@@ -6,16 +6,20 @@ tokens and the next plan carries them, so no rank needs another's result.
 
 import msgspec
 
+from phalanx_api import wire
+
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row starts anew: whatever it held before is forgotten. Sampling parameters as in `phalanx_api.wire.Sampling`."""
+    """A row starts anew: whatever it held before is forgotten.
+
+    `history` are all tokens of the request so far, its prompt first, where its sampling depends on them (penalties, bad words,
+    grammar); else empty. Tokens drawn later are known to rank 0, which draws them.
+    """
 
     row: int
-    seed: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    min_p: float
+    sampling: wire.Sampling
+    num_prompt: int = 0
+    history: list[int] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +28,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     rows, starts, counts and pages are parallel: request in row `rows[i]` has `starts[i]` tokens in its pages and computes
     the next `counts[i]`; `pages[i]` are appended to the row's page table before the pass. A row appears at most once.
     tokens: packed ids, sum(counts) of them. draws: pairs (i, j): after the pass draw output index j of request i (an index
-    into `rows`) from the logits of its last computed token.
+    into `rows`) from the logits of its last computed token. copies: pairs (from, to) of pages; before the pass the second
+    becomes a bit-copy of the first, in this order.
     """
 
     step: int
@@ -35,13 +40,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     pages: list[list[int]]
     tokens: list[int]
     draws: list[tuple[int, int]]
+    copies: list[tuple[int, int]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Drawn tokens, parallel to the plan's `draws`."""
+    """Drawn tokens, parallel to the plan's `draws`; `details` too, or empty when no request asked for any.
+
+    `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
+    tokens from `start` on) for request i of the plan.
+    """
 
     step: int
     tokens: list[int]
+    details: list[wire.TokenDetail | None] = []
+    ended: list[int] = []
+    prompt_details: list[tuple[int, int, list[wire.TokenDetail]]] = []
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

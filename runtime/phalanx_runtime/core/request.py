@@ -65,3 +65,9 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         max_len=min(len(asked.prompt) + sampling.max_tokens, max_model_len),
         stop_token_ids=frozenset(sampling.stop_token_ids),
     )
+
+
+def needs_history(sampling: wire.Sampling) -> bool:
+    """Whether the next draw depends on the tokens before it otherwise than through the model."""
+    penalised = sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    return penalised or bool(sampling.bad_words) or sampling.grammar is not None

@@ -17,7 +17,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, fits_ever, fits_now, may_wait
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.request import Request, make_request, needs_history
 
 Policy = Callable[[Request], int]
 """The sort key of requests: smaller goes first and is preempted last. Must not change while a request is in the engine."""
@@ -136,16 +136,23 @@ class Scheduler:
         for request, count in zip(draft.requests, draft.counts, strict=True):
             request.computed += count
         frame = wire.Tokens([], [], [], [], [])
-        for (i, index), token in zip(draft.draws, result.tokens, strict=True):
+        ended = frozenset(result.ended)
+        for i, start, details in result.prompt_details:
+            request = draft.requests[i]
+            if not request.gone:
+                frame.prompt_details.append(wire.PromptDetails(request.handle, request.epoch, start, details))
+        for position, ((i, index), token) in enumerate(zip(draft.draws, result.tokens, strict=True)):
             request = draft.requests[i]
             if request.gone:
                 continue
             request.tokens.append(token)
+            if result.details:
+                frame.details.append(result.details[position])
             frame.handles.append(request.handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
             frame.tokens.append(token)
-            reason = request.finish()
+            reason = "stop" if position in ended else request.finish()
             if reason is not None:
                 frame.finished.append(wire.Finished(request.handle, request.epoch, reason))
                 del self._requests[request.handle]
@@ -221,8 +228,8 @@ class Scheduler:
             row = self._free_rows.pop()
             request.row, request.pages = row, pages
             insort(self._running, request, key=self._policy)
-            s = request.sampling
-            draft.admitted.append(NewRow(row, s.seed, s.temperature, s.top_p, s.top_k, s.min_p))
+            history = list(request.tokens) if needs_history(request.sampling) else []
+            draft.admitted.append(NewRow(row, request.sampling, request.num_prompt, history))
             draft.add(request, row, list(pages))
 
     def _drop_gone(self) -> None:

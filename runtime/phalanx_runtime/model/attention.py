@@ -18,6 +18,16 @@ Windows = dict[int | None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """How one layer attends: over the last `window` tokens (None: all), with scores times `scale` (None: 1 / sqrt(dim)), then
+    softcap * tanh(score / softcap) where a softcap is set."""
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """Keys and values of one layer: two [pages, kv_heads, page, head_dim]."""
 
@@ -75,7 +85,7 @@ class StepBatch:
 class Attention(Protocol):
     """Writes a step's keys and values into the pages and attends over them."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         ...
 
@@ -97,27 +107,27 @@ class PagedAttention:
         self._k = torch.empty(0)
         self._v = torch.empty(0)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         write_pages(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in batch.groups:
-            self._decode(q, cache, group, window, out)
+            self._decode(q, cache, group, form, out)
         for chunk in batch.chunks:
-            self._prefill(q, k, v, cache, chunk, window, out)
+            self._prefill(q, k, v, cache, chunk, form, out)
         return out.view(q.shape[0], -1)
 
-    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, window: int | None, out: Tensor) -> None:
+    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
         kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
         keys, values = self._gather(cache, group.lumps)
         at = slice(group.start, group.start + group.size)
         shape = (group.size, kv_heads, -1, dim)
-        folded = F.scaled_dot_product_attention(
-            q[at].view(shape), keys.view(shape), values.view(shape), attn_mask=group.masks[window]
-        )
+        folded = attend(q[at].view(shape), keys.view(shape), values.view(shape), group.masks[form.window], form)
         out[at].view(shape).copy_(folded)
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: Chunk, window: int | None, out: Tensor) -> None:
+    def _prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: Chunk, form: AttentionForm, out: Tensor
+    ) -> None:
         kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
         group = q.shape[1] // kv_heads
         at = slice(chunk.start, chunk.start + chunk.size)
@@ -128,14 +138,8 @@ class PagedAttention:
         # [kv_heads, group, tokens, dim]: a KV head's query heads share its keys through a stride of 0.
         queries = q[at].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         spread = (kv_heads, group, chunk.length, dim)
-        mask = chunk.masks.get(window)
-        attended = F.scaled_dot_product_attention(
-            queries,
-            keys.unsqueeze(1).expand(spread),
-            values.unsqueeze(1).expand(spread),
-            attn_mask=mask,
-            is_causal=mask is None,
-        )
+        mask = chunk.masks.get(form.window)
+        attended = attend(queries, keys.unsqueeze(1).expand(spread), values.unsqueeze(1).expand(spread), mask, form)
         out[at].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _gather(self, cache: LayerCache, lumps: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,28 +155,45 @@ class PagedAttention:
         return keys, values
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
+    """Attention over the last two dimensions, [queries, dim] over [tokens, dim]. mask is additive; None is plain causal."""
+    if form.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=form.scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * _scale(form, q.shape[-1])
+    scores = torch.tanh(scores / form.softcap) * form.softcap
+    if mask is None:
+        mask = torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    return torch.matmul((scores + mask).softmax(-1), v)
+
+
+def _scale(form: AttentionForm, dim: int) -> float:
+    return dim**-0.5 if form.scale is None else form.scale
+
+
 class DenseAttention:
     """The slow twin: one request and one query at a time, softmax(q k^T / sqrt(dim)) v written out."""
 
     __slots__ = ()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, window: int | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         write_pages(k, v, cache, batch.slots)
-        rows = [_attend(q[g.start + i], cache, g.tables[i], n, window) for g in batch.groups for i, n in enumerate(g.lengths)]
+        rows = [_attend(q[g.start + i], cache, g.tables[i], n, form) for g in batch.groups for i, n in enumerate(g.lengths)]
         for chunk in batch.chunks:
             first = chunk.length - chunk.size
             for i in range(chunk.size):
-                rows.append(_attend(q[chunk.start + i], cache, chunk.table, first + i + 1, window))
+                rows.append(_attend(q[chunk.start + i], cache, chunk.table, first + i + 1, form))
         return torch.stack(rows)
 
 
-def _attend(q: Tensor, cache: LayerCache, table: Tensor, length: int, window: int | None) -> Tensor:
-    """One query, [heads, dim], over the last `window` of `length` tokens in these pages: [heads * dim]."""
-    first = 0 if window is None else max(0, length - window)
+def _attend(q: Tensor, cache: LayerCache, table: Tensor, length: int, form: AttentionForm) -> Tensor:
+    """One query, [heads, dim], over the last of `length` tokens in these pages: [heads * dim]."""
+    first = 0 if form.window is None else max(0, length - form.window)
     kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
     keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
     values = cache.v[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
     group = q.shape[0] // kv_heads
-    scores = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) / dim**0.5
+    scores = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * _scale(form, dim)
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
     return torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).reshape(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.model.attention import Attention, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.layers import RopeTable, VocabEmbedding, rms_norm, rotate, swiglu
 from phalanx_runtime.model.linear import Kernels, Linear, make_linear
@@ -31,7 +31,7 @@ class Layer:
     post_norm: Tensor
     gate_up: Linear
     down: Linear
-    window: int | None
+    form: AttentionForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Llama:
         """One decoder block; adds to x in place."""
         eps = self.config.rms_norm_eps
         q, k, v = self._heads(layer, rms_norm(x, layer.input_norm, eps), cos, sin)
-        x.add_(self._sum(layer.o(self._attention(q, k, v, cache, batch, layer.window))))
+        x.add_(self._sum(layer.o(self._attention(q, k, v, cache, batch, layer.form))))
         x.add_(self._sum(layer.down(swiglu(layer.gate_up(rms_norm(x, layer.post_norm, eps))))))
 
     def _heads(self, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +145,7 @@ class _Loader:
             post_norm=self.norm(name + "post_attention_layernorm.weight", config.hidden_size),
             gate_up=self._gate_up(name + "mlp."),
             down=self._row_parallel(name + "mlp.down_proj", config.intermediate_size, self._shard.mlp, config.mlp_bias),
-            window=config.windows[index],
+            form=AttentionForm(config.windows[index]),
         )
 
     def _qkv(self, prefix: str) -> Linear:

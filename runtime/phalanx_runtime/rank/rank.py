@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
@@ -106,7 +107,7 @@ def _largest_step(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torc
     builder = BatchBuilder(
         CacheShape(spec.page_size, model.shard.kv_heads.size, 1, frozenset(model.config.windows)), dtype, device
     )
-    row = NewRow(0, 0, 0.0, 1.0, None, 0.0)
+    row = NewRow(0, wire.Sampling(1, 0, 0.0))
     draws = [(0, 0)] * spec.max_num_seqs
     plan = StepPlan(0, [row], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
     with torch.inference_mode():

@@ -54,9 +54,14 @@ class ModelRunner:
         """All scores of the drawn tokens on rank 0; None elsewhere, or when nothing is drawn."""
         if not plan.rows:
             return None
+        for source, target in plan.copies:
+            for cache in self._caches:
+                cache.k[target].copy_(cache.k[source])
+                cache.v[target].copy_(cache.v[source])
         logits = self._model.logits(self._builder.build(plan), self._caches)
         return self._collective.gather(logits) if plan.draws else None
 
     def _draw(self, plan: StepPlan, request: int, index: int) -> Draw:
         row = self._builder.params[plan.rows[request]]
-        return Draw(row.seed, index, row.temperature, row.top_p, row.top_k, row.min_p)
+        s = row.sampling
+        return Draw(s.seed, index, s.temperature, s.top_p, s.top_k, s.min_p)
