@@ -10,22 +10,32 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from phalanx_frontend.backend import Backend, BackendError
+from phalanx_frontend.caller import Gate, caller_of
 from phalanx_frontend.errors import ApiError, error_response, internal_error, invalid, of_backend
 from phalanx_frontend.health import health_routes
+from phalanx_frontend.keys import ApiKeys
 from phalanx_frontend.limits import BodyLimit, Limits
 from phalanx_frontend.metrics import DoorMetrics, response_counter
 from phalanx_frontend.routes import Door, openai_routes
+from phalanx_frontend.vitals import Health, Vitals
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    backend: Backend, *, registry: CollectorRegistry | None = None, limits: Limits | None = None, lifespan: Lifespan | None = None
+    backend: Backend,
+    *,
+    registry: CollectorRegistry | None = None,
+    limits: Limits | None = None,
+    lifespan: Lifespan | None = None,
+    keys: ApiKeys | None = None,
+    vitals: Vitals | None = None,
 ) -> FastAPI:
-    """The OpenAI server over a backend, with /healthz, /readyz and /metrics.
+    """The OpenAI server over a backend, with health and metrics.
 
     Starting and ending the backend is the caller's, for which `lifespan` is handed to FastAPI. `registry` may hold the
-    caller's own metrics too; one registry serves one app.
+    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. Without `vitals` the backend's
+    readiness is all that is told of the engine.
     """
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
@@ -33,7 +43,9 @@ def create_app(
     door = Door(backend, DoorMetrics(registry, responses), limits)
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.include_router(health_routes(backend.not_ready, registry, warm=door.warm))
+    app.add_middleware(Gate, keys=keys)
+    health = vitals.health if vitals is not None else lambda: Health(not_ready=backend.not_ready())
+    app.include_router(health_routes(health, registry, warm=door.warm))
     app.include_router(openai_routes(door))
     return app
 
@@ -44,7 +56,8 @@ def create_health_app(
     """Only /healthz, /readyz and /metrics: for pods that have no door. Every error has the OpenAI form."""
     registry = registry if registry is not None else CollectorRegistry()
     app = _make_app(response_counter(registry), lifespan)
-    app.include_router(health_routes(not_ready, registry))
+    app.add_middleware(Gate)
+    app.include_router(health_routes(lambda: Health(not_ready=not_ready()), registry))
     return app
 
 
@@ -59,6 +72,8 @@ def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
         response = error_response(told)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})
+        if told.code == "internal_error":  # answered outside of the gate
+            response.headers["x-request-id"] = caller_of(request).request_id
         return response
 
     for kind in (ApiError, BackendError, RequestValidationError, HTTPException, Exception):

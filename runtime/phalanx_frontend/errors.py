@@ -40,8 +40,8 @@ def of_backend(error: BackendError) -> ApiError:
 def error_type(status: int) -> str:
     """OpenAI's `type` for a status."""
     match status:
-        case 401 | 403:
-            return "authentication_error"
+        case 403:
+            return "permission_error"
         case 429:
             return "rate_limit_error"
         case _:

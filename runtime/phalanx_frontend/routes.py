@@ -3,13 +3,14 @@
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError
-from phalanx_frontend.draw import draw_id, draw_seed
+from phalanx_frontend.caller import Caller, caller_of
+from phalanx_frontend.draw import draw_seed
 from phalanx_frontend.formats import ChatFormat, CompletionFormat, Format
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import Clock, DoorMetrics
@@ -22,6 +23,7 @@ from phalanx_frontend.sse import Answer, Job
 from phalanx_frontend.text.detokenize import make_detokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
+Asker = Annotated[Caller, Depends(caller_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,6 @@ class Door:
     seconds: Clock = time.perf_counter
     unix_s: Clock = time.time
     draw_seed: Callable[[], int] = draw_seed
-    draw_id: Callable[[str], str] = draw_id
 
     async def model(self) -> DoorModel:
         """The model that is served now. Raises BackendError 503 while none is known."""
@@ -69,14 +70,14 @@ def openai_routes(door: Door) -> APIRouter:
     routes = APIRouter(tags=["openai"])
 
     @routes.post(COMPLETIONS.route, response_model=None)
-    async def completions(body: CompletionRequest) -> Answer:
+    async def completions(body: CompletionRequest, caller: Asker) -> Answer:
         """Completes a prompt."""
-        return await accept(door, COMPLETIONS, body)
+        return await accept(door, COMPLETIONS, body, caller)
 
     @routes.post(CHAT.route, response_model=None)
-    async def chat_completions(body: ChatRequest) -> Answer:
+    async def chat_completions(body: ChatRequest, caller: Asker) -> Answer:
         """Answers a conversation."""
-        return await accept(door, CHAT, body)
+        return await accept(door, CHAT, body, caller)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -109,7 +110,7 @@ def openai_routes(door: Door) -> APIRouter:
     return routes
 
 
-async def accept(door: Door, endpoint: Endpoint[Body], body: Body) -> Answer:
+async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
     """The answer to a request that can be served. Raises ApiError, BackendError."""
     arrived_s = door.seconds()
     model = await door.model()
@@ -119,10 +120,10 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body) -> Answer:
     assets = model.assets
     max_tokens = output_tokens(body, len(prompt), assets.max_model_len, model.defaults)
     sampling = sampling_of(body, max_tokens, model.defaults, assets.eos_token_ids, door.draw_seed())
-    id = door.draw_id(endpoint.id_prefix)
+    id = endpoint.id_prefix + caller.request_id
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     job = Job(
-        wire.Request(id, 0, prompt, [], sampling),
+        wire.Request(id, 0, prompt, [], sampling, caller.priority(None), caller.tenant(None, body.user)),
         make_reply(body, model, sampling),
         endpoint.format(id, int(door.unix_s()), name, has_usage),
         is_streamed=bool(body.stream),

@@ -128,8 +128,7 @@ class Answer(Response):
     async def _start(self, status: int, headers: dict[str, str], send: Send) -> None:
         self._has_started = True
         self._metrics.responses.labels(self._route, str(status)).inc()
-        named = {**headers, "x-request-id": self._job.request.id}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 

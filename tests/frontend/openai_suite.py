@@ -208,7 +208,7 @@ class OpenAISuite:
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
         ids = {json.loads(event)["id"] for event in events[:-1]}
-        assert ids == {answer.headers["x-request-id"]}
+        assert ids == {f"cmpl-{answer.headers['x-request-id']}"}
 
     @pytest.mark.parametrize(
         ("fields", "param"),

@@ -1,0 +1,190 @@
+"""Who asks: request ids, API keys, tenants and the priorities that a key allows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.caller import Caller
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.keys import ApiKey, ApiKeys, KeysUnreadable, gather_keys
+from tests.frontend.fakes import FakeBackend
+
+ALICE, BOB = ApiKey("alice", "sk-alice", priority=-5), ApiKey("bob", "sk-bob", priority=3)
+GATED = ["/v1/models", "/v1/health", "/v1/completions", "/nothing"]
+
+
+def client_of(backend: FakeBackend, keys: list[ApiKey] | None = None) -> httpx.AsyncClient:
+    app = create_app(backend, keys=ApiKeys(keys or []))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://door")
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, bearing("sk-eve"), {"authorization": "Basic sk-alice"}, bearing(""), bearing("sk-alice2")]
+)
+async def test_without_a_key_only_probes_and_metrics_are_answered(headers: dict[str, str]) -> None:
+    backend = FakeBackend()
+    async with client_of(backend, [ALICE, BOB]) as client:
+        for path in GATED:
+            answer = await client.post(path, content=b"{", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["x-request-id"]
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await client.get(path, headers=headers)).status_code == 200
+    assert not backend.requests
+
+
+async def test_the_tenant_is_the_key_s_name() -> None:
+    backend = FakeBackend()
+    async with client_of(backend, [ALICE, BOB]) as client:
+        for key in (ALICE, BOB):
+            body = {"prompt": "x", "user": "someone", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body, headers=bearing(key.key))).status_code == 200
+    assert [request.tenant for request in backend.requests] == ["alice", "bob"]
+    assert [request.priority for request in backend.requests] == [0, 3]
+
+
+async def test_without_keys_the_tenant_is_the_user() -> None:
+    backend = FakeBackend()
+    async with client_of(backend) as client:
+        await client.post("/v1/completions", json={"prompt": "x", "user": "someone", "max_tokens": 1})
+    assert backend.requests[0].tenant == "someone"
+
+
+@pytest.mark.parametrize(
+    ("caller", "tenant", "user", "is_for"),
+    [
+        (Caller("id"), "t", "u", "t"),
+        (Caller("id"), None, "u", "u"),
+        (Caller("id"), None, None, ""),
+        (Caller("id", ALICE, True), "t", "u", "alice"),
+        (Caller("id", None, True), "t", "u", ""),
+    ],
+)
+def test_whose_a_request_is(caller: Caller, tenant: str | None, user: str | None, is_for: str) -> None:
+    assert caller.tenant(tenant, user) == is_for
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "priority"),
+    [(None, None, 0), (None, -9, -9), (ALICE, None, 0), (ALICE, -5, -5), (ALICE, 7, 7), (BOB, None, 3), (BOB, 3, 3)],
+)
+def test_a_priority_within_the_key_s_bound_is_taken(key: ApiKey | None, asked: int | None, priority: int) -> None:
+    assert Caller("id", key, key is not None).priority(asked) == priority
+
+
+@pytest.mark.parametrize(("key", "asked", "status"), [(ALICE, -6, 403), (BOB, 0, 403), (None, 2**40, 400), (None, -(2**40), 400)])
+def test_a_priority_that_is_not_allowed_is_refused_by_name(key: ApiKey | None, asked: int, status: int) -> None:
+    with pytest.raises(ApiError) as caught:
+        Caller("id", key, key is not None).priority(asked)
+    assert (caught.value.status, caught.value.param) == (status, "priority")
+
+
+async def test_a_request_id_is_taken_and_every_answer_has_one() -> None:
+    async with client_of(FakeBackend()) as client:
+        own = {"x-request-id": "a.b:c-1"}
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=own)
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == ("cmpl-a.b:c-1", "a.b:c-1")
+        for method, path, body in [("GET", "/nothing", b""), ("POST", "/v1/completions", b"{"), ("GET", "/healthz", b"")]:
+            assert (await client.request(method, path, content=body, headers=own)).headers["x-request-id"] == "a.b:c-1"
+        drawn = {(await client.get("/v1/models")).headers["x-request-id"] for _ in range(3)}
+        assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("id", ["", "x" * 129, "a b", "é", "a\tb", '"'])
+async def test_a_request_id_that_cannot_be_logged_is_refused(id: str) -> None:
+    async with client_of(FakeBackend()) as client:
+        answer = await client.get("/v1/models", headers=[(b"x-request-id", id.encode())])
+        assert answer.status_code == (400 if id else 200)
+        assert answer.headers["x-request-id"] != id
+        assert not id or answer.json()["error"]["param"] == "X-Request-Id"
+
+
+class BrokenBackend(FakeBackend):
+    def assets(self) -> wire.Assets:
+        raise RuntimeError("a bug")
+
+
+async def test_a_bug_is_answered_with_the_request_s_id() -> None:
+    async with client_of(BrokenBackend()) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers.get_list("x-request-id")) == (500, ["mine"])
+
+
+# Keys
+
+
+def written(folder: Path, content: str) -> Path:
+    file = folder / "keys"
+    file.write_text(content)
+    return file
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps([{"name": "alice", "key": "sk-alice", "priority": -5}, {"name": "bob", "key": "sk-bob"}]),
+        "# who may ask\nalice sk-alice -5\n\nbob sk-bob # any priority\n",
+    ],
+    ids=["JSON", "lines"],
+)
+def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path, content: str) -> None:
+    keys = gather_keys(["one", "two"], written(tmp_path, content))
+    assert [(key.name, key.key, key.priority) for key in keys] == [
+        ("key-1", "one", None), ("key-2", "two", None), ("alice", "sk-alice", -5), ("bob", "sk-bob", None)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "alice",
+        "alice key high",
+        "a b 1 c",
+        "[1]",
+        "[",
+        '[{"name": "a"}]',
+        '[{"name": "a", "key": "k", "x": 1}]',
+        "a k\na l",
+        "a k\nb k",
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_without_telling_keys(tmp_path: Path, content: str) -> None:
+    with pytest.raises(KeysUnreadable) as caught:
+        gather_keys([], written(tmp_path, content))
+    assert "high" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [[""], ["a b"], ["ключ"], ["same", "same"]])
+def test_a_key_that_no_header_can_bring_is_refused(given: list[str]) -> None:
+    with pytest.raises(KeysUnreadable):
+        gather_keys(given, None)
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "sk-alice" not in repr(ALICE) and "sk-alice" not in repr(Caller("id", ALICE, True))
+
+
+# Health
+
+
+async def test_health_tells_liveness_and_readiness_apart() -> None:
+    backend = FakeBackend(not_ready="ranks load")
+    expected: dict[str, Any] = {"alive": True, "ready": False, "reason": "ranks load", "incarnation": None, "ranks": []}
+    async with client_of(backend) as client:
+        answer = await client.get("/v1/health")
+        assert (answer.status_code, answer.json()) == (503, expected)
+        assert (await client.get("/healthz")).status_code == 200
+        backend.reason = None
+        answer = await client.get("/v1/health")
+        assert (answer.status_code, answer.json()) == (200, {**expected, "ready": True, "reason": None})
