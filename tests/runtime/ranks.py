@@ -17,9 +17,9 @@ from phalanx_runtime.collective.connect import Place, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
 from phalanx_runtime.model.attention import Attention
-from phalanx_runtime.model.config import read_config
 from phalanx_runtime.model.linear import Kernels
-from phalanx_runtime.model.llama import Form, load
+from phalanx_runtime.model.protocol import Form
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.kv_cache import make_caches
 from phalanx_runtime.rank.rank import make_runner
 from phalanx_runtime.rank.runner import ModelRunner
@@ -95,9 +95,9 @@ class Build:
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
     """A runner over a small pool."""
     device = torch.device(build.device)
-    config = read_config(folder)
-    model = load(folder, config, collective, Form(build.dtype, device, build.kernels, config.max_position), build.attention)
-    caches = make_caches(config, model.shard, build.num_pages, PAGE_SIZE, build.dtype, device)
+    source = open_model(folder)
+    model = source.load(collective, Form(build.dtype, device, build.kernels, source.max_position), build.attention)
+    caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), collective, build.dtype, device)
 
 

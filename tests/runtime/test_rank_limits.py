@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request
 from phalanx_runtime.rank.threads import rank_threads
@@ -72,25 +71,11 @@ def test_the_pool_takes_a_share_of_the_memory_and_no_more_than_the_most() -> Non
     assert cpu_pool_bytes(4 * GIB, 1) == int(0.3 * 4 * GIB)
 
 
-def config(max_position: int) -> ModelConfig:
-    return parse_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4,
-            "intermediate_size": 4,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "vocab_size": 4,
-            "max_position_embeddings": max_position,
-        }
-    )
-
-
 def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:
-    assert longest_request(None, config(100), 10, 16) == 100
-    assert longest_request(None, config(1000), 10, 16) == 160
-    assert longest_request(64, config(1000), 10, 16) == 64
+    assert longest_request(None, 100, 10, 16) == 100
+    assert longest_request(None, 1000, 10, 16) == 160
+    assert longest_request(64, 1000, 10, 16) == 64
     with pytest.raises(ModelError, match="max_model_len 161"):
-        longest_request(161, config(1000), 10, 16)
+        longest_request(161, 1000, 10, 16)
     with pytest.raises(ModelError, match="kv_cache_memory_bytes"):
-        longest_request(None, config(1000), 0, 16)
+        longest_request(None, 1000, 0, 16)

@@ -7,8 +7,7 @@ import torch
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.partition import Shard
+from phalanx_runtime.model.protocol import KvLayout
 
 CPU_POOL_BYTES = 4 << 30
 """Most that the pool of a pod takes on CPU when no size is asked for."""
@@ -21,12 +20,12 @@ def cpu_pool_bytes(memory_limit: int, local_world_size: int) -> int:
     return int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * memory_limit)) // local_world_size
 
 
-def page_bytes(config: ModelConfig, shard: Shard, page_size: int, dtype: torch.dtype) -> int:
+def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, keys and values, on this rank."""
-    return 2 * config.num_layers * shard.kv_heads.size * page_size * config.head_dim * dtype.itemsize
+    return 2 * kv.kv_heads * page_size * sum(kv.head_dims) * dtype.itemsize
 
 
-def longest_request(asked: int | None, config: ModelConfig, num_pages: int, page_size: int) -> int:
+def longest_request(asked: int | None, max_position: int, num_pages: int, page_size: int) -> int:
     """Tokens, prompt and output, of the longest request: what was asked for, else what model and pool hold.
 
     Raises ModelError when the pool holds no page, or not one request of the length asked for.
@@ -38,21 +37,16 @@ def longest_request(asked: int | None, config: ModelConfig, num_pages: int, page
         raise ModelError(
             f"max_model_len {asked} does not fit the KV cache, which holds {held} tokens; raise kv_cache_memory_bytes"
         )
-    return asked if asked is not None else min(config.max_position, held)
+    return asked if asked is not None else min(max_position, held)
 
 
-def make_caches(
-    config: ModelConfig, shard: Shard, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> list[LayerCache]:
+def make_caches(kv: KvLayout, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
     """Zeroed pages of every layer. On CPU memory is taken as pages are first used."""
-    shape = (num_pages, shard.kv_heads.size, page_size, config.head_dim)
+    shapes = [(num_pages, kv.kv_heads, page_size, head_dim) for head_dim in kv.head_dims]
     if device.type != "cpu":
-        return [
-            LayerCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(config.num_layers)
-        ]
-    count = math.prod(shape)
-    memory = mmap.mmap(-1, 2 * config.num_layers * count * dtype.itemsize)
+        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for shape in shapes]
+    counts = [math.prod(shape) for shape in shapes]
+    memory = mmap.mmap(-1, 2 * sum(counts) * dtype.itemsize)
     flat = torch.frombuffer(memory, dtype=dtype)
-    parts = flat.view(config.num_layers, 2, *shape)
-    return [LayerCache(parts[layer, 0], parts[layer, 1]) for layer in range(config.num_layers)]
+    parts = torch.split(flat, [count for count in counts for _ in range(2)])
+    return [LayerCache(parts[2 * layer].view(shape), parts[2 * layer + 1].view(shape)) for layer, shape in enumerate(shapes)]

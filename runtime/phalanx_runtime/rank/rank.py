@@ -10,10 +10,9 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.model.config import ModelConfig, read_config
 from phalanx_runtime.model.linear import choose_dtype, choose_kernels, read_processor
-from phalanx_runtime.model.llama import Form, Llama, load
-from phalanx_runtime.model.partition import num_linear_weights, partition
+from phalanx_runtime.model.protocol import Form, Model, Source
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes
@@ -44,41 +43,39 @@ def prepare_process(spec: RankSpec, system: System) -> None:
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
-    folder = Path(spec.model_dir)
-    config = read_config(folder)
-    form = _form(spec, config, collective, device, system)
+    source = open_model(Path(spec.model_dir))
+    form = _form(spec, source, collective, device, system)
     dtype = form.dtype
-    model = load(folder, config, collective, form)
+    model = source.load(collective, form)
     num_pages = _agree(_own_pages(spec, model, dtype, device, system), collective, device)
-    max_model_len = longest_request(spec.max_model_len, config, num_pages, spec.page_size)
-    caches = make_caches(config, model.shard, num_pages, spec.page_size, dtype, device)
+    max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
+    caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
     runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device)
     return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len)
 
 
-def _form(spec: RankSpec, config: ModelConfig, collective: Collective, device: torch.device, system: System) -> Form:
+def _form(spec: RankSpec, source: Source, collective: Collective, device: torch.device, system: System) -> Form:
     """The fastest form that this machine has memory for."""
     processor = read_processor()
-    dtype = choose_dtype(spec.dtype, config.dtype, device, processor)
-    shard = partition(config, collective.world_size)[collective.rank]
+    dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
+    num_weights = source.num_linear_weights(collective.rank, collective.world_size)
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
-    kernels = choose_kernels(dtype, device, processor, spare, num_linear_weights(config, shard) * dtype.itemsize)
-    return Form(dtype, device, kernels, max(config.max_position, spec.max_model_len or 0))
+    kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize)
+    return Form(dtype, device, kernels, max(source.max_position, spec.max_model_len or 0))
 
 
 def make_runner(
-    model: Llama, caches: list[LayerCache], pool: PoolShape, collective: Collective, dtype: torch.dtype, device: torch.device
+    model: Model, caches: list[LayerCache], pool: PoolShape, collective: Collective, dtype: torch.dtype, device: torch.device
 ) -> ModelRunner:
     """A runner of this model over these pages."""
-    config, kv_heads = model.config, model.shard.kv_heads.size
-    layer_page_bytes = page_bytes(config, model.shard, pool.page_size, dtype) // config.num_layers
-    shape = CacheShape(pool.page_size, kv_heads, layer_page_bytes, frozenset(config.windows))
+    layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
+    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, model.kv.windows)
     return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective)
 
 
-def _own_pages(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device, system: System) -> int:
+def _own_pages(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device, system: System) -> int:
     """Pages that fit this rank's memory."""
-    size = page_bytes(model.config, model.shard, spec.page_size, dtype)
+    size = page_bytes(model.kv, spec.page_size, dtype)
     if spec.kv_cache_memory_bytes is not None:
         return spec.kv_cache_memory_bytes // size
     if device.type == "cpu":
@@ -86,7 +83,7 @@ def _own_pages(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.d
     return _gpu_pool_bytes(spec, model, dtype, device) // size
 
 
-def _gpu_pool_bytes(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device) -> int:
+def _gpu_pool_bytes(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> int:
     """What the share of the GPU's memory leaves after the weights and the largest step."""
     torch.cuda.reset_peak_memory_stats(device)
     _largest_step(spec, model, dtype, device)
@@ -99,14 +96,12 @@ def _gpu_pool_bytes(spec: RankSpec, model: Llama, dtype: torch.dtype, device: to
     return left
 
 
-def _largest_step(spec: RankSpec, model: Llama, dtype: torch.dtype, device: torch.device) -> None:
+def _largest_step(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> None:
     """Runs one prefill of the largest step, with max_num_seqs draws' worth of scores, and forgets it."""
-    tokens = min(spec.max_num_batched_tokens, model.config.max_position)
+    tokens = min(spec.max_num_batched_tokens, model.positions)
     num_pages = -(-tokens // spec.page_size)
-    caches = make_caches(model.config, model.shard, num_pages, spec.page_size, dtype, device)
-    builder = BatchBuilder(
-        CacheShape(spec.page_size, model.shard.kv_heads.size, 1, frozenset(model.config.windows)), dtype, device
-    )
+    caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
+    builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1, model.kv.windows), dtype, device)
     row = NewRow(0, wire.Sampling(1, 0, 0.0))
     draws = [(0, 0)] * spec.max_num_seqs
     plan = StepPlan(0, [row], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)

@@ -6,7 +6,7 @@ import torch
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.model.llama import Llama
+from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.sampling import Draw, draw
 
@@ -18,7 +18,7 @@ class ModelRunner:
     """One rank's weights, pages and rows. On rank 0 it is the engine's `StepRunner`; the other ranks `follow`."""
 
     def __init__(
-        self, model: Llama, caches: list[LayerCache], builder: BatchBuilder, pool: PoolShape, collective: Collective
+        self, model: Model, caches: list[LayerCache], builder: BatchBuilder, pool: PoolShape, collective: Collective
     ) -> None:
         self._model = model
         self._caches = caches

@@ -16,6 +16,7 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.layers import RopeTable, VocabEmbedding, rms_norm, rotate, swiglu
 from phalanx_runtime.model.linear import Kernels, Linear, make_linear
 from phalanx_runtime.model.partition import Shard, Span, partition
+from phalanx_runtime.model.protocol import Form, KvLayout
 from phalanx_runtime.model.weights import Checkpoint
 
 
@@ -34,24 +35,16 @@ class Layer:
     form: AttentionForm
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made."""
-
-    dtype: torch.dtype
-    device: torch.device
-    kernels: Kernels
-    positions: int
-
-
-class Llama:
+class Decoder:
     """One rank's part of the model. `num_bytes` are those of its parameters, a tied table counted once."""
 
     def __init__(self, config: ModelConfig, shard: Shard, collective: Collective, rope: RopeTable, attention: Attention) -> None:
         self.config = config
         self.shard = shard
+        self.kv = KvLayout(shard.kv_heads.size, (config.head_dim,) * config.num_layers, frozenset(config.windows))
         self.layers: list[Layer] = []
         self.num_bytes = 0
+        self.positions = rope.cos.shape[0]
         self._collective = collective
         self._rope = rope
         self._attention = attention
@@ -95,11 +88,11 @@ def load(
     collective: Collective,
     form: Form,
     attention: Attention | None = None,
-) -> Llama:
+) -> Decoder:
     """This rank's part of the checkpoint in `folder`. Raises ModelError."""
     shard = partition(config, collective.world_size)[collective.rank]
     rope = RopeTable(config.rope, config.head_dim, form.positions, form.dtype, form.device)
-    model = Llama(config, shard, collective, rope, attention or PagedAttention())
+    model = Decoder(config, shard, collective, rope, attention or PagedAttention())
     with Checkpoint(folder, form.dtype, form.device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form.kernels, collective.rank)
         model.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight"), shard.vocab, collective)

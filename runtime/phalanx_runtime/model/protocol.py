@@ -1,0 +1,79 @@
+"""What a rank needs of a model, whatever computes it: the fused decoder, or a `transformers` model around our attention.
+
+A `Source` is a model folder that was understood but not read: what is known of it before its weights are. `load` gives this
+rank's part of it, a `Model`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.attention import Attention, LayerCache, StepBatch
+from phalanx_runtime.model.linear import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Keys and values that one rank keeps: KV heads of every layer, head dimension of each, windows that occur in any."""
+
+    kv_heads: int
+    head_dims: tuple[int, ...]
+    windows: frozenset[int | None]
+
+
+class Model(Protocol):
+    """One rank's part of a model. `num_bytes` are those of its parameters, a tied table counted once."""
+
+    @property
+    def kv(self) -> KvLayout:
+        """The keys and values that its layers write."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Positions of a request that it was loaded for."""
+        ...
+
+    def logits(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
+        """Scores of this rank's vocabulary rows after each drawn token: [drawn, rows]. Writes the step's keys and values."""
+        ...
+
+
+class Source(Protocol):
+    """A model folder before its weights are read."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its weights, as config.json names it."""
+        ...
+
+    @property
+    def max_position(self) -> int:
+        """Tokens of the longest request that the model was made for."""
+        ...
+
+    def num_linear_weights(self, rank: int, world_size: int) -> int:
+        """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
+        ...
+
+    def load(self, collective: Collective, form: Form, attention: Attention | None = None) -> Model:
+        """This rank's part of the model. Raises ModelError, PeerLost."""
+        ...

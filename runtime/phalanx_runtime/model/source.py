@@ -1,0 +1,42 @@
+"""Which level computes a model folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.attention import Attention
+from phalanx_runtime.model.config import ModelConfig, read_config
+from phalanx_runtime.model.decoder import load
+from phalanx_runtime.model.partition import num_linear_weights, partition
+from phalanx_runtime.model.protocol import Form, Model, Source
+
+
+def open_model(folder: Path) -> Source:
+    """The model in this folder. Raises ModelError."""
+    return FusedSource(folder, read_config(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSource:
+    """A checkpoint that the fused decoder computes."""
+
+    folder: Path
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its weights, as config.json names it."""
+        return self.config.dtype
+
+    @property
+    def max_position(self) -> int:
+        """Tokens of the longest request that the model was made for."""
+        return self.config.max_position
+
+    def num_linear_weights(self, rank: int, world_size: int) -> int:
+        """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
+        return num_linear_weights(self.config, partition(self.config, world_size)[rank])
+
+    def load(self, collective: Collective, form: Form, attention: Attention | None = None) -> Model:
+        """This rank's part of the model. Raises ModelError."""
+        return load(self.folder, self.config, collective, form, attention)
