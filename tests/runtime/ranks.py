@@ -3,19 +3,20 @@
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from phalanx_api import wire
 from phalanx_runtime.collective.connect import Place, connect, listen
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
+from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.model.attention import Attention
 from phalanx_runtime.model.linear import Kernels
 from phalanx_runtime.model.protocol import Form
@@ -128,15 +129,21 @@ class Asked:
     top_p: float = 1.0
     top_k: int | None = None
     delivered: tuple[int, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of its `wire.Sampling`."""
 
 
 class Driver:
-    """Turns requests into plans. Pages are dealt from the end of the pool, interleaved, so that no request's are adjacent."""
+    """Turns requests into plans. `results` are those of its steps.
+
+    Pages are dealt from the end of the pool, interleaved, so that no request's are adjacent.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._free = list(range(runner.pool.num_pages))
         self.pages: dict[int, list[int]] = {}
+        self.results: list[tuple[StepPlan, StepResult]] = []
         self._step = 0
 
     def generate(self, asked: Sequence[Asked], num_tokens: int, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
@@ -171,7 +178,9 @@ class Driver:
         counts = [len(part) for part in parts]
         plan = StepPlan(self._step, new, running, starts, counts, pages, [token for part in parts for token in part], draws)
         self._step += 1
-        for (at, _), token in zip(draws, self._runner.run(plan).tokens, strict=True):
+        result = self._runner.run(plan)
+        self.results.append((plan, result))
+        for (at, _), token in zip(draws, result.tokens, strict=True):
             self._outputs[running[at]].append(token)
             self._tokens[running[at]].append(token)
 
@@ -179,7 +188,27 @@ class Driver:
         self._free += self.pages.pop(row, [])
         self.pages[row] = []
         one = self._asked[row]
-        return NewRow(row, wire.Sampling(1, one.seed, one.temperature, one.top_p, one.top_k))
+        sampling = wire.Sampling(1, one.seed, one.temperature, one.top_p, one.top_k, **one.more)
+        return NewRow(row, sampling, len(one.prompt), list(self._tokens[row]) if needs_history(sampling) else [])
+
+    def prompt_details(self, row: int) -> dict[int, wire.TokenDetail]:
+        """The details of a request's prompt tokens, by their position."""
+        told: dict[int, wire.TokenDetail] = {}
+        for plan, result in self.results:
+            for request, start, details in result.prompt_details:
+                if plan.rows[request] == row:
+                    assert start == 1 + len(told), "details are in order"
+                    told |= dict(enumerate(details, start))
+        return told
+
+    def details(self, row: int) -> list[wire.TokenDetail | None]:
+        """The details of a request's output tokens."""
+        return [
+            detail
+            for plan, result in self.results
+            for (request, _), detail in zip(plan.draws, result.details, strict=False)
+            if plan.rows[request] == row
+        ]
 
     def _more_pages(self, row: int) -> list[int]:
         wanted = -(-self._computed[row] // PAGE_SIZE) - len(self.pages[row])

@@ -13,7 +13,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A row starts anew: whatever it held before is forgotten.
 
     `history` are all tokens of the request so far, its prompt first, where its sampling depends on them (penalties, bad words,
-    grammar); else empty. Tokens drawn later are known to rank 0, which draws them.
+    grammar), or where prompt logprobs are asked for; else empty. Tokens drawn later are known to rank 0, which draws them.
     """
 
     row: int

@@ -68,6 +68,7 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
 
 
 def needs_history(sampling: wire.Sampling) -> bool:
-    """Whether the next draw depends on the tokens before it otherwise than through the model."""
+    """Whether the next draw depends on the tokens before it otherwise than through the model, or they are to be told."""
     penalised = sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-    return penalised or bool(sampling.bad_words) or sampling.grammar is not None
+    told = sampling.prompt_logprobs is not None
+    return penalised or told or bool(sampling.bad_words) or sampling.grammar is not None

@@ -71,7 +71,8 @@ class Chunk:
 class StepBatch:
     """One step as tensors.
 
-    slots: [tokens * kv_heads] rows of the cache seen as [pages * kv_heads * page, head_dim]. drawn: tokens to draw after.
+    slots: [tokens * kv_heads] rows of the cache seen as [pages * kv_heads * page, head_dim]. drawn: tokens whose scores are
+    wanted, first those to draw after, in the order of the plan's draws, then those of prompts that are told with logprobs.
     """
 
     tokens: Tensor

@@ -44,6 +44,7 @@ class Decoder:
         self.kv = KvLayout(shard.kv_heads.size, (config.head_dim,) * config.num_layers, frozenset(config.windows))
         self.layers: list[Layer] = []
         self.num_bytes = 0
+        self.vocab_size = config.vocab_size
         self.positions = rope.cos.shape[0]
         self._collective = collective
         self._rope = rope
@@ -52,13 +53,17 @@ class Decoder:
         self.norm: Tensor
         self.head: Linear
 
-    def logits(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """Scores of this rank's vocabulary rows after each drawn token: [drawn, rows]. Writes the step's keys and values."""
+    def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
+        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values."""
         x = self.embedding(batch.tokens)
         cos, sin = self._rope.at(batch.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
             self._block(layer, x, cos, sin, cache, batch)
-        return self.head(rms_norm(x.index_select(0, batch.drawn), self.norm, self.config.rms_norm_eps))
+        return rms_norm(x.index_select(0, batch.drawn), self.norm, self.config.rms_norm_eps)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
+        return self.head(hidden)
 
     def _block(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, batch: StepBatch) -> None:
         """One decoder block; adds to x in place."""

@@ -52,8 +52,17 @@ class Model(Protocol):
         """Positions of a request that it was loaded for."""
         ...
 
-    def logits(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """Scores of this rank's vocabulary rows after each drawn token: [drawn, rows]. Writes the step's keys and values."""
+    @property
+    def vocab_size(self) -> int:
+        """Scores of one token, over all ranks."""
+        ...
+
+    def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
+        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values."""
+        ...
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
         ...
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import Chunk, DecodeGroup, StepBatch, Windows
+from phalanx_runtime.rank.prompt_logprobs import prompt_parts
 
 WASTE_BYTES = 1 << 20
 """Padding that a group of decoding requests may read per layer before another group, at some 50 us a layer, is cheaper."""
@@ -73,13 +74,17 @@ class BatchBuilder:
         rank_of = np.empty_like(order)
         rank_of[order] = np.arange(len(order))
         drawn = first[1:][rank_of[[request for request, _ in plan.draws]]] - 1 if plan.draws else np.zeros(0, np.int64)
+        told = [
+            first[rank_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
+            for part in prompt_parts(plan, self.params)
+        ]
         return StepBatch(
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
             slots=self._tensor(self._slots(np.repeat(rows, counts), positions)),
             groups=self._groups(rows[:ones], lengths[:ones]),
             chunks=[self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i])) for i in range(ones, len(rows))],
-            drawn=self._tensor(drawn),
+            drawn=self._tensor(np.concatenate([drawn, *told])),
         )
 
     def _update(self, plan: StepPlan) -> None:

@@ -106,7 +106,7 @@ def _largest_step(spec: RankSpec, model: Model, dtype: torch.dtype, device: torc
     draws = [(0, 0)] * spec.max_num_seqs
     plan = StepPlan(0, [row], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
     with torch.inference_mode():
-        model.logits(builder.build(plan), caches)
+        model.scores(model.hidden(builder.build(plan), caches))
     torch.cuda.synchronize(device)
 
 

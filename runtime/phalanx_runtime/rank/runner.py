@@ -1,13 +1,19 @@
 """Steps on all ranks: rank 0 sends the plan, every rank computes its part, rank 0 collects the scores and draws."""
 
+from itertools import accumulate
+
 import msgspec
 import torch
+from torch import Tensor
 
+from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
 from phalanx_runtime.rank.sampling import Draw, draw
 
 _decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
@@ -31,14 +37,16 @@ class ModelRunner:
         """The page pool that every rank made."""
         return self._pool
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """The tokens drawn by this step, after all ranks computed it. Only on rank 0. Raises PeerLost."""
         if self._collective.world_size > 1:
             self._collective.broadcast(_encode(plan))
-        logits = self._compute(plan)
-        if logits is None or not plan.draws:
-            return StepResult(plan.step, [])
-        return StepResult(plan.step, draw(logits, [self._draw(plan, request, index) for request, index in plan.draws]))
+        scores, told = self._compute(plan)
+        if scores is None or not plan.draws:
+            return StepResult(plan.step, [], prompt_details=told)
+        draws = [self._draw(plan, request, index) for request, index in plan.draws]
+        return StepResult(plan.step, draw(scores, draws), prompt_details=told)
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
@@ -50,16 +58,33 @@ class ModelRunner:
         self._collective.broadcast(b"")
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
-        """All scores of the drawn tokens on rank 0; None elsewhere, or when nothing is drawn."""
+    def _compute(self, plan: StepPlan) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:
+        """On rank 0 all scores of the drawn tokens and the details of told prompt tokens; elsewhere nothing."""
         if not plan.rows:
-            return None
+            return None, []
         for source, target in plan.copies:
             for cache in self._caches:
                 cache.k[target].copy_(cache.k[source])
                 cache.v[target].copy_(cache.v[source])
-        logits = self._model.logits(self._builder.build(plan), self._caches)
-        return self._collective.gather(logits) if plan.draws else None
+        hidden = self._model.hidden(self._builder.build(plan), self._caches)
+        num_draws = len(plan.draws)
+        scores = self._collective.gather(self._model.scores(hidden[:num_draws])) if num_draws else None
+        parts = prompt_parts(plan, self._builder.params)
+        return scores, self._tell(parts, hidden[num_draws:]) if parts else []
+
+    def _tell(self, parts: list[PromptPart], hidden: Tensor) -> list[tuple[int, int, list[wire.TokenDetail]]]:
+        """Details of prompt tokens, parallel to the rows of `hidden`. Scores are made for few at once; nothing elsewhere."""
+        tokens = [token for part in parts for token in part.tokens]
+        tops = [part.top for part in parts for _ in part.tokens]
+        details: list[wire.TokenDetail] = []
+        size = rows_at_once(self._model.vocab_size)
+        for first in range(0, len(tokens), size):
+            some = slice(first, first + size)
+            scores = self._collective.gather(self._model.scores(hidden[some]))
+            if scores is not None:
+                details += token_details(scores, tokens[some], tops[some])
+        ends = accumulate(len(part.tokens) for part in parts)
+        return [(part.request, part.start, details[end - len(part.tokens) : end]) for part, end in zip(parts, ends, strict=True)]
 
     def _draw(self, plan: StepPlan, request: int, index: int) -> Draw:
         row = self._builder.params[plan.rows[request]]

@@ -1,0 +1,92 @@
+"""Logprobs are those of `transformers`: of drawn tokens and of prompts, whole and in chunks, on one rank and on two."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_api.wire import TokenDetail
+from phalanx_runtime.rank import logprobs
+from phalanx_runtime.rank.logprobs import token_details
+from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+from tests.runtime.tiny import VOCAB_SIZE, save_tiny
+
+WIDE = Build(dtype=torch.float64)
+TOP = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("logprobs") / "model", "qwen3")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist() for size in (1, 9, 23)]
+
+
+@torch.inference_mode()
+def expected(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """log_softmax of the scores of transformers after each of these tokens."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float64).eval()
+    logprobs: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+    return logprobs
+
+
+def assert_detail(detail: TokenDetail | None, token: int, row: torch.Tensor, top: int = TOP) -> None:
+    assert detail is not None
+    assert detail.logprob == pytest.approx(float(row[token]), abs=1e-5)
+    assert detail.rank == int((row > row[token]).sum())
+    best = row.topk(top)
+    assert detail.top_ids == best.indices.tolist()
+    assert detail.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert detail.gap is None
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
+@pytest.mark.parametrize(("pods", "chunk"), [([1], 1000), ([1], 4), ([2], 4), ([1], 1)])
+def test_prompt_logprobs_are_those_of_transformers(
+    folder: Path, pods: list[int], chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "PART_SCORES", rows_at_once * VOCAB_SIZE)
+    asked = [Asked(prompt, more={"prompt_logprobs": TOP}) for prompt in prompts()] + [Asked(prompts()[1])]
+
+    def work(runner: Any) -> list[dict[int, TokenDetail]]:
+        driver = Driver(runner)
+        driver.generate(asked, 2, chunk, lag=1)
+        return [driver.prompt_details(row) for row in range(len(asked))]
+
+    told = on_ranks(folder, pods, WIDE, work)
+    assert told[-1] == {}, "only who asks is told"
+    for prompt, details in zip(prompts(), told, strict=False):
+        assert sorted(details) == list(range(1, len(prompt)))
+        rows = expected(folder, prompt)
+        for position, detail in details.items():
+            assert_detail(detail, prompt[position], rows[position - 1])
+
+
+def test_a_request_that_has_output_does_not_tell_its_prompt_again(folder: Path) -> None:
+    asked = [Asked(prompts()[1], more={"prompt_logprobs": 0}, delivered=(5,))]
+
+    def work(runner: Any) -> dict[int, TokenDetail]:
+        driver = Driver(runner)
+        driver.generate(asked, 3)
+        return driver.prompt_details(0)
+
+    assert on_ranks(folder, [1], WIDE, work) == {}
+
+
+def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    whole = token_details(scores, [1] * 7, list(range(7)))
+    monkeypatch.setattr(logprobs, "PART_SCORES", 22)
+    assert token_details(scores, [1] * 7, list(range(7))) == whole
+    assert [len(detail.top_ids) for detail in whole] == list(range(7))
+    assert token_details(scores[:1], [1], [50])[0].top_ids == scores[0].argsort(descending=True).tolist()
+    assert token_details(scores.bfloat16(), [1] * 7, [0] * 7)[0].logprob == pytest.approx(whole[0].logprob, abs=0.05)
