@@ -1,5 +1,6 @@
 import pytest
 
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.pages import PagePool
 
 
@@ -69,3 +70,150 @@ def test_check_sees_pages_lost_doubled_and_free_while_held() -> None:
 def test_an_empty_pool_is_refused(pages: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"num_pages={pages} page_size={size}"):
         PagePool(pages, size)
+
+
+def keys_of(tokens: list[int], page_size: int = 4, tenant: str = "") -> list[bytes]:
+    return PrefixKeys(root_key("m", tenant=tenant), page_size).extend(tokens)
+
+
+def begin(pool: PagePool, tokens: list[int]) -> list[int]:
+    """The pages of a newcomer, as the scheduler takes them."""
+    keys = keys_of(tokens, pool.page_size)
+    run = pool.match(keys[: (len(tokens) - 1) // pool.page_size])
+    pool.reuse(run, len(keys))
+    new = pool.take(pool.pages_for(len(tokens)) - len(run))
+    assert new is not None
+    pages = run + new
+    for i in range(len(run), len(keys)):
+        pool.publish(pages[i], keys[i], pages[i - 1] if i else None, tokens[i * pool.page_size : (i + 1) * pool.page_size])
+    return pages
+
+
+def write(pool: PagePool, pages: list[int], num_tokens: int) -> None:
+    for i, page in enumerate(pages):
+        pool.mark_written(page, max(0, min(pool.page_size, num_tokens - i * pool.page_size)))
+
+
+def test_a_prefix_that_was_written_is_found_after_its_holder_left() -> None:
+    pool = PagePool(8, 4)
+    pages = begin(pool, list(range(10)))
+    write(pool, pages, 10)
+    pool.give_back(pages)
+    assert (pool.free_pages, pool.cached_pages) == (8, 2)
+    assert begin(pool, list(range(10)))[:2] == pages[:2]
+    assert (pool.counters.hits, pool.counters.misses, pool.counters.reused) == (2, 2, 2)
+
+
+def test_a_burst_shares_pages_before_they_are_written() -> None:
+    pool = PagePool(8, 4)
+    first, second = begin(pool, list(range(9))), begin(pool, list(range(9)))
+    assert second[:2] == first[:2] and second[2] != first[2]
+    assert [pool.written(page) for page in second] == [0, 0, 0]
+    pool.mark_written(first[0], 3)
+    assert pool.written(second[0]) == 3
+    assert pool.counters.reused == 0
+
+
+def test_pages_that_nobody_wrote_are_free_and_not_found() -> None:
+    pool = PagePool(8, 4)
+    first, second = begin(pool, list(range(9))), begin(pool, list(range(9)))
+    pool.mark_written(first[0], 4)
+    pool.give_back(first)
+    assert pool.match(keys_of(list(range(9)))) == second[:2], "the second holder may still write the second page"
+    pool.give_back(second)
+    assert pool.match(keys_of(list(range(9)))) == first[:1]
+    assert (pool.free_pages, pool.cached_pages) == (8, 1)
+    assert pool.check([]) == []
+
+
+def test_leaf_pages_are_evicted_first() -> None:
+    pool = PagePool(4, 4)
+    old, new = begin(pool, [1] * 8), begin(pool, [2] * 8)
+    for pages in (old, new):
+        write(pool, pages, 8)
+        pool.give_back(pages)
+    assert pool.take(1) == [old[1]]
+    assert pool.take(1) == [old[0]]
+    assert pool.match(keys_of([2] * 8)) == new
+    assert pool.counters.evicted == 2
+
+
+def test_pages_behind_a_page_that_another_published_are_found_too() -> None:
+    pool = PagePool(8, 4)
+    first, second = begin(pool, list(range(8))), begin(pool, list(range(8)))
+    assert second[1] != first[1], "the last token is left to compute"
+    write(pool, first, 8)
+    more = keys_of(list(range(12)))
+    grown = pool.take(1)
+    assert grown is not None and pool.publish(grown[0], more[2], second[1])
+    assert pool.match(more) == [*first, *grown]
+    pool.give_back(first)
+    assert pool.unheld(first) == 0, "a chain is held from its root"
+    assert pool.check([second + grown]) == []
+
+
+def test_a_page_behind_one_that_its_publisher_has_not_written_yet_is_not_found() -> None:
+    pool = PagePool(8, 4)
+    begin(pool, list(range(8)))
+    second = begin(pool, list(range(8)))
+    grown = pool.take(1)
+    assert grown is not None and not pool.publish(grown[0], keys_of(list(range(12)))[2], second[1])
+
+
+def test_a_prefix_that_ends_inside_a_page_is_begun_by_a_copy() -> None:
+    pool = PagePool(3, 4)
+    pages = begin(pool, [0, 1, 2, 3, 4, 5, 6, 7])
+    pool.mark_written(pages[0], 4)
+    assert pool.match_beginning(pages[0], [4, 5, 9]) is None, "nothing is written there"
+    pool.mark_written(pages[1], 4)
+    assert pool.match_beginning(pages[0], [4, 5, 9]) == (pages[1], 2)
+    assert pool.match_beginning(pages[0], [5]) is None
+    pool.give_back(pages)
+    pool.share(pages[:1])
+    assert pool.copy(pages[1]) == 2
+    assert pool.copy(pages[1]) is None, "the source is never its own target"
+    assert pool.match_beginning(pages[0], [4]) == (pages[1], 1)
+    assert pool.counters.copied == 1
+
+
+def test_siblings_write_to_pages_of_their_own() -> None:
+    pool = PagePool(4, 4)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.share(pages)
+    own = pool.make_writable(pages[0])
+    assert own is not None and own != pages[0]
+    assert pool.make_writable(pages[0]) == pages[0], "the other is alone with it now"
+    assert pool.check([pages, [own]]) == []
+
+
+def test_events_tell_what_can_be_found() -> None:
+    pool = PagePool(2, 4, event_log=3)
+    keys = keys_of([1] * 8)
+    pages = begin(pool, [1] * 8)
+    write(pool, pages, 8)
+    pool.give_back(pages)
+    assert pool.events.drain() == [(0, True, keys[0], None), (1, True, keys[1], keys[0])]
+    pool.take(2)
+    assert pool.events.drain() == [(2, False, keys[1], keys[0]), (3, False, keys[0], None)]
+    assert pool.snapshot() == (4, [])
+
+
+def test_a_log_that_nobody_drains_forgets_the_oldest() -> None:
+    pool = PagePool(4, 4, event_log=2)
+    begin(pool, [1] * 16)
+    assert [event.number for event in pool.events.drain()] == [2, 3]
+    assert pool.snapshot() == (4, keys_of([1] * 16))
+
+
+def test_salt_tells_prefixes_apart() -> None:
+    assert keys_of([1] * 4, tenant="a") != keys_of([1] * 4, tenant="b")
+    assert root_key("m", "ab") != root_key("ma", "b")
+
+
+def test_keys_are_hashed_once_as_tokens_arrive() -> None:
+    prefix = PrefixKeys(root_key("m"), 4)
+    for end in (3, 4, 5, 9, 16):
+        assert len(prefix.extend(list(range(end)))) == end // 4
+    assert prefix.keys == keys_of(list(range(16)))
+    assert keys_of([0, 1, 2, 3, 9, 9, 9, 9])[0] == prefix.keys[0]

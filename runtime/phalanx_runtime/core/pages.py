@@ -1,75 +1,303 @@
-"""The page pool: which pages of the KV cache are free and how many holders each of the others has.
+"""The page pool and its prefix cache: who holds which page of the KV cache, and which pages can be found by their key.
 
-Arrays, not objects: a page is an index. Taking and giving back cost O(1) a page. At rest: every page free, every count 0.
-What a page holds (its hash, its place in an eviction order) will be further arrays beside the counts.
+Arrays, not objects: a page is an index. Each call costs O(1) a page, eviction O(log pages).
+
+    free      nobody holds it, no key finds it                     taken first
+    held      so many holders; a key may find it                   a writer fills it, others share it
+    cached    nobody holds it, a key finds it, wholly written      evicted when no page is free, leaf pages first
+    free_pages = free + cached                                     at rest: no page is held
+
+How a request uses it (`keys` are those of `phalanx_api.prefix.PrefixKeys`, for its full pages):
+
+    run = pool.match(keys[: (len(tokens) - 1) // page_size])       one token is left to compute, for its scores
+    fits = pool.free_pages - pool.unheld(run) >= wanted            holding the run takes its cached pages off the free ones
+    pool.reuse(run, len(keys)); pages = run + pool.take(...)       reuse first: `take` may evict what nobody holds
+    pool.publish(pages[i], keys[i], pages[i - 1])                  at once, in order, for each page that has a key now
+    pool.mark_written(pages[i], slots)                             when a chunk that writes them is in the plan for certain
+    pool.give_back(pages)                                          end, abort, preemption alike
+
+A page is published before it is written, so that one burst computes its prefix once. `written(page)` slots of it are written by
+plans made so far: a chunk scheduled with or after them may read those slots. Nobody is the writer of a page: whoever is first
+to schedule a chunk there writes it, all its other holders skip to `written`. So a writer that leaves needs no hand-over; the
+pages that nobody holds and nobody wrote become free. Pages are written in the order of their chain, given back together.
+
+A key that finds another page already is not published again; the pages after it still are, behind the one that it finds.
+The pool's counters and events are for others to read; `match` counts nothing, so a request that waits may look every step.
 """
 
 from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from phalanx_runtime.core.eviction.choose import make_eviction
+from phalanx_runtime.core.eviction.protocol import PolicyName
+from phalanx_runtime.core.page_beginnings import Beginnings
+from phalanx_runtime.core.page_check import PoolState, find_wrong
+from phalanx_runtime.core.page_events import PageEvents
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Pages, since the start. hits and misses: looked up by `reuse`; reused: hits that nobody held; copied: begun by a copy."""
+
+    hits: int = 0
+    misses: int = 0
+    reused: int = 0
+    published: int = 0
+    evicted: int = 0
+    copied: int = 0
 
 
 class PagePool:
     """Pages 0 to num_pages - 1, handed out in a fixed order so that the same calls always give the same pages."""
 
-    __slots__ = ("_free", "_holders", "num_pages", "page_size")
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, eviction: PolicyName = "lru", event_log: int = 65536) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.counters = CacheCounters()
+        self.events = PageEvents(event_log)
         self._free = array("q", range(num_pages - 1, -1, -1))
-        self._holders = array("q", bytes(8 * num_pages))
+        self._refs = array("q", bytes(8 * num_pages))
+        """Holders of a page, and published pages that follow it and are held themselves: a chain is held from its root."""
+        self._written = array("q", bytes(8 * num_pages))
+        self._keys: list[bytes | None] = [None] * num_pages
+        """Key of what the page holds; it finds the page if no other page had the key before."""
+        self._page_of: dict[bytes, int] = {}
+        self._published = bytearray(num_pages)
+        """1: the page's key finds it."""
+        self._parents: list[int | None] = [None] * num_pages
+        self._children = array("q", bytes(8 * num_pages))
+        """Published pages that follow a page."""
+        self._num_cached = 0
+        self._releases = 0
+        self._released = array("q", bytes(8 * num_pages))
+        self._idle = bytearray(num_pages)
+        """1: cached, and no published page follows."""
+        self._policy = make_eviction(eviction, num_pages, self._idle)
+        self._beginnings = Beginnings(num_pages, page_size)
 
     @property
     def free_pages(self) -> int:
-        """How many pages nobody holds."""
-        return len(self._free)
+        """How many pages nobody holds; all of them can be taken."""
+        return len(self._free) + self._num_cached
+
+    @property
+    def cached_pages(self) -> int:
+        """How many of the free pages a key finds."""
+        return self._num_cached
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` free pages, each now with one holder; None, and nothing taken, when fewer are free."""
+        """`count` pages, each now with one holder; None, and nothing taken, when fewer are free. May evict cached pages."""
         free = self._free
-        if count > len(free):
+        if count > len(free) + self._num_cached:
             return None
+        while len(free) < count:
+            self._evict()
         pages = [free.pop() for _ in range(count)]
         for page in pages:
-            self._holders[page] = 1
+            self._refs[page] = 1
+            self._written[page] = 0
+            self._keys[page] = None
         return pages
 
-    def share(self, pages: list[int]) -> None:
-        """Adds a holder to pages that are held already."""
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a holder to pages that are held or cached, in the order of their chain."""
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free and cannot be shared"
-            self._holders[page] += 1
+            assert self._refs[page] > 0 or self._published[page], f"page {page} is free and cannot be shared"
+            self._hold(page)
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         """Takes one holder off each page; those without any are free again. The last page goes first, to be taken last."""
-        holders = self._holders
         for page in reversed(pages):
-            assert holders[page] > 0, f"page {page} is given back once too often"
-            holders[page] -= 1
-            if not holders[page]:
-                self._free.append(page)
+            assert self._refs[page] > 0, f"page {page} is given back once too often"
+            self._let_go(page)
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the longest run of keys, from the first, that all find a page. Some may not be written yet."""
+        found, pages = self._page_of.get, []
+        for key in keys:
+            page = found(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def unheld(self, pages: Iterable[int]) -> int:
+        """How many of these pages, found by `match`, count as free: taking hold of them takes them off `free_pages`."""
+        refs = self._refs
+        return sum(not refs[page] for page in pages)
+
+    def reuse(self, run: Sequence[int], num_keys: int) -> None:
+        """Takes hold of a run that `match` found, and counts it: hits, and misses up to the number of keys looked up."""
+        counters = self.counters
+        counters.hits += len(run)
+        counters.misses += num_keys - len(run)
+        counters.reused += self.unheld(run)
+        self.share(run)
+        for page in run:
+            self._policy.on_hit(page)
+
+    def publish(self, page: int, key: bytes, parent: int | None, tokens: Sequence[int] = ()) -> bool:
+        """Whether `key` finds this held page from now on; not when another page has the key, or when its chain is broken.
+
+        parent: the page before it in the same request, None for the first. tokens: what the page holds, for `match_beginning`.
+        """
+        assert self._refs[page] > 0 and self._keys[page] is None, (
+            f"page {page} is published while it is free or for a second time"
+        )
+        self._keys[page] = key
+        before = None if parent is None else self._published_for(parent)
+        if key in self._page_of or (parent is not None and before is None):
+            return False
+        self._page_of[key] = page
+        self._published[page] = 1
+        self._parents[page] = before
+        if before is not None:
+            self._children[before] += 1
+            self._hold(before)
+            if tokens:
+                self._beginnings.add(page, before, tokens)
+        self.counters.published += 1
+        self.events.append(True, key, None if before is None else self._keys[before])
+        self._policy.on_insert(page, int.from_bytes(key[:8], "little"))
+        return True
+
+    def mark_written(self, page: int, slots: int) -> None:
+        """The first `slots` slots of the page are written by the plans made so far."""
+        if slots > self._written[page]:
+            parent = self._parents[page]
+            assert parent is None or self._written[parent] == self.page_size, f"page {page} is written before page {parent}"
+            self._written[page] = slots
+
+    def written(self, page: int) -> int:
+        """How many slots of the page are written by the plans made so far."""
+        return self._written[page]
+
+    def match_beginning(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """A page published after `parent`, and how many of `tokens` it begins with and has written; None when there is none."""
+        found = self._beginnings.find(parent, tokens)
+        if found is None:
+            return None
+        page, same = found
+        same = min(same, self._written[page])
+        return (page, same) if same else None
+
+    def copy(self, page: int) -> int | None:
+        """A page of one holder, to become a bit-copy of `page` before the step; None when no other page is free."""
+        self._hold(page)
+        if self._published[page]:
+            self._policy.on_hit(page)
+        target = self.take(1)
+        self._let_go(page)
+        if target is None:
+            return None
+        self.counters.copied += 1
+        return target[0]
+
+    def make_writable(self, page: int) -> int | None:
+        """Where a holder of this page may write: the page itself when nobody else can see it, else a copy that it now holds
+        instead. None, and nothing changed, when no page is free. A result other than `page` belongs into the plan's copies.
+        """
+        if self._refs[page] == 1 and not self._published[page]:
+            return page
+        target = self.copy(page)
+        if target is not None:
+            self._let_go(page)
+        return target
+
+    def snapshot(self) -> tuple[int, list[bytes]]:
+        """The number of the next event, and every key that finds a page now."""
+        return self.events.next_number, list(self._page_of)
 
     def check(self, held: list[list[int]]) -> list[str]:
         """What is wrong with the pool, given the pages of every holder; empty when every page is accounted for."""
-        expected = array("q", bytes(8 * self.num_pages))
-        for pages in held:
-            for page in pages:
-                expected[page] += 1
-        wrong = [
-            f"page {page} has {count} holders, expected {want}"
-            for page, (count, want) in enumerate(zip(self._holders, expected, strict=True))
-            if count != want
-        ]
-        free = set(self._free)
-        if len(free) != len(self._free):
-            wrong.append(f"{len(self._free) - len(free)} pages are in the free list twice")
-        wrong += [f"page {page} is free and held" for page in sorted(free) if self._holders[page]]
-        lost = self.num_pages - len(free) - sum(1 for count in self._holders if count)
-        if lost > 0:
-            wrong.append(f"{lost} pages are neither free nor held")
-        return wrong
+        state = PoolState(
+            self.page_size,
+            self._free,
+            self._refs,
+            self._written,
+            self._keys,
+            self._page_of,
+            self._published,
+            self._parents,
+            self._children,
+            self._idle,
+            self._num_cached,
+        )
+        return find_wrong(state, held)
+
+    def _published_for(self, page: int) -> int | None:
+        """The page found by the key of this one: itself, or another that is wholly written; else None."""
+        if self._published[page]:
+            return page
+        key = self._keys[page]
+        found = None if key is None else self._page_of.get(key)
+        return None if found is None or self._written[found] < self.page_size else found
+
+    def _hold(self, page: int | None) -> None:
+        """Adds a holder; a cached page that wakes holds the one before it."""
+        refs = self._refs
+        while page is not None:
+            refs[page] += 1
+            if refs[page] > 1:
+                return
+            self._num_cached -= 1
+            self._idle[page] = 0
+            page = self._parents[page]
+
+    def _let_go(self, page: int | None) -> None:
+        """Takes a holder off; a published page without any lets go of the one before it."""
+        refs = self._refs
+        while page is not None:
+            refs[page] -= 1
+            if refs[page]:
+                return
+            if not self._published[page]:
+                self._free.append(page)
+                return
+            parent = self._parents[page]
+            if self._written[page] < self.page_size:
+                self._unpublish(page)
+                self._free.append(page)
+            else:
+                self._num_cached += 1
+                self._releases += 1
+                self._released[page] = self._releases
+                if not self._children[page]:
+                    self._idle[page] = 1
+                    self._policy.on_idle(page, self._releases)
+            page = parent
+
+    def _evict(self) -> None:
+        """Frees the idle page that the policy names; the page before it may become idle."""
+        page = self._policy.victim()
+        parent = self._parents[page]
+        self._idle[page] = 0
+        self._num_cached -= 1
+        self.counters.evicted += 1
+        self._unpublish(page)
+        self._free.append(page)
+        if parent is not None and not self._children[parent] and not self._refs[parent]:
+            self._idle[parent] = 1
+            self._policy.on_idle(parent, self._released[parent])
+
+    def _unpublish(self, page: int) -> None:
+        """No key finds this page any more. No published page follows it."""
+        key, parent = self._keys[page], self._parents[page]
+        assert key is not None and not self._children[page], f"page {page} is removed before the pages that follow it"
+        del self._page_of[key]
+        self._keys[page] = self._parents[page] = None
+        self._published[page] = 0
+        parent_key = None
+        if parent is not None:
+            self._children[parent] -= 1
+            parent_key = self._keys[parent]
+        self._beginnings.remove(page)
+        self._policy.on_remove(page)
+        self.events.append(False, key, parent_key)
