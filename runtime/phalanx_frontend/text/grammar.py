@@ -1,0 +1,41 @@
+"""Grammars as llguidance reads them: the door checks them, rank 0 of the runtime masks with them, both from the same words here.
+
+Between the tokens of JSON at most `BLANKS` blanks in a row are allowed, so that a model cannot fill its answer with them.
+"""
+
+from typing import assert_never
+
+from llguidance import LLMatcher
+
+from phalanx_api import wire
+
+BLANKS = 40
+"""Enough for a line end and ten levels of indentation by four."""
+_BLANKS_PATTERN = rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}"
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or cannot go on: the message says why, for the client."""
+
+
+def grammar_source(grammar: wire.Grammar) -> str:
+    """What llguidance compiles. Raises GrammarError for a JSON schema that is no JSON object."""
+    match grammar.kind:
+        case "json_schema":
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _BLANKS_PATTERN})
+            except ValueError as error:
+                raise GrammarError(f"the JSON schema cannot be read: {error}") from error
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case _:
+            assert_never(grammar.kind)
+
+
+def check_grammar(grammar: wire.Grammar) -> None:
+    """Raises GrammarError when the grammar cannot be compiled. Needs no tokenizer; takes up to seconds for the largest."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_source(grammar))
+    if is_error:
+        raise GrammarError(" ".join(messages[0].split()))
