@@ -1,6 +1,6 @@
 """The application: routes, health, errors in OpenAI's form, limits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI, Request
@@ -9,17 +9,39 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from phalanx_api.account import MemoryAccount
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.caller import Gate, caller_of
-from phalanx_frontend.errors import ApiError, error_response, internal_error, invalid, of_backend
+from phalanx_frontend.errors import ApiError, error_response, internal_error, of_backend
 from phalanx_frontend.health import health_routes
 from phalanx_frontend.keys import ApiKeys
 from phalanx_frontend.limits import BodyLimit, Limits
 from phalanx_frontend.metrics import DoorMetrics, response_counter
+from phalanx_frontend.native import native_routes
 from phalanx_frontend.routes import Door, openai_routes
-from phalanx_frontend.vitals import Health, Vitals
+from phalanx_frontend.validation import of_validation
+from phalanx_frontend.vitals import Health, Totals, Vitals
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+class DoorVitals:
+    """Implements `Vitals` from what the door itself knows."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def health(self) -> Health:
+        """The backend's readiness."""
+        return Health(not_ready=self._door.backend.not_ready())
+
+    def totals(self) -> Totals:
+        """The door's own requests."""
+        return self._door.metrics.tally.totals()
+
+    def memory(self) -> Sequence[MemoryAccount]:
+        """Nothing: a door has no rank."""
+        return ()
 
 
 def create_app(
@@ -34,8 +56,8 @@ def create_app(
     """The OpenAI server over a backend, with health and metrics.
 
     Starting and ending the backend is the caller's, for which `lifespan` is handed to FastAPI. `registry` may hold the
-    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. Without `vitals` the backend's
-    readiness is all that is told of the engine.
+    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. Without `vitals` the
+    door tells the backend's readiness and its own counts.
     """
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
@@ -44,8 +66,9 @@ def create_app(
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Gate, keys=keys)
-    health = vitals.health if vitals is not None else lambda: Health(not_ready=backend.not_ready())
-    app.include_router(health_routes(health, registry, warm=door.warm))
+    vitals = vitals if vitals is not None else DoorVitals(door)
+    app.include_router(health_routes(vitals.health, registry, warm=door.warm))
+    app.include_router(native_routes(door, vitals))
     app.include_router(openai_routes(door))
     return app
 
@@ -89,33 +112,11 @@ def of_exception(error: Exception, request: Request) -> ApiError:
         case BackendError():
             return of_backend(error)
         case RequestValidationError():
-            return of_validation(error)
+            return of_validation(error.errors())
         case HTTPException():
             return of_http(error, request)
         case _:
             return internal_error()
-
-
-def of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing wrong with a body, by its field."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return invalid(None, f"the request body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    field = field_path(first["loc"][1:])
-    message = first["msg"].removeprefix("Value error, ")
-    if not field:
-        return invalid(None, "the request body must be a JSON object, with content-type application/json")
-    if first["type"] == "missing":
-        message = "is required"
-    return invalid(field, f"{field}: {message}")
-
-
-def field_path(location: tuple[str | int, ...]) -> str:
-    """`messages[0].content` from ("messages", 0, "content")."""
-    path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
-    return path.removeprefix(".")
 
 
 def of_http(error: HTTPException, request: Request) -> ApiError:

@@ -7,6 +7,9 @@ from starlette.responses import Response
 
 from phalanx_frontend.backend import BackendError
 
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
+"""Bounds of an error, so that a large request never gets a large answer, nor fills a log."""
+
 
 class ApiError(Exception):
     """The answer to a request that is not served. `param` names the field, `code` the reason in one word."""
@@ -50,8 +53,17 @@ def error_type(status: int) -> str:
 
 def error_body(error: ApiError) -> bytes:
     """The JSON document. ASCII only, since a message may quote text that is no valid Unicode."""
-    detail = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
-    return json.dumps({"error": detail}).encode("ascii")
+    return json.dumps({"error": error_detail(error)}).encode("ascii")
+
+
+def error_detail(error: ApiError) -> dict[str, str | None]:
+    """What is inside. Bounded, whatever of the request the message quotes."""
+    message, param = _cut(error.message, MAX_MESSAGE_CHARS), error.param and _cut(error.param, MAX_PARAM_CHARS)
+    return {"message": message, "type": error_type(error.status), "param": param, "code": error.code}
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def error_headers(error: ApiError) -> dict[str, str]:

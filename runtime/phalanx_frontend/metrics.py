@@ -11,6 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from phalanx_frontend.vitals import Totals
+
 _LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST_TOKEN_S = (
     0.001,
@@ -67,6 +69,28 @@ def response_counter(registry: CollectorRegistry) -> Counter:
     return Counter("phalanx_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
 
 
+class Tally:
+    """Sums over requests that ended, for those who want no histogram."""
+
+    def __init__(self) -> None:
+        self._totals = Totals()
+
+    def count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
+        """One request ended."""
+        now = self._totals
+        self._totals = Totals(
+            now.requests + 1,
+            now.prompt_tokens + prompt_tokens,
+            now.cached_tokens + cached_tokens,
+            now.generated_tokens + generated_tokens,
+            now.latency_s + latency_s,
+        )
+
+    def totals(self) -> Totals:
+        """The sums so far."""
+        return self._totals
+
+
 class DoorMetrics:
     """The families, and a meter for each request."""
 
@@ -104,6 +128,7 @@ class DoorMetrics:
         )
         self.in_progress = Gauge("phalanx_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
         self.responses = responses
+        self.tally = Tally()
 
     def meter(self, model: str, num_prompt_tokens: int, max_tokens: int, arrived_s: float, clock: Clock) -> "RequestMeter":
         """A meter for one request that was accepted."""
@@ -111,7 +136,7 @@ class DoorMetrics:
         self.prompt_tokens.labels(model).inc(num_prompt_tokens)
         self.request_prompt.labels(model).observe(num_prompt_tokens)
         self.request_max_tokens.labels(model).observe(max_tokens)
-        return RequestMeter(self, model, arrived_s, clock)
+        return RequestMeter(self, model, num_prompt_tokens, arrived_s, clock)
 
     def _histogram(self, name: str, alias: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"phalanx_{name}", text, _MODEL, buckets=buckets, registry=self._registry)
@@ -127,9 +152,10 @@ class DoorMetrics:
 class RequestMeter:
     """Times and counts of one request. `end` is called once, whatever happened."""
 
-    def __init__(self, metrics: DoorMetrics, model: str, arrived_s: float, clock: Clock) -> None:
+    def __init__(self, metrics: DoorMetrics, model: str, num_prompt_tokens: int, arrived_s: float, clock: Clock) -> None:
         self._metrics = metrics
         self._model = model
+        self._num_prompt_tokens = num_prompt_tokens
         self._arrived_s = arrived_s
         self._clock = clock
         self._inter_token = metrics.inter_token.labels(model)
@@ -155,6 +181,7 @@ class RequestMeter:
     def end(self, reason: str, cached_tokens: int) -> None:
         """The request is over: stop, length, abort (the client left) or error."""
         metrics, model, now_s = self._metrics, self._model, self._clock()
+        metrics.tally.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
         metrics.in_progress.labels(model).dec()
         metrics.finished.labels(model, reason).inc()
         metrics.e2e.labels(model).observe(now_s - self._arrived_s)

@@ -1,0 +1,190 @@
+"""Answers of our own API: one generation, streamed or whole, or all of a batch; each ends when its client leaves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Backend, BackendError, KeepAlive
+from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, internal_error, of_backend
+from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
+from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
+from phalanx_frontend.reply import Reply, StreamBroken
+from phalanx_frontend.sse import close, run_while_connected
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[str, list[int]], Awaitable[None]]
+"""Takes a piece of text and the tokens that came with it; both empty: the request only lives."""
+
+
+class Generation:
+    """One accepted request. `run` is called at most once, and counts the request."""
+
+    def __init__(
+        self,
+        request: wire.Request,
+        reply: Reply,
+        meter: Callable[[], RequestMeter],
+        backend: Backend,
+        arrived_s: float,
+        clock: Clock,
+    ) -> None:
+        self.request = request
+        self._reply = reply
+        self._open_meter = meter
+        self._backend = backend
+        self._arrived_s = arrived_s
+        self._clock = clock
+
+    async def run(self, deliver: Deliver) -> dict[str, Any]:
+        """The whole answer, after each piece was delivered. Raises ApiError; cancelling it aborts the request."""
+        outcome = "abort"
+        meter = self._open_meter()
+        stream = self._backend.generate(self.request)
+        texts: list[str] = []
+        tokens: list[int] = []
+        try:
+            async for item in stream:
+                if isinstance(item, KeepAlive):
+                    await deliver("", [])
+                    continue
+                before = self._reply.completion_tokens
+                text = self._reply.feed(item)
+                fed = item.tokens[: self._reply.completion_tokens - before]
+                if fed:
+                    meter.tokens(len(fed))
+                texts.append(text)
+                tokens += fed
+                await deliver(text, fed)
+                if self._reply.finish is not None:
+                    outcome = self._reply.finish
+                    return self._document("".join(texts), tokens)
+            raise StreamBroken("the backend's stream ended without a reason")
+        except BackendError as error:
+            outcome = "error"
+            raise of_backend(error) from error
+        except Exception as error:
+            outcome = "error"
+            log.exception("request failed", extra={"request_id": self.request.id})
+            raise internal_error() from error
+        finally:
+            await close(stream)
+            meter.end(outcome, self._reply.cached_tokens)
+
+    def _document(self, text: str, tokens: list[int]) -> dict[str, Any]:
+        latency_s = self._clock() - self._arrived_s
+        return {
+            "request_id": self.request.id,
+            "prompt_tokens": len(self.request.prompt),
+            "generated_tokens": len(tokens),
+            "text": text,
+            "token_ids": tokens,
+            "latency_ms": latency_s * 1000,
+            "throughput_tokens_per_sec": len(tokens) / latency_s if latency_s > 0 else 0.0,
+            "finish_reason": self._reply.finish,
+        }
+
+
+Entry = Generation | ApiError
+"""One entry of a batch: what is run, or why it is not."""
+
+
+async def _nowhere(text: str, tokens: list[int]) -> None:
+    """For answers that leave as a whole."""
+
+
+class NativeAnswer(Response):
+    """The answer to /v1/generate. Streamed: an event per piece, then one with the whole answer's fields, then [DONE]."""
+
+    def __init__(self, generation: Generation, metrics: DoorMetrics, route: str, is_streamed: bool) -> None:
+        super().__init__()
+        self._generation = generation
+        self._metrics = metrics
+        self._route = route
+        self._is_streamed = is_streamed
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the whole response, or stops when the client left."""
+
+        async def work() -> None:
+            try:
+                await (self._stream(send) if self._is_streamed else self._whole(scope, receive, send))
+            except ApiError as error:
+                await self._fail(error, scope, receive, send)
+
+        await run_while_connected(receive, work())
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        document = await self._generation.run(_nowhere)
+        self._metrics.responses.labels(self._route, "200").inc()
+        await Response(orjson.dumps(document), media_type="application/json")(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        id = self._generation.request.id
+
+        async def deliver(text: str, tokens: list[int]) -> None:
+            if not self._has_started:
+                self._has_started = True
+                self._metrics.responses.labels(self._route, "200").inc()
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            piece = event(orjson.dumps({"request_id": id, "text": text, "token_ids": tokens})) if text or tokens else KEEP_ALIVE
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+        document = await self._generation.run(deliver)
+        await send({"type": "http.response.body", "body": event(orjson.dumps(document)) + DONE, "more_body": False})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._has_started:
+            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
+            return
+        self._metrics.responses.labels(self._route, str(error.status)).inc()
+        await error_response(error)(scope, receive, send)
+
+
+class BatchAnswer(Response):
+    """The answer to /v1/batch: every entry's own, in order. Entries run side by side; the engine bounds them."""
+
+    def __init__(
+        self, ids: list[str], entries: Sequence[Entry], metrics: DoorMetrics, route: str, arrived_s: float, clock: Clock
+    ) -> None:
+        super().__init__()
+        self._ids = ids
+        self._entries = entries
+        self._metrics = metrics
+        self._route = route
+        self._arrived_s = arrived_s
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response once every entry has ended, or aborts them all when the client left."""
+
+        async def work() -> None:
+            responses = await asyncio.gather(*(_answer_of(id, entry) for id, entry in zip(self._ids, self._entries, strict=True)))
+            document = {
+                "request_ids": self._ids,
+                "responses": responses,
+                "total_latency_ms": (self._clock() - self._arrived_s) * 1000,
+            }
+            self._metrics.responses.labels(self._route, "200").inc()
+            await Response(orjson.dumps(document), media_type="application/json")(scope, receive, send)
+
+        await run_while_connected(receive, work())
+
+
+async def _answer_of(id: str, entry: Entry) -> dict[str, Any]:
+    """The document of one entry: its answer, or its error with the status that it would have had alone."""
+    try:
+        if isinstance(entry, ApiError):
+            raise entry
+        return await entry.run(_nowhere)
+    except ApiError as error:
+        detail = {**error_detail(error), "status": error.status, "retry_after_s": error.retry_after_s}
+        return {"request_id": id, "error": detail}
