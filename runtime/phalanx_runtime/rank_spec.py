@@ -1,7 +1,7 @@
 """What a rank process is told at its start. No torch here: the supervisor imports it.
 
 The supervisor writes one line, the JSON of `RankSpec`, to the rank's stdin and keeps stdin open; when it closes, the
-rank leaves. The rank answers with one JSON line, `RankReady`, on stdout when it has loaded.
+rank leaves. The rank answers on stdout, in lines of JSON: once `RankReady` when it has loaded, and a `Beat` every `BEAT_S`.
 """
 
 from typing import Literal
@@ -14,6 +14,9 @@ EXIT_PEER_LOST = 3
 """Another rank is gone. The group starts a new incarnation."""
 EXIT_MODEL = 4
 """The model cannot be loaded; the last line on stderr says why."""
+
+BEAT_S = 1.0
+"""How often a rank says that it lives."""
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 Backend = Literal["auto", "own", "gloo", "nccl"]
@@ -48,10 +51,23 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
 
 
-class RankReady(msgspec.Struct, frozen=True, kw_only=True):
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The rank has loaded its weights and made its page pool."""
 
     num_pages: int
     page_size: int
     max_model_len: int
-    ready: bool = True
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):
+    """The rank's interpreter turns. Rank 0 tells of the step that runs: its number, how long it has taken, and how long it may.
+
+    Both are seconds on the rank's own clock, without the time in which the rank itself did not run.
+    """
+
+    step: int | None = None
+    step_s: float = 0.0
+    bound_s: float = 0.0
+
+
+RankSays = RankReady | Beat

@@ -3,14 +3,18 @@
 `ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `mute` is ready but serves nothing; `hang`
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
 rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
-`stubborn` does not leave when stdin closes.
+`stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
+`slow-at INCARNATION` is ready, and in that incarnation its heart tells of a step that takes too long. All beat ten times a second
+from the start, but `hang`, which never does.
 """
 
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +36,10 @@ def main(words: list[str]) -> NoReturn:
     mark.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **spec}))
     mark.with_suffix(".part").rename(mark)
     print(f"rank {spec['rank']} of incarnation {spec['incarnation']} is here", file=sys.stderr)
+    if words != ["hang"]:
+        threading.Thread(
+            target=beat, args=(is_word_for(words, "silent-at", spec), is_word_for(words, "slow-at", spec)), daemon=True
+        ).start()
     match words:
         case ["exit", code, text]:
             leave(int(code), text)
@@ -50,15 +58,33 @@ def main(words: list[str]) -> NoReturn:
             say_ready()
             if spec["incarnation"] == int(incarnation):
                 leave(1, "out of memory")
-    if words in (["ready"], ["mute"]):
+    if words[0] in ("ready", "mute", "silent-at", "slow-at"):
         say_ready()
-    if spec["engine_socket"] and words == ["ready"]:
+    if spec["engine_socket"] and words[0] in ("ready", "silent-at", "slow-at"):
         threading.Thread(target=serve_engine, args=(spec,), daemon=True).start()
     wait_for_parent()
 
 
+def is_word_for(words: list[str], word: str, spec: dict[str, object]) -> bool:
+    return words == [word, str(spec["incarnation"])]
+
+
+def beat(falls_silent: bool, is_slow: bool) -> None:
+    """Beats; three times only when it falls silent. A slow one tells of a step after three beats."""
+    for count in itertools.count():
+        if count == 3 and falls_silent:
+            return
+        step = {"step": 7, "step_s": 11.0, "bound_s": 10.0} if count >= 3 and is_slow else {}
+        say({"type": "beat", **step})
+        time.sleep(0.1)
+
+
 def say_ready() -> None:
-    print(json.dumps({"ready": True, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_model_len": 200}), flush=True)
+    say({"type": "ready", "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_model_len": 200})
+
+
+def say(what: dict[str, object]) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def serve_engine(spec: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.cgroup import System
 from phalanx_runtime.rank.group import join_group, place_of
 from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
-from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, RankReady, RankSpec
+from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks
 from tests.runtime.tiny import save_tiny
 
@@ -64,8 +64,13 @@ def process(line: bytes) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def said(started: subprocess.Popen[bytes]) -> RankReady:
+    """The ready line; beats come before it."""
     assert started.stdout is not None
-    return msgspec.json.decode(started.stdout.readline(), type=RankReady)
+    for line in started.stdout:
+        frame = msgspec.json.decode(line, type=RankSays)
+        if isinstance(frame, RankReady):
+            return frame
+    raise AssertionError(last_error(started))
 
 
 def last_error(started: subprocess.Popen[bytes]) -> str:
@@ -88,6 +93,7 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             assert ready[0] == ready[1] and ready[0].max_model_len == 128 and ready[0].page_size == 16
             engine.send(wire.encode(wire.Submit(5, request)))
             assert tokens_of(engine) == expected
+            assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)
             second.kill()
             engine.send(wire.encode(wire.Submit(6, request)))
             assert first.wait(BOUND_S) == EXIT_PEER_LOST

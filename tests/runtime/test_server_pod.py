@@ -1,4 +1,6 @@
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,7 +66,17 @@ async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 async def test_output_that_is_no_ready_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path, 1, "noise"):
-        await until(lambda: "instead of being ready: hello" in caplog.text)
+        await until(lambda: "unexpected output of rank 0: hello" in caplog.text)
+
+
+async def test_a_stopped_rank_is_hung_and_the_watch_lets_others_be(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, "ready") as ranks:
+        await ranks.ready()
+        failure = asyncio.create_task(ranks.failure())
+        await until(lambda: all(process.pulse.beat is not None for process in ranks._processes))
+        os.kill(mark_of(tmp_path, 1, 1)["pid"], signal.SIGSTOP)
+        end = await asyncio.wait_for(failure, 20)
+        assert end.why.startswith("rank 1 is hung: silent for") and not end.is_echo
 
 
 async def test_a_program_that_cannot_start_leaves_no_rank(tmp_path: Path) -> None:

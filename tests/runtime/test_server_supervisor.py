@@ -13,6 +13,7 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.server.pulse import Bounds
 from phalanx_runtime.server.rendezvous_wire import Timing
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place, Status
 from tests.runtime.fake_rank import command
@@ -21,6 +22,10 @@ from tests.runtime.pods import is_alive, make_spec, mark_of, until
 from tests.runtime.test_engine_client import FakeMeter
 
 QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
+
+
+PATIENT = Bounds(silence_s=2.0)
+"""Twenty beats of a fake rank: a machine that is that busy lets none run."""
 
 
 def make_parts(folder: Path, pod: int, pods: int, *words: str) -> Parts:
@@ -37,7 +42,7 @@ def make_parts(folder: Path, pod: int, pods: int, *words: str) -> Parts:
     def assets(where: Path, ready: RankReady) -> wire.Assets:
         return wire.make_assets({}, ["tiny"], ready.max_model_len, [])
 
-    return Parts(locate, specs, assets, command(*words))
+    return Parts(locate, specs, assets, command(*words), PATIENT)
 
 
 class Group:
@@ -120,6 +125,40 @@ async def test_open_streams_hear_of_the_loss(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 await first
         assert caught.value.code == "group_restarting"
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("silent-at", "pod 1: rank 1 is hung: silent for"), ("slow-at", "pod 1: rank 1 is hung: step 7 has taken 11.0 s")],
+)
+async def test_a_hung_rank_ends_all_and_the_group_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, word: str, why: str
+) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, word, "1")
+        await group.serving(1)
+        await group.serving(2)
+        assert not [rank for rank in (0, 1) if is_alive(mark_of(tmp_path, 1, rank)["pid"])]
+        assert f"group stopped: {why}" in caplog.text
+        request = make_request(5, 6)
+        assert await group.answer(request) == expected_output(request)
+
+
+async def test_streams_end_and_readiness_goes_when_a_rank_is_stopped(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "mute")
+        await group.serving(1)
+        stream = group.backend.generate(make_request(5, 6))
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: bool(group.client._open))
+        os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGSTOP)
+        with pytest.raises(BackendError, match="rank 0 is hung: silent for") as caught:
+            async with asyncio.timeout(20):
+                await first
+        assert caught.value.code == "group_restarting"
+        assert not group.status()[0].ready
+        await group.serving(2)
 
 
 async def test_three_pods_start_together_and_start_again_when_any_rank_dies(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`python -m phalanx_runtime.rank`: reads a RankSpec from stdin, loads, says ready on stdout, computes until it is told to leave.
 
-It leaves with 0 when stdin closes (its parent is gone or asks it to), 3 when a peer is lost, 4 when the model cannot be loaded;
-the last line on stderr says why.
+Its heart beats on stdout all the while. It leaves with 0 when stdin closes (its parent is gone or asks it to), 3 when a peer is
+lost, 4 when the model cannot be loaded; the last line on stderr says why.
 """
 
 import gc
@@ -46,8 +46,11 @@ def _serve(spec: RankSpec) -> None:
     """Loads and computes. torch is loaded only here, after the parent is watched."""
     from phalanx_runtime.rank.cgroup import System
     from phalanx_runtime.rank.group import join_group
+    from phalanx_runtime.rank.heart import Heart, WatchedRunner, say
     from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
 
+    heart = Heart()
+    heart.start()  # only now: libraries that load hold the interpreter for as long as the disk takes
     system = System()
     prepare_process(spec, system)
     device = choose_device(spec)
@@ -55,15 +58,15 @@ def _serve(spec: RankSpec) -> None:
     runner, ready = load_rank(spec, collective, device, system)
     gc.collect()
     gc.freeze()
-    sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
-    sys.stdout.flush()
+    say(ready)
     if spec.rank > 0:
         runner.follow()
         return
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.engine.loop import run_engine
 
-    run_engine(runner, Limits(ready.max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens), spec.engine_socket)
+    limits = Limits(ready.max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens)
+    run_engine(WatchedRunner(runner, heart), limits, spec.engine_socket)
 
 
 def _leave_with_parent() -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds
 from phalanx_runtime.server.ranks import RANK_COMMAND, Ranks, RanksEnded
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Reporter(Protocol):
         ...
 
     def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
-        """The incarnation cannot go on because of this pod. Its ranks are gone."""
+        """The incarnation cannot go on because of this pod. Its ranks were killed, and will be gone before others start."""
         ...
 
 
@@ -48,11 +49,13 @@ class Pod:
         make_specs: Callable[[Launch, Path], list[RankSpec]],
         reporter: Reporter,
         command: Sequence[str] = RANK_COMMAND,
+        bounds: Bounds = DEFAULT_BOUNDS,
     ) -> None:
         self._locate = locate
         self._make_specs = make_specs
         self._reporter = reporter
         self._command = command
+        self._bounds = bounds
         self._wanted: asyncio.Queue[Launch | None] = asyncio.Queue()
         self._life: asyncio.Task[None] | None = None
         self._ranks: Ranks | None = None
@@ -102,14 +105,15 @@ class Pod:
         except Exception as bug:
             log.exception("an incarnation ended by a bug", extra={"incarnation": launch.incarnation})
             end = RanksEnded(f"internal error: {bug!r}", is_echo=False)
-        await self._kill_ranks()
+        if self._ranks is not None:
+            self._ranks.end()
         log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
         self._reporter.ranks_failed(launch, end.why, end.is_echo)
 
     async def _run_ranks(self, launch: Launch) -> RanksEnded:
         """Why the ranks ended. Raises what went wrong before they were ready."""
         folder = await self._locate()
-        ranks = self._ranks = await Ranks.start(self._make_specs(launch, folder), self._command)
+        ranks = self._ranks = await Ranks.start(self._make_specs(launch, folder), self._command, self._bounds)
         ready = await ranks.ready()
         await self._reporter.ranks_ready(launch, folder, ready[0])
         return await ranks.failure()

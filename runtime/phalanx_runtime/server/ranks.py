@@ -1,8 +1,8 @@
 """The rank processes of one pod in one incarnation: started together, ended together.
 
-A rank reads its RankSpec from the first line of stdin and says RankReady in one line on stdout; stdin stays open, so that a
-rank leaves when this process is gone, however it went. Everything a rank says on stderr is logged; its last line is the reason
-when the rank ends.
+A rank reads its RankSpec from the first line of stdin and says RankReady and its heart's Beats in lines on stdout; stdin stays
+open, so that a rank leaves when this process is gone, however it went. Everything a rank says on stderr is logged; its last
+line is the reason when the rank ends. A rank that `pulse` calls hung has failed.
 """
 
 import asyncio
@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
-from phalanx_runtime.rank_spec import EXIT_PEER_LOST, RankReady, RankSpec
+from phalanx_runtime.rank_spec import EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from phalanx_runtime.server import pulse
+from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds, Pulse
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ LEAVE_S = 1.0
 """How long ranks have to leave by themselves once stdin is closed, before they are killed."""
 _CHUNK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 4096
+_decode = msgspec.json.Decoder(RankSays).decode
 
 
 class RanksEnded(Exception):
@@ -39,10 +42,11 @@ class RanksEnded(Exception):
 
 
 class RankProcess:
-    """One rank. `ready` is done when it has loaded, `ended` when it is gone and all that it said was read."""
+    """One rank. `ready` is done when it has loaded, `ended` when it is gone and all it said was read; `pulse` has its beats."""
 
     def __init__(self, spec: RankSpec, process: asyncio.subprocess.Process) -> None:
         self.rank = spec.rank
+        self.pulse = Pulse()
         self._process = process
         self.ready: asyncio.Future[RankReady] = asyncio.get_running_loop().create_future()
         self._last_line = ""
@@ -85,16 +89,20 @@ class RankProcess:
         await self._pipes
 
     async def _read_stdout(self) -> None:
-        """Takes the ready line; later output has no meaning but must not fill the pipe."""
+        """Takes the ready line and the beats; other output has no meaning but must not fill the pipe."""
         assert self._process.stdout is not None, "stdout is a pipe"
         async for line in read_lines(self._process.stdout):
-            if self.ready.done():
+            try:
+                said = _decode(line)
+            except msgspec.DecodeError:
                 log.warning("unexpected output of rank %d: %s", self.rank, line)
                 continue
-            try:
-                self.ready.set_result(msgspec.json.decode(line, type=RankReady))
-            except msgspec.DecodeError:
-                log.error("rank %d said on stdout, instead of being ready: %s", self.rank, line)
+            match said:
+                case Beat():
+                    self.pulse = self.pulse.heard(said)
+                case RankReady():
+                    if not self.ready.done():
+                        self.ready.set_result(said)
 
     async def _read_stderr(self) -> None:
         assert self._process.stderr is not None, "stderr is a pipe"
@@ -117,15 +125,18 @@ async def read_lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 class Ranks:
-    """The ranks of this pod in one incarnation."""
+    """The ranks of this pod in one incarnation. `bounds` say when one counts as hung."""
 
-    def __init__(self, processes: list[RankProcess]) -> None:
+    def __init__(self, processes: list[RankProcess], bounds: Bounds = DEFAULT_BOUNDS) -> None:
         self._processes = processes
+        self._bounds = bounds
 
     @classmethod
-    async def start(cls, specs: list[RankSpec], command: Sequence[str] = RANK_COMMAND) -> "Ranks":
+    async def start(
+        cls, specs: list[RankSpec], command: Sequence[str] = RANK_COMMAND, bounds: Bounds = DEFAULT_BOUNDS
+    ) -> "Ranks":
         """All ranks of the pod, told their specs. When one cannot be started, those before it are killed. Raises OSError."""
-        ranks = cls([])
+        ranks = cls([], bounds)
         try:
             for spec in specs:
                 ranks._processes.append(await RankProcess.start(spec, command))
@@ -150,14 +161,35 @@ class Ranks:
             ended.cancel()
 
     async def failure(self) -> RanksEnded:
-        """Why ranks ended, after the first did: the reason of one that did not just lose a peer, if there is one."""
+        """Why the ranks failed, once one ended or is hung: the reason of one that did not just lose a peer, if there is one."""
         ends = [process.ended for process in self._processes]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait([*ends, watch], return_when=asyncio.FIRST_COMPLETED)
+            if watch.done() and not any(end.done() for end in ends):
+                return RanksEnded(watch.result(), is_echo=False)
+        finally:
+            watch.cancel()
         if all(process.has_lost_peer for process in self._processes if process.ended.done()):
             await asyncio.wait(ends, timeout=ECHO_WAIT_S)
         gone = [process for process in self._processes if process.ended.done()]
         own = [process for process in gone if not process.has_lost_peer]
         return RanksEnded((own or gone)[0].why_ended(), is_echo=not own)
+
+    async def _watch(self) -> str:
+        """Which rank is hung, and why, once one is."""
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(pulse.TURN_S)
+            now = loop.time()
+            for process in self._processes:
+                process.pulse = process.pulse.passed(now - last)
+            if now - last > pulse.MAX_TURN_S:
+                await asyncio.sleep(pulse.SETTLE_S)
+            last = now
+            if why := pulse.first_hung([(process.rank, process.pulse) for process in self._processes], self._bounds):
+                return why
 
     async def leave(self) -> None:
         """Asks the ranks to leave; kills those that do not within `LEAVE_S`."""
@@ -167,9 +199,13 @@ class Ranks:
             await asyncio.wait([process.ended for process in self._processes], timeout=LEAVE_S)
         await self.kill()
 
-    async def kill(self) -> None:
-        """Kills all ranks and waits until they are gone."""
+    def end(self) -> None:
+        """Kills all ranks, and waits for none: the kernel may take its time."""
         for process in self._processes:
             process.kill()
+
+    async def kill(self) -> None:
+        """Kills all ranks and waits until they are gone."""
+        self.end()
         if self._processes:
             await asyncio.wait([process.ended for process in self._processes])

@@ -21,6 +21,7 @@ from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server import incarnation as inc
 from phalanx_runtime.server import rendezvous_wire as say
 from phalanx_runtime.server.pod import Launch, Pod
+from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds
 from phalanx_runtime.server.ranks import RANK_COMMAND
 from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
 from phalanx_runtime.server.rendezvous_wire import DEFAULT_TIMING, Timing, rank_key
@@ -50,12 +51,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a supervisor is given: how the model is found, what ranks and doors are told, and the rank program."""
+    """What a supervisor is given: how the model is found, what ranks and doors are told, the rank program, when one is hung."""
 
     locate: Locate
     make_specs: MakeSpecs
     read_assets: ReadAssets
     command: Sequence[str] = RANK_COMMAND
+    bounds: Bounds = DEFAULT_BOUNDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class LeaderSupervisor:
         self._client = client
         self._clock = clock
         self._group = inc.Group(place.num_pods)
-        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command)
+        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._happened, place.timing)
         self._assets: wire.Assets | None = None
         self._timers: set[asyncio.TimerHandle] = set()
@@ -156,7 +158,7 @@ class MemberSupervisor:
 
     def __init__(self, place: Place, parts: Parts) -> None:
         self._place = place
-        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command)
+        self._pod = Pod(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._membership = Membership(place.token, place.pod, place.num_pods, self._obey, place.timing)
         self._status = Status(False, 0, "looking for the leader")
 

@@ -1,0 +1,53 @@
+"""How long a step may take before it counts as hung, from the times of steps like it.
+
+    bound = max(10 s, 5 x expected)      expected: the longest of recent steps of the same form
+
+Steps of one form have about as many tokens and about as much context. The first ones of a form may compile kernels or touch
+memory for the first time, so their bound is `FIRST_BOUND_S`. Pure: times are arguments.
+"""
+
+from dataclasses import dataclass
+
+from phalanx_runtime.core.plan import StepPlan
+
+MIN_BOUND_S = 10.0
+FACTOR = 5.0
+FIRST_BOUND_S = 300.0
+"""Bound of a form's first steps. A step that hangs then is noticed late; one that compiles is never taken for hung."""
+ENOUGH_STEPS = 3
+FADE = 0.95
+"""The longest time of a form counts so much less with each later step: one slow step is forgotten after some dozens."""
+
+Form = tuple[int, int]
+
+
+def form_of(plan: StepPlan) -> Form:
+    """The magnitudes of a step's tokens and of the context that they see, as powers of two."""
+    context = sum(plan.starts) + sum(plan.counts)
+    return sum(plan.counts).bit_length(), context.bit_length()
+
+
+@dataclass(slots=True)
+class _Seen:
+    steps: int = 0
+    longest_s: float = 0.0
+
+
+class StepTimes:
+    """The times of steps so far, by form."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Form, _Seen] = {}
+
+    def bound_s(self, form: Form) -> float:
+        """Seconds after which a step of this form counts as hung."""
+        seen = self._seen.get(form)
+        if seen is None or seen.steps < ENOUGH_STEPS:
+            return max(FIRST_BOUND_S, FACTOR * seen.longest_s if seen else 0.0)
+        return max(MIN_BOUND_S, FACTOR * seen.longest_s)
+
+    def took(self, form: Form, wall_s: float) -> None:
+        """A step of this form ended after so long."""
+        seen = self._seen.setdefault(form, _Seen())
+        seen.steps += 1
+        seen.longest_s = max(wall_s, FADE * seen.longest_s)

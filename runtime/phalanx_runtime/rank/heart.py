@@ -1,0 +1,101 @@
+"""The heart of a rank: a thread that says once a second that the rank lives, and on rank 0 how long its step has taken.
+
+It needs the interpreter for every beat. A call that holds it for ever silences the heart, which is wanted; loading weights and
+torch's operators let it go. A step's time is counted in the heart's own turns: while the whole process does not run (a paused
+machine, a stopped container) no step grows old.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.step_time import StepTimes, form_of
+from phalanx_runtime.engine.ports import StepRunner
+from phalanx_runtime.rank_spec import BEAT_S, Beat, RankSays
+
+_encode = msgspec.json.Encoder().encode
+
+
+def say(frame: RankSays) -> None:
+    """Writes one line to stdout, whole, from whichever thread. Raises OSError when nobody reads any more."""
+    os.write(1, _encode(frame) + b"\n")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """A step that runs."""
+
+    number: int
+    bound_s: float
+
+
+class Heart:
+    """Beats. `began` and `ended` are called by the thread that computes; they cost an assignment."""
+
+    def __init__(self, tell: Callable[[Beat], None] = say) -> None:
+        self._tell = tell
+        self._step: _Step | None = None
+        self._counted: _Step | None = None
+        self._step_s = 0.0
+
+    def start(self) -> None:
+        """Beats from now on, until the process ends or nobody listens."""
+        threading.Thread(target=self._run, name="heart", daemon=True).start()
+
+    def began(self, number: int, bound_s: float) -> None:
+        """A step began; longer than `bound_s` it counts as hung."""
+        self._step = _Step(number, bound_s)
+
+    def ended(self) -> None:
+        """The step ended."""
+        self._step = None
+
+    def beat(self, passed_s: float) -> Beat:
+        """What is said now, so long after the last beat. A step that began since then is told with no time."""
+        step = self._step
+        if step is None:
+            return Beat()
+        self._step_s = self._step_s + min(passed_s, 2 * BEAT_S) if step is self._counted else 0.0
+        self._counted = step
+        return Beat(step=step.number, step_s=round(self._step_s, 3), bound_s=step.bound_s)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while True:
+            now = time.monotonic()
+            try:
+                self._tell(self.beat(now - last))
+            except OSError:  # the supervisor is gone; the thread that watches stdin ends the process
+                return
+            last = now
+            time.sleep(BEAT_S)
+
+
+class WatchedRunner:
+    """A runner whose steps the heart tells of. Implements `engine.ports.StepRunner`."""
+
+    def __init__(self, runner: StepRunner, heart: Heart, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runner = runner
+        self._heart = heart
+        self._clock = clock
+        self._times = StepTimes()
+
+    @property
+    def pool(self) -> PoolShape:
+        """The page pool that every rank made."""
+        return self._runner.pool
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The tokens drawn by this step. Raises PeerLost."""
+        form = form_of(plan)
+        self._heart.began(plan.step, self._times.bound_s(form))
+        started = self._clock()
+        result = self._runner.run(plan)
+        self._times.took(form, self._clock() - started)
+        self._heart.ended()
+        return result

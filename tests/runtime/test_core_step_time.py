@@ -1,0 +1,54 @@
+"""How long a step may take: tables of the steps before it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.step_time import ENOUGH_STEPS, FACTOR, FIRST_BOUND_S, MIN_BOUND_S, StepTimes, form_of
+
+FORM = (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("times", "bound"),
+    [
+        ([], FIRST_BOUND_S),
+        ([0.1] * (ENOUGH_STEPS - 1), FIRST_BOUND_S),
+        ([100.0], 500.0),
+        ([0.1] * ENOUGH_STEPS, MIN_BOUND_S),
+        ([4.0] * ENOUGH_STEPS, 20.0),
+        ([90.0, *[0.1] * 100], MIN_BOUND_S),
+    ],
+    ids=["none", "too few", "one that took long", "quick ones", "slow ones", "one slow one long ago"],
+)
+def test_bound(times: list[float], bound: float) -> None:
+    steps = StepTimes()
+    for took in times:
+        steps.took(FORM, took)
+    assert steps.bound_s(FORM) == bound
+
+
+def test_a_new_form_is_not_judged_by_others() -> None:
+    steps = StepTimes()
+    for _ in range(100):
+        steps.took((1, 4), 0.01)
+    assert steps.bound_s((10, 12)) == FIRST_BOUND_S
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50))
+def test_a_step_as_long_as_the_last_is_never_hung(times: list[float]) -> None:
+    steps = StepTimes()
+    for took in times:
+        steps.took(FORM, took)
+    assert steps.bound_s(FORM) >= max(MIN_BOUND_S, FACTOR * times[-1])
+
+
+def test_forms_are_magnitudes_of_tokens_and_context() -> None:
+    def plan(starts: list[int], counts: list[int]) -> StepPlan:
+        return StepPlan(0, [], [0] * len(counts), starts, counts, [[]] * len(counts), [0] * sum(counts), [])
+
+    assert form_of(plan([0], [512])) == form_of(plan([100], [600]))
+    assert form_of(plan([100] * 4, [1] * 4)) == form_of(plan([80] * 5, [1] * 5))
+    assert form_of(plan([100] * 4, [1] * 4)) != form_of(plan([9000] * 4, [1] * 4))
+    assert form_of(plan([100] * 4, [1] * 4)) != form_of(plan([0], [404]))
