@@ -1,0 +1,159 @@
+"""How long a step takes: one function for the engine's token budget, routers, the operator and simulators, and its online fit.
+
+    t = fixed + token * max(knee, p + B) + context * C + attention * sum(p_i * c_i)
+
+p prompt tokens and B decodes are computed in the step; C is the sum of context lengths; a prompt chunk of p_i tokens has mean
+context c_i. Below the knee a step costs what reading the weights costs. Seconds everywhere.
+
+The fit is least squares of relative errors with forgetting. Coefficients are never negative. The knee is one of KNEES: each
+candidate has sums of its own, and the one that predicts best is used. Every step is predicted before it is learnt, so `error`
+is that of steps the fit had not seen.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KNEES = (0, 8, 32, 128)
+"""Candidates for the number of tokens up to which a step takes no longer."""
+MIN_SAMPLES = 16
+"""Steps before the fit is believed."""
+FORGET = 0.995
+"""Weight of a step relative to the next one: the last 200 steps count."""
+CLIP = 3.0
+"""A longer multiple of the predicted time counts as this one: pauses of the machine are no property of the model."""
+SCALES = (1.0, 1e-2, 1e-4, 1e-6)
+"""Brings the features near 1, so that the ridge weighs on all alike."""
+RIDGE = 1e-9
+SHORTEST_S = 1e-6
+HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes. `prefill_context`: sum over prompt chunks of tokens times mean context."""
+
+    prefill_tokens: int
+    decodes: int
+    context_tokens: int
+    prefill_context: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """The step-time function with its coefficients. `error` is the mean relative error on steps not yet learnt."""
+
+    fixed_s: float
+    token_s: float
+    knee_tokens: int
+    context_s: float
+    attention_s: float
+    error: float = 0.0
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds that this step takes."""
+        tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)
+        linear = self.fixed_s + self.token_s * tokens + self.context_s * work.context_tokens
+        return linear + self.attention_s * work.prefill_context
+
+    def prefill_within(self, limit_s: float, decodes: int, context_tokens: int) -> int:
+        """How many prompt tokens fit beside these decodes into a step of this many seconds; 0 when the decodes alone take longer.
+
+        Their context is taken to be the mean context of the decodes. No bound above: a model without cost per token gives 10^9.
+        """
+        mean_context = context_tokens / decodes if decodes else 0.0
+        each_s = self.token_s + self.attention_s * mean_context
+        room_s = limit_s - self.predict(StepWork(0, decodes, context_tokens))
+        if room_s < 0:
+            return 0
+        free = max(self.knee_tokens - decodes, 0)
+        if each_s <= 0:
+            return 10**9
+        attended_s = free * self.attention_s * mean_context
+        if room_s <= attended_s:
+            return int(room_s / (self.attention_s * mean_context))
+        return free + int((room_s - attended_s) / each_s)
+
+
+def hung_after_s(predicted_s: float | None) -> float:
+    """After how many seconds a step that should take `predicted_s` is hung: max(10 s, 5 times that)."""
+    return max(HUNG_FLOOR_S, HUNG_FACTOR * predicted_s) if predicted_s is not None else HUNG_FLOOR_S
+
+
+def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]]) -> StepWork:
+    """The work of a step: the context length of each decode, and (start, count) of each prompt chunk."""
+    num_decodes = context = prefill = 0
+    attended = 0.0
+    for length in decodes:
+        num_decodes += 1
+        context += length
+    for start, count in chunks:
+        prefill += count
+        context += start + count
+        attended += count * (start + count / 2)
+    return StepWork(prefill, num_decodes, context, attended)
+
+
+class StepFit:
+    """Learns a `StepModel` from measured steps. One step costs a few hundred multiplications."""
+
+    __slots__ = ("_candidates", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._candidates = [_Candidate(knee) for knee in KNEES]
+
+    def add(self, work: StepWork, wall_s: float) -> None:
+        """Learns one step. Less than a microsecond is a clock that did not move, and teaches nothing."""
+        if wall_s < SHORTEST_S:
+            return
+        believed = self.num_steps >= MIN_SAMPLES
+        self.num_steps += 1
+        for candidate in self._candidates:
+            candidate.learn(work, wall_s, believed)
+
+    def model(self) -> StepModel | None:
+        """The function as it is fitted now; None before `MIN_SAMPLES` steps."""
+        if self.num_steps < MIN_SAMPLES:
+            return None
+        return min(self._candidates, key=lambda candidate: candidate.error).model()
+
+
+class _Candidate:
+    """Sums of one knee, and the coefficients (scaled) that they give by projected Gauss-Seidel, warm from the step before."""
+
+    __slots__ = ("_moments", "_scaled", "_sums", "error", "knee")
+
+    def __init__(self, knee: int) -> None:
+        self.knee = knee
+        self.error = 0.0
+        self._sums = [[0.0] * 4 for _ in range(4)]
+        self._moments = [0.0] * 4
+        self._scaled = [0.0] * 4
+
+    def learn(self, work: StepWork, wall_s: float, believed: bool) -> None:
+        tokens = max(self.knee, work.prefill_tokens + work.decodes)
+        raw = (1.0, tokens, work.context_tokens, work.prefill_context)
+        features = [scale * value for scale, value in zip(SCALES, raw, strict=True)]
+        predicted_s = sum(a * x for a, x in zip(self._scaled, features, strict=True))
+        if believed:
+            wall_s = min(wall_s, CLIP * predicted_s) if predicted_s > 0 else wall_s
+            self.error += 0.02 * (abs(predicted_s - wall_s) / wall_s - self.error)
+        weight = 1.0 / (wall_s * wall_s)
+        for row, sums in enumerate(self._sums):
+            x = weight * features[row]
+            for column in range(4):
+                sums[column] = FORGET * sums[column] + x * features[column]
+            self._moments[row] = FORGET * self._moments[row] + x * wall_s
+        self._solve(sweeps=4)
+
+    def _solve(self, sweeps: int) -> None:
+        """Moves each coefficient in turn to its best value that is not negative."""
+        for _ in range(sweeps):
+            for row, sums in enumerate(self._sums):
+                own = sums[row]
+                others = sum(sums[column] * self._scaled[column] for column in range(4)) - own * self._scaled[row]
+                self._scaled[row] = max(0.0, (self._moments[row] - others) / (own + RIDGE)) if own > 0 else 0.0
+
+    def model(self) -> StepModel:
+        fixed, token, context, attention = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
+        return StepModel(fixed, token, self.knee, context, attention, self.error)

@@ -1,0 +1,96 @@
+"""The step-time function and its fit: monotone, never negative, found again from noisy steps, robust against pauses."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, describe, hung_after_s
+
+MODELS = st.builds(
+    StepModel,
+    fixed_s=st.floats(1e-5, 0.05),
+    token_s=st.floats(1e-6, 0.01),
+    knee_tokens=st.sampled_from([0, 8, 32, 128]),
+    context_s=st.floats(0, 1e-5),
+    attention_s=st.floats(0, 1e-6),
+)
+
+
+def random_work(rng: random.Random) -> StepWork:
+    decodes = [rng.randrange(10, 1500) for _ in range(rng.randrange(1, 40))]
+    chunks = [(rng.randrange(1000), rng.randrange(1, 256)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    return describe(decodes, chunks)
+
+
+def test_the_work_of_a_step_is_counted_from_its_parts() -> None:
+    assert describe([10, 20], [(0, 8), (100, 4)]) == StepWork(12, 2, 10 + 20 + 8 + 104, 8 * 4 + 4 * 102)
+
+
+def test_a_step_below_the_knee_takes_as_long_as_one_at_it() -> None:
+    model = StepModel(0.001, 0.01, 8, 0.0, 0.0)
+    assert model.predict(StepWork(0, 1, 0)) == model.predict(StepWork(4, 4, 0)) == pytest.approx(0.081)
+    assert model.predict(StepWork(8, 4, 0)) == pytest.approx(0.121)
+
+
+@given(MODELS, st.integers(0, 64), st.integers(0, 2000), st.floats(0.001, 2))
+def test_prefill_within_a_limit_stays_within_it_and_one_token_more_does_not(
+    model: StepModel, decodes: int, mean: int, limit_s: float
+) -> None:
+    prefill = model.prefill_within(limit_s, decodes, decodes * mean)
+    context = mean if decodes else 0
+
+    def takes(tokens: int) -> float:
+        return model.predict(StepWork(tokens, decodes, decodes * mean, float(tokens * context)))
+
+    assert prefill == 0 or takes(prefill) <= limit_s * (1 + 1e-9)
+    assert takes(prefill + 1) >= limit_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("knee", [0, 32, 128])
+def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
+    rng = random.Random(knee)
+    truth = StepModel(0.005, 0.0008, knee, 2e-7, 3e-8)
+    fit = StepFit()
+    for _ in range(600):
+        work = random_work(rng)
+        pause = 20 if rng.random() < 0.01 else 1
+        fit.add(work, truth.predict(work) * rng.uniform(0.95, 1.05) * pause)
+    model = fit.model()
+    assert model is not None
+    errors = []
+    for _ in range(100):
+        work = random_work(rng)
+        errors.append(abs(model.predict(work) / truth.predict(work) - 1))
+    assert sum(errors) / len(errors) < 0.08
+    assert 0 < model.error < 0.1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 64), st.floats(-1, 100)), min_size=1, max_size=60))
+def test_whatever_is_measured_the_coefficients_are_finite_and_never_negative(steps: list[tuple[int, int, float]]) -> None:
+    fit = StepFit()
+    for prefill, decodes, wall_s in steps:
+        fit.add(StepWork(prefill, decodes, 100 * decodes + prefill, float(prefill * prefill)), wall_s)
+    model = fit.model()
+    if model is not None:
+        predicted = model.predict(StepWork(64, 8, 800, 100.0))
+        assert 0 <= predicted < 1e9
+        assert min(model.fixed_s, model.token_s, model.context_s, model.attention_s) >= 0
+
+
+def test_few_steps_give_no_function() -> None:
+    fit = StepFit()
+    for _ in range(MIN_SAMPLES - 1):
+        fit.add(StepWork(0, 1, 10), 0.01)
+    assert fit.model() is None
+    fit.add(StepWork(0, 1, 10), 0.01)
+    model = fit.model()
+    assert model is not None
+    assert model.predict(StepWork(0, 1, 10)) == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize(("predicted_s", "after_s"), [(None, 10.0), (0.1, 10.0), (3.0, 15.0)])
+def test_a_step_is_hung_after_ten_seconds_or_five_times_its_time(predicted_s: float | None, after_s: float) -> None:
+    assert hung_after_s(predicted_s) == after_s
