@@ -40,7 +40,8 @@ class DecodeGroup:
     """Requests with one token each, tokens [start, start + size) of the step.
 
     lumps: [size * kv_heads * pages] rows of the cache seen as [pages * kv_heads, page * head_dim]. masks: additive,
-    [size, 1, 1, pages * page]. tables: [size, pages] and lengths: [size] say the same for the slow twin.
+    [size, 1, 1, pages * page]. tables: [size, pages] and lengths: [size] say the same for those that read pages where they lie;
+    ends: [size] int64 are the lengths on the device.
     """
 
     start: int
@@ -49,6 +50,7 @@ class DecodeGroup:
     masks: Windows
     tables: Tensor
     lengths: list[int]
+    ends: Tensor
 
 
 @dataclass(frozen=True, slots=True)

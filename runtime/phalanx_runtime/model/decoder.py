@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.layers import RopeTable, VocabEmbedding, rms_norm, rotate, swiglu
 from phalanx_runtime.model.linear import Kernels, Linear, make_linear
+from phalanx_runtime.model.native.attention import choose_attention
 from phalanx_runtime.model.partition import Shard, Span, partition
 from phalanx_runtime.model.protocol import Form, KvLayout
 from phalanx_runtime.model.weights import Checkpoint
@@ -97,7 +98,7 @@ def load(
     """This rank's part of the checkpoint in `folder`. Raises ModelError."""
     shard = partition(config, collective.world_size)[collective.rank]
     rope = RopeTable(config.rope, config.head_dim, form.positions, form.dtype, form.device)
-    model = Decoder(config, shard, collective, rope, attention or PagedAttention())
+    model = Decoder(config, shard, collective, rope, attention or choose_attention(form.device))
     with Checkpoint(folder, form.dtype, form.device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form.kernels, collective.rank)
         model.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight"), shard.vocab, collective)

@@ -139,7 +139,8 @@ class BatchBuilder:
         for window in self._shape.windows:
             visible = seen if window is None else seen & (columns >= lengths[:, None] - window)
             masks[window] = self._mask(visible[:, None, None, :])
-        return DecodeGroup(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist())
+        ends = self._tensor(lengths)
+        return DecodeGroup(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist(), ends)
 
     def _chunk(self, start: int, row: int, size: int, length: int) -> Chunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]

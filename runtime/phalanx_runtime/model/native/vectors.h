@@ -1,0 +1,114 @@
+// Vectors of floats as wide as the processor's, and bf16 that is widened by a shift. Sums are in float everywhere.
+//
+// The compiler's own vector types: the same text becomes AVX-512, AVX2 or plain SSE by -march. bf16 numbers are read two at a
+// time as one 32-bit word: the even one is its low half shifted up, the odd one its high half.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+struct bf16 { uint16_t bits; };
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+    uint32_t word = static_cast<uint32_t>(x.bits) << 16;
+    float out;
+    memcpy(&out, &word, 4);
+    return out;
+}
+inline void narrow(float x, float* out) { *out = x; }
+// Round to nearest, ties to even; a NaN stays one.
+inline void narrow(float x, bf16* out) {
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    out->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+inline vf load(const float* from) {
+    vf out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+inline vu load_words(const void* from) {
+    vu out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+inline void store(float* to, vf x) { memcpy(to, &x, sizeof x); }
+inline vf even(vu words) { return (vf)(words << 16); }
+inline vf odd(vu words) { return (vf)(words & 0xffff0000u); }
+inline vf all(float x) { return x - vf{}; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+template <int from>
+inline vf folded(vf a, vf b) {
+    // Groups of `2 * from` lanes of a, then of b, become groups of `from` lanes: the sums of their halves.
+    vi low, high;
+    for (int i = 0; i < W; i++) {
+        int group = i / from, lane = i % from;
+        low[i] = group * 2 * from + lane;
+        high[i] = low[i] + from;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+// Lane i of the result is the sum of the lanes of rows[i]. Overwrites the rows.
+inline vf row_sums(vf* rows) {
+    int count = W;
+#if defined(__AVX512F__)
+    for (int i = 0; i < 8; i++) rows[i] = folded<8>(rows[2 * i], rows[2 * i + 1]);
+    count = 8;
+#endif
+#if defined(__AVX__)
+    for (int i = 0; i < count / 2; i++) rows[i] = folded<4>(rows[2 * i], rows[2 * i + 1]);
+    count /= 2;
+#endif
+    for (int i = 0; i < count / 2; i++) rows[i] = folded<2>(rows[2 * i], rows[2 * i + 1]);
+    return folded<1>(rows[0], rows[1]);
+}
+
+inline float sum(vf x) {
+    float total = 0;
+    for (int i = 0; i < W; i++) total += x[i];
+    return total;
+}
+inline float largest(vf x) {
+    float top = x[0];
+    for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+// e^x within 2 units in the last place; 0 far below, which makes it good for softmax.
+inline vf exponential(vf x) {
+    vf kept = larger(x, all(-87.3f));
+    kept = kept < 88.0f ? kept : all(88.0f);
+    vf whole = kept * 1.44269504088896341f + 12582912.0f;
+    vi power = (vi)whole - 0x4b400000;
+    whole -= 12582912.0f;
+    vf rest = kept - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vf poly = all(1.9875691500e-4f);
+    poly = poly * rest + 1.3981999507e-3f;
+    poly = poly * rest + 8.3334519073e-3f;
+    poly = poly * rest + 4.1665795894e-2f;
+    poly = poly * rest + 1.6666665459e-1f;
+    poly = poly * rest + 5.0000001201e-1f;
+    poly = poly * rest * rest + rest + 1.0f;
+    vf out = poly * (vf)((power + 127) << 23);
+    return x < -87.3f ? vf{} : out;
+}
+
+inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
