@@ -7,3 +7,7 @@ class PeerLost(Exception):
 
 class ModelError(Exception):
     """The model cannot be loaded: what, where, what was expected. The user must change the model or the flags."""
+
+
+class Unsupported(ModelError):
+    """The model is sound, but what it computes is not known to the level that was to compute it."""

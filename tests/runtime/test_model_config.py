@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.config import ARCHITECTURES, ModelConfig, parse_config, read_config
+from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
+from phalanx_runtime.model.families import FAMILIES, HeadNorms
 from phalanx_runtime.model.partition import Span, cut_evenly, num_linear_weights, partition
+from phalanx_runtime.model.rope import Rope
+from tests.runtime import tiny
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +32,7 @@ def parsed(**changes: Any) -> ModelConfig:
 def test_what_is_left_out_has_the_defaults_of_the_family() -> None:
     config = parsed()
     assert (config.num_kv_heads, config.head_dim, config.max_position, config.tied) == (4, 16, 2048, False)
-    assert (config.rope.theta, config.rope.kind, config.rms_norm_eps) == (10000.0, "default", 1e-6)
+    assert config.rms_norm_eps == 1e-6 and config.ropes == (Rope(10000.0),) * 3
     assert config.windows == (None, None, None)
     assert parsed(head_dim=48).head_dim == 48
 
@@ -37,13 +40,13 @@ def test_what_is_left_out_has_the_defaults_of_the_family() -> None:
 @pytest.mark.parametrize(
     ("architecture", "biases", "qk_norm"),
     [
-        ("LlamaForCausalLM", (False, False, False), False),
-        ("MistralForCausalLM", (False, False, False), False),
-        ("Qwen2ForCausalLM", (True, False, False), False),
-        ("Qwen3ForCausalLM", (False, False, False), True),
+        ("LlamaForCausalLM", (False, False, False), "none"),
+        ("Qwen2ForCausalLM", (True, False, False), "none"),
+        ("Qwen3ForCausalLM", (False, False, False), "head"),
+        ("Olmo2ForCausalLM", (False, False, False), "whole"),
     ],
 )
-def test_families_differ_in_biases_and_norms(architecture: str, biases: tuple[bool, ...], qk_norm: bool) -> None:
+def test_families_differ_in_biases_and_norms(architecture: str, biases: tuple[bool, ...], qk_norm: HeadNorms) -> None:
     config = parsed(architectures=[architecture])
     assert ((config.qkv_bias, config.o_bias, config.mlp_bias), config.qk_norm) == (biases, qk_norm)
 
@@ -66,8 +69,8 @@ ROPES = {
 
 @pytest.mark.parametrize(("fields", "rope"), ROPES.values(), ids=ROPES.keys())
 def test_rope_is_read_as_written_by_transformers_4_and_5(fields: dict[str, Any], rope: tuple[str, float, float]) -> None:
-    config = parsed(**fields)
-    assert (config.rope.kind, config.rope.theta, config.rope.factor) == rope
+    (read,) = set(parsed(**fields).ropes)
+    assert read is not None and (read.kind, read.theta, read.factor) == rope
 
 
 WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
@@ -86,6 +89,11 @@ WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
         },
         (None, 8, None),
     ),
+    "gemma 2 by turns": ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 8}, (8, None, 8)),
+    "gemma 3 but each nth": (
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 3},
+        (8, 8, None),
+    ),
     "llama has none": ({"sliding_window": 8}, (None, None, None)),
 }
 
@@ -102,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
     "rope of another kind": ({"rope_scaling": "linear"}, "rope_parameters"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "both ways": ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),
     "heads": ({"num_key_value_heads": 3}, "multiple"),
     "missing": ({"hidden_size": None}, "hidden_size"),
     "negative": ({"vocab_size": -5}, "vocab_size"),
@@ -126,12 +134,43 @@ def test_a_config_file_that_is_none_is_refused(tmp_path: Path, text: str | None,
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=said):
-        read_config(tmp_path)
+        read_json(tmp_path)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantization_config"):
+        read_json(tmp_path)
+
+
+def test_gemma_3_turns_its_sliding_layers_otherwise() -> None:
+    old = parsed(architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2, rope_theta=5e5)
+    assert old.ropes == (Rope(10000.0), Rope(5e5), Rope(10000.0))
+    kinds = {"full_attention": {"rope_theta": 7e5}, "sliding_attention": {"rope_theta": 3e3}}
+    new = parsed(
+        architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2, rope_parameters=kinds, dtype="bfloat16"
+    )
+    assert new.ropes == (Rope(3e3), Rope(7e5), Rope(3e3))
+
+
+def test_some_layers_of_smollm3_do_not_turn() -> None:
+    config = parsed(architectures=["SmolLM3ForCausalLM"], no_rope_layer_interval=2)
+    assert config.ropes == (Rope(2000000.0), None, Rope(2000000.0))
+    with pytest.raises(ModelError, match="no_rope_layers has 1"):
+        parsed(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1])
+
+
+def test_a_longrope_keeps_to_its_first_range() -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 8}
+    fields = {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 512, "rope_scaling": rope}
+    assert parsed(**fields, original_max_position_embeddings=128).max_position == 128
+    with pytest.raises(ModelError, match="short_factor"):
+        parsed(**{**fields, "rope_scaling": {"type": "longrope"}})
 
 
 def test_a_config_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "torch_dtype": "bfloat16"}))
-    assert read_config(tmp_path).dtype == "bfloat16"
+    assert parse_config(read_json(tmp_path)).dtype == "bfloat16"
     assert parsed(dtype="float16").dtype == "float16"
 
 
@@ -199,4 +238,7 @@ def test_a_rank_with_fewer_heads_gets_more_of_the_mlp() -> None:
 
 
 def test_the_families_are_those_that_the_tests_make() -> None:
-    assert ARCHITECTURES == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    import transformers
+
+    mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert {mapping[family] for family in tiny.FAMILIES} == set(FAMILIES)

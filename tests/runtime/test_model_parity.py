@@ -19,22 +19,45 @@ PROMPT_LENGTHS = (1, 5, 8, 17, 40)
 
 Models = Callable[[Family], Path]
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "9 heads, 3 kv heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8},
-    "1 kv head": {"num_attention_heads": 4, "num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
-    "llama3 rope": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
+    "9 heads, 3 kv heads": (
+        "llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8},
+    ),
+    "1 kv head": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    "llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "half of each head turned": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [4.0] * 8,
+            },
+        },
+    ),
+    "tied and scaled": ("gemma2", {"tie_word_embeddings": True}),
 }
 
 
@@ -54,7 +77,7 @@ def transformer(folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=dtype).eval()
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
@@ -87,9 +110,9 @@ def test_families_give_the_tokens_of_transformers(models: Models, family: Family
 
 
 @pytest.mark.parametrize("pods", [[2], [3]], ids=["tp2", "tp3"])
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
-def test_shapes_give_the_tokens_of_transformers(tmp_path: Path, changes: dict[str, Any], pods: list[int]) -> None:
-    folder = save_tiny(tmp_path / "model", "llama", **changes)
+@pytest.mark.parametrize(("family", "changes"), SHAPES.values(), ids=SHAPES.keys())
+def test_shapes_give_the_tokens_of_transformers(tmp_path: Path, family: Family, changes: dict[str, Any], pods: list[int]) -> None:
+    folder = save_tiny(tmp_path / "model", family, **changes)
     outputs = generate(folder, pods, Build())
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome

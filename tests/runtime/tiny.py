@@ -2,14 +2,30 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 VOCAB_SIZE = 320
 EOS_ID = 257
 WINDOW = 24
-"""Sliding window of the tiny Mistral, in tokens."""
+"""Sliding window of the tiny models that have one, in tokens."""
+_OWN: dict[Family, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+"""What shows the difference of a family in so few tokens and layers."""
 
 _SPECIAL = {256: "<s>", 257: "</s>", 258: "<|user|>", 259: "<|assistant|>"}
 _CHAT = (
@@ -28,6 +44,10 @@ def save_tiny(folder: Path, family: Family = "llama", seed: int = 0, **changes: 
     torch.manual_seed(seed)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, which start as all the same
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     save_tokenizer(folder)
@@ -53,9 +73,7 @@ def _config(family: Family, changes: dict[str, Any]) -> Any:
         "eos_token_id": EOS_ID,
         "pad_token_id": EOS_ID,
     }
-    if family == "mistral":
-        fields["sliding_window"] = WINDOW
-    return transformers.AutoConfig.for_model(family, **{**fields, **changes})
+    return transformers.AutoConfig.for_model(family, **{**fields, **_OWN.get(family, {}), **changes})
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -1,76 +1,89 @@
-"""The small parts of a decoder: normalisation, rotary embedding, gated activation, split vocabulary."""
+"""The small parts of a decoder: normalisation, gated activation, split vocabulary."""
 
-import math
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.model.config import Rope
+from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.partition import Span
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; for dtypes below fp32 the scale is computed in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; for dtypes below fp32 the scale is computed in fp32.
+
+    A weight that is kept in fp32 beside a lower dtype enters before the result is rounded.
+    """
     if x.dtype in (torch.float32, torch.float64):
         size = x.shape[-1]
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / size).add_(eps).rsqrt_()
         normed: Tensor = (x * scale).mul_(weight)
         return normed
     wide = x.float()
+    if weight.dtype == torch.float32:
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where gate_up holds both side by side."""
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up, where gate_up holds both side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_dim / 2], float32. Source: RoFormer; Llama 3.1 for llama3."""
-    inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope.kind == "linear":
-        return inverse / rope.factor
-    if rope.kind == "llama3":
-        return _stretched(rope, inverse)
-    return inverse
+class QkNorm(Protocol):
+    """Normalises the queries and keys of a step."""
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        ...
 
 
-def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
-    """Long waves slowed by `factor`, short ones kept, those between blended."""
-    wave = 2 * math.pi / inverse
-    low = rope.original_max_position / rope.low_freq_factor
-    high = rope.original_max_position / rope.high_freq_factor
-    blend = (rope.original_max_position / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    between = (1 - blend) * inverse / rope.factor + blend * inverse
-    slowed = torch.where(wave > low, inverse / rope.factor, inverse)
-    return torch.where((wave >= high) & (wave <= low), between, slowed)
+class HeadNorm:
+    """Each head normalised by itself."""
+
+    __slots__ = ("_eps", "_k", "_q")
+
+    def __init__(self, q: Tensor, k: Tensor, eps: float) -> None:
+        self._q = q
+        self._k = k
+        self._eps = eps
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        return torch.cat((rms_norm(q, self._q, self._eps), rms_norm(k, self._k, self._eps)), 1)
 
 
-class RopeTable:
-    """Cosines and signed sines of every position, ready for `rotate`."""
+class WholeNorm:
+    """All heads of all ranks normalised together: the ranks add up their squares.
 
-    __slots__ = ("cos", "sin")
+    q, k: this rank's weights, [heads, dim] and [kv_heads, dim]. sizes: how many queries and keys a token has over all ranks.
+    brings_keys: False where another rank holds the same keys and adds their squares.
+    """
 
-    def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim))
-        cos, sin = angles.cos(), angles.sin()
-        # [positions, 1, head_dim]: the middle dimension spreads over heads. The first half of sin is negated once, here.
-        self.cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
-        self.sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
+    __slots__ = ("_brings_keys", "_collective", "_eps", "_k", "_q", "_sizes")
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of these positions: two [tokens, 1, head_dim]."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def __init__(
+        self, q: Tensor, k: Tensor, eps: float, sizes: tuple[int, int], collective: Collective, brings_keys: bool
+    ) -> None:
+        self._q = q
+        self._k = k
+        self._eps = eps
+        self._sizes = sizes
+        self._collective = collective
+        self._brings_keys = brings_keys
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [tokens, heads, head_dim] turned by its position's angles."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
-    return torch.addcmul(x * cos, swapped, sin)
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        wide_q, wide_k = (part if part.dtype == torch.float64 else part.float() for part in (q, k))
+        keys = wide_k.square().sum((1, 2)) if self._brings_keys else torch.zeros_like(wide_k[:, 0, 0])
+        squares = torch.stack((wide_q.square().sum((1, 2)), keys), -1)
+        if self._collective.world_size > 1:
+            squares = self._collective.all_reduce(squares)
+        scale_q, scale_k = (torch.rsqrt(squares[:, i, None, None] / self._sizes[i] + self._eps) for i in range(2))
+        return torch.cat(((wide_q * scale_q).to(q.dtype) * self._q, (wide_k * scale_k).to(k.dtype) * self._k), 1)
 
 
 class VocabEmbedding:

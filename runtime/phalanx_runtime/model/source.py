@@ -5,15 +5,15 @@ from pathlib import Path
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention import Attention
-from phalanx_runtime.model.config import ModelConfig, read_config
-from phalanx_runtime.model.decoder import load
+from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
+from phalanx_runtime.model.decoder_load import load
 from phalanx_runtime.model.partition import num_linear_weights, partition
 from phalanx_runtime.model.protocol import Form, Model, Source
 
 
 def open_model(folder: Path) -> Source:
     """The model in this folder. Raises ModelError."""
-    return FusedSource(folder, read_config(folder))
+    return FusedSource(folder, parse_config(read_json(folder)))
 
 
 @dataclass(frozen=True, slots=True)

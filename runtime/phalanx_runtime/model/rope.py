@@ -1,0 +1,169 @@
+"""Rotary embedding: what config.json says of it, and the angles that follow."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.errors import ModelError, Unsupported
+from phalanx_runtime.model.families import Family
+from phalanx_runtime.model.fields import Json, integer, number
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Base frequency, how positions are stretched, the share of each head that turns, and what cosines and sines are scaled by.
+
+    `short_factors` divide the frequencies of a longrope up to `original_max_position`; longer requests are not computed.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    share: float = 1.0
+    scale: float = 1.0
+    short_factors: tuple[float, ...] = ()
+
+
+def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
+    """The rotary embedding of each layer, None where it has none. Raises ModelError."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"rope_parameters is no JSON object: {given!r}")
+    if "full_attention" in given:
+        full = _read_rope(raw, _object(given, "full_attention"), family.theta)
+        local = _read_rope(raw, _object(given, "sliding_attention"), family.local_theta or family.theta)
+    else:
+        full = local = _read_rope(raw, given, number(raw, "rope_theta", family.theta))
+        if family.local_theta is not None:
+            local = Rope(number(raw, "rope_local_base_freq", family.local_theta))
+    ropes = tuple(full if window is None else local for window in windows)
+    if family.nope_interval is None:
+        return ropes
+    return tuple(
+        rope if turns else None for rope, turns in zip(ropes, _turning(raw, family.nope_interval, len(ropes)), strict=True)
+    )
+
+
+def _turning(raw: Json, interval: int, layers: int) -> list[bool]:
+    """Which layers have a rotary embedding."""
+    listed = raw.get("no_rope_layers")
+    if not isinstance(listed, list):
+        every = integer(raw, "no_rope_layer_interval", interval)
+        return [bool((layer + 1) % every) for layer in range(layers)]
+    if len(listed) < layers:
+        raise ModelError(f"no_rope_layers has {len(listed)} entries for {layers} layers")
+    return [bool(turns) for turns in listed[:layers]]
+
+
+def _object(raw: Json, field: str) -> Json:
+    value = raw.get(field)
+    if not isinstance(value, dict):
+        raise ModelError(f"rope_parameters.{field} is no JSON object: {value!r}")
+    return value
+
+
+def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
+    """transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling stood apart."""
+    theta = number(given, "rope_theta", theta)
+    share = number(given, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    match kind:
+        case "default":
+            return Rope(theta, share=share)
+        case "linear":
+            return Rope(theta, "linear", number(given, "factor"), share=share)
+        case "llama3":
+            return Rope(
+                theta,
+                "llama3",
+                number(given, "factor"),
+                number(given, "low_freq_factor"),
+                number(given, "high_freq_factor"),
+                integer(given, "original_max_position_embeddings"),
+                share,
+            )
+        case "longrope" | "su":
+            return _read_longrope(raw, given, theta, share)
+        case _:
+            raise Unsupported(f"rope type {kind!r} is not supported; supported are default, linear, llama3, longrope")
+
+
+def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
+    factors = given.get("short_factor")
+    if not isinstance(factors, list) or not all(isinstance(factor, int | float) for factor in factors):
+        raise ModelError(f"longrope needs short_factor, a list of numbers, not {factors!r}")
+    longest = integer(raw, "max_position_embeddings")
+    original = integer(given, "original_max_position_embeddings", integer(raw, "original_max_position_embeddings", longest))
+    stretch = longest / original
+    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    scale = number(given, "attention_factor", scale)
+    return Rope(
+        theta, "longrope", original_max_position=original, share=share, scale=scale, short_factors=tuple(map(float, factors))
+    )
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angle per position of each pair of turned dimensions, float32. Source: RoFormer; Llama 3.1 for llama3."""
+    size = int(head_dim * rope.share)
+    inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    match rope.kind:
+        case "default":
+            return inverse
+        case "linear":
+            return inverse / rope.factor
+        case "llama3":
+            return _stretched(rope, inverse)
+        case "longrope":
+            if len(rope.short_factors) != len(inverse):
+                raise ModelError(f"longrope has {len(rope.short_factors)} factors for {len(inverse)} pairs of dimensions")
+            return inverse / torch.tensor(rope.short_factors)
+
+
+def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
+    """Long waves slowed by `factor`, short ones kept, those between blended."""
+    wave = 2 * math.pi / inverse
+    low = rope.original_max_position / rope.low_freq_factor
+    high = rope.original_max_position / rope.high_freq_factor
+    blend = (rope.original_max_position / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - blend) * inverse / rope.factor + blend * inverse
+    slowed = torch.where(wave > low, inverse / rope.factor, inverse)
+    return torch.where((wave >= high) & (wave <= low), between, slowed)
+
+
+class RopeTable:
+    """Cosines and signed sines of every position, ready for `rotate`."""
+
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim))
+        cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+        # [positions, 1, dims]: the middle dimension spreads over heads. The first half of sin is negated once, here.
+        self.cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
+        self.sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
+
+    def at(self, positions: Tensor) -> "Angles":
+        """Cosines and signed sines of these positions: two [tokens, 1, dims]."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and signed sines."""
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x [tokens, heads, head_dim] turned by its position's angles; dimensions beyond those of the angles stay."""
+    cos, sin = angles
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], angles), x[..., size:]), -1)
+    half = size // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return torch.addcmul(x * cos, swapped, sin)
