@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.sampling import Defaults, read_defaults
+from phalanx_frontend.structured import GrammarCheck
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
@@ -27,6 +28,7 @@ class DoorModel:
     tokenizer: TextTokenizer
     template: ChatTemplate | str
     defaults: Defaults
+    grammars: GrammarCheck
 
     def name_for(self, asked: str | None) -> str:
         """The name to answer with. None asks for the first. Raises ApiError 404 for a name that is not served."""
@@ -65,9 +67,9 @@ def load_model(assets: wire.Assets) -> DoorModel:
         template = read_chat_template(assets.files) or NO_TEMPLATE
     except ChatTemplateError as error:
         template = str(error)
-    return DoorModel(
-        assets, TextTokenizer(assets.files["tokenizer.json"]), template, read_defaults(assets.files.get("generation_config.json"))
-    )
+    document = assets.files["tokenizer.json"]
+    defaults = read_defaults(assets.files.get("generation_config.json"))
+    return DoorModel(assets, TextTokenizer(document), template, defaults, GrammarCheck(document))
 
 
 class Models:

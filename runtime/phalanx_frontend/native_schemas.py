@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from phalanx_frontend.schemas import INT32_MAX, INT64_MAX, GenerationRequest, Share, Stops, TokenId
+from phalanx_frontend.fields import INT32_MAX, INT64_MAX, Share, Stops, TokenId
+from phalanx_frontend.schemas import GenerationRequest
 
 MAX_BATCH = 256
 """Entries of one batch: more would hold one connection for very long, and one client could fill the queue at once."""

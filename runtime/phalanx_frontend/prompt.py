@@ -9,19 +9,22 @@ from phalanx_frontend.schemas import ChatRequest, CompletionRequest, Message, To
 from phalanx_frontend.text.chat import ChatTemplateError
 
 
-async def completion_prompt(body: CompletionRequest, model: DoorModel) -> list[int]:
-    """Token ids of a completion's prompt. Text gets the special tokens that the tokenizer adds, ids get none."""
-    if isinstance(body.prompt, str):
-        ids = await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
-    else:
-        ids = model.checked_ids(body.prompt, "prompt")
-    if not ids:
-        raise invalid("prompt", "the prompt has no tokens")
-    return ids
+async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[list[int]]:
+    """Token ids of a completion's prompts. Text gets the special tokens that the tokenizer adds, ids get none."""
+    prompts = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            ids = await model.encode(prompt, body.add_special_tokens is not False, "prompt")
+        else:
+            ids = model.checked_ids(prompt, "prompt")
+        if not ids:
+            raise invalid("prompt", "the prompt has no tokens")
+        prompts.append(ids)
+    return prompts
 
 
-async def chat_prompt(body: ChatRequest, model: DoorModel) -> list[int]:
-    """Token ids of a conversation. The template writes the special tokens itself, so none are added unless asked."""
+async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
+    """Token ids of a conversation: one prompt. The template writes the special tokens itself: none are added unless asked."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -29,7 +32,7 @@ async def chat_prompt(body: ChatRequest, model: DoorModel) -> list[int]:
     ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages")
-    return ids
+    return [ids]
 
 
 async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
@@ -40,6 +43,18 @@ async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
     if body.prompt is None or body.messages is not None:
         raise invalid("prompt", "either prompt or messages must be given, and not both")
     return await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+
+
+async def bad_word_ids(words: Sequence[str], model: DoorModel) -> list[list[int]]:
+    """Token sequences that spell these words: at the start of a text and, where that is another token, after a space."""
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = await model.encode(word.lstrip() or word, False, "bad_words")
+        spaced = await model.encode(" " + word.lstrip(), False, "bad_words")
+        # A space that is a token of its own would forbid the bare word's tokens again, only later.
+        is_other = len(spaced) == len(bare) and spaced[0] != bare[0] if bare and spaced else False
+        sequences += [ids for ids in ([bare, spaced] if is_other else [bare]) if ids and ids not in sequences]
+    return sequences
 
 
 def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:

@@ -11,15 +11,17 @@ from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.caller import Caller, caller_of
 from phalanx_frontend.draw import draw_seed
+from phalanx_frontend.errors import invalid
 from phalanx_frontend.formats import ChatFormat, CompletionFormat, Format
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import Clock, DoorMetrics
 from phalanx_frontend.model import DoorModel, Models
-from phalanx_frontend.prompt import chat_prompt, completion_prompt, tokenize_prompt
+from phalanx_frontend.prompt import bad_word_ids, chat_prompts, completion_prompts, tokenize_prompt
 from phalanx_frontend.reply import Reply
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 from phalanx_frontend.sse import Answer, Job
+from phalanx_frontend.structured import grammar_of
 from phalanx_frontend.text.detokenize import make_detokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -57,12 +59,12 @@ class Endpoint(Generic[Body]):
 
     route: str
     id_prefix: str
-    prompt: Callable[[Body, DoorModel], Awaitable[list[int]]]
+    prompts: Callable[[Body, DoorModel], Awaitable[list[list[int]]]]
     format: Callable[[str, int, str, bool], Format]
 
 
-COMPLETIONS: Endpoint[CompletionRequest] = Endpoint("/v1/completions", "cmpl-", completion_prompt, CompletionFormat)
-CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompt, ChatFormat)
+COMPLETIONS: Endpoint[CompletionRequest] = Endpoint("/v1/completions", "cmpl-", completion_prompts, CompletionFormat)
+CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompts, ChatFormat)
 
 
 def openai_routes(door: Door) -> APIRouter:
@@ -116,14 +118,18 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     model = await door.model()
     name = model.name_for(body.model)
     check_fields(body, door.limits)
-    prompt = await endpoint.prompt(body, model)
+    prompts = await endpoint.prompts(body, model)
+    if len(prompts) > 1:
+        raise invalid("prompt", "several prompts in one request are not supported yet; send one request for each")
+    [prompt] = prompts
     assets = model.assets
     max_tokens = output_tokens(body, len(prompt), assets.max_model_len, model.defaults)
-    sampling = sampling_of(body, max_tokens, model.defaults, assets.eos_token_ids, door.draw_seed())
+    changes = await changed_scores(body, model)
+    sampling = sampling_of(body, max_tokens, model.defaults, assets.eos_token_ids, door.draw_seed(), *changes)
     id = endpoint.id_prefix + caller.request_id
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     job = Job(
-        wire.Request(id, 0, prompt, [], sampling, caller.priority(None), caller.tenant(None, body.user)),
+        wire_request(id, prompt, sampling, body, caller),
         make_reply(body, model, sampling),
         endpoint.format(id, int(door.unix_s()), name, has_usage),
         is_streamed=bool(body.stream),
@@ -131,6 +137,33 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     )
     meter = door.metrics.meter(name, len(prompt), max_tokens, arrived_s, door.seconds)
     return Answer(job, door.backend, meter, door.metrics, endpoint.route)
+
+
+async def changed_scores(body: GenerationRequest, model: DoorModel) -> tuple[list[list[int]], wire.Grammar | None]:
+    """Sequences of `bad_words` and the grammar, checked against the model, as are all token ids. Raises ApiError 400."""
+    model.checked_ids(list(body.logit_bias), "logit_bias")
+    model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
+    asked = grammar_of(body)
+    if asked is not None:
+        await model.grammars.check(*asked)
+    return await bad_word_ids(body.bad_words or [], model), None if asked is None else asked[1]
+
+
+def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
+    """What the backend is asked: with the caller's tenant and a priority that the caller may have."""
+    return wire.Request(
+        id,
+        0,
+        prompt,
+        [],
+        sampling,
+        priority=caller.priority(body.priority),
+        tenant=caller.tenant(body.tenant, body.user),
+        cache_salt=body.cache_salt or "",
+        ttft_target_ms=body.ttft_target_ms,
+        tpot_target_ms=body.tpot_target_ms,
+        deadline_ms=body.deadline_ms,
+    )
 
 
 def make_reply(body: GenerationRequest, model: DoorModel, sampling: wire.Sampling) -> Reply:

@@ -4,14 +4,15 @@ Order of precedence: the request, then generation_config.json, then OpenAI's def
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.fields import INT64_MAX
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.schemas import INT64_MAX, ChatRequest, GenerationRequest
+from phalanx_frontend.schemas import ChatRequest, GenerationRequest
 from phalanx_frontend.unsupported import refuse_unsupported
 
 COMPLETION_TOKENS = 16
@@ -27,6 +28,7 @@ class Defaults:
     top_k: int | None = None
     min_p: float = 0.0
     max_tokens: int | None = None
+    repetition_penalty: float = 1.0
 
 
 def read_defaults(generation_config: bytes | None) -> Defaults:
@@ -39,6 +41,7 @@ def read_defaults(generation_config: bytes | None) -> Defaults:
         top_k=_top_k(config.get("top_k")),
         min_p=float(_first(config.get("min_p"), plain.min_p)),
         max_tokens=config.get("max_new_tokens"),
+        repetition_penalty=float(_first(config.get("repetition_penalty"), plain.repetition_penalty)),
     )
 
 
@@ -80,7 +83,13 @@ def context_exceeded(max_model_len: int, num_prompt_tokens: int, asked: int | No
 
 
 def sampling_of(
-    body: GenerationRequest, max_tokens: int, defaults: Defaults, eos_token_ids: list[int], drawn_seed: int
+    body: GenerationRequest,
+    max_tokens: int,
+    defaults: Defaults,
+    eos_token_ids: list[int],
+    drawn_seed: int,
+    bad_words: Sequence[list[int]] = (),
+    grammar: wire.Grammar | None = None,
 ) -> wire.Sampling:
     """What the backend needs to know. `drawn_seed` is used when the request brings none."""
     min_tokens = body.min_tokens or 0
@@ -99,6 +108,13 @@ def sampling_of(
         min_p=_first(body.min_p, defaults.min_p),
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_first(body.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, 0.0),
+        logit_bias=body.logit_bias,
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=list(bad_words),
+        grammar=grammar,
     )
 
 

@@ -15,9 +15,6 @@ _ZERO = (None, 0, 0.0)
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI, both endpoints
     "n": (None, 1),
-    "logit_bias": (None, {}),
-    "frequency_penalty": _ZERO,
-    "presence_penalty": _ZERO,
     "service_tier": (None, "auto", "default"),
     # OpenAI completions
     "best_of": (None, 1),
@@ -26,7 +23,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI chat
     "logprobs": _OFF,
     "top_logprobs": _ZERO,
-    "response_format": (None, {"type": "text"}),
     "tools": _EMPTY_LIST,
     "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY_LIST,
@@ -37,21 +33,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     # vLLM
-    "repetition_penalty": (None, 1, 1.0),
     "length_penalty": (None, 1, 1.0),
     "use_beam_search": _OFF,
     "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": _EMPTY_LIST,
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "cache_salt": (None,),
-    "priority": _ZERO,
+    "guided_json_object": _OFF,
+    "structural_tag": (None,),
+    "guided_whitespace_pattern": (None,),
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
     "continue_final_message": _OFF,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from phalanx_api import wire
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.sampling import Defaults, check_fields, output_tokens, read_defaults, sampling_of
@@ -126,8 +127,8 @@ def test_fields_beyond_their_bounds_are_refused(fields: dict[str, Any], param: s
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], [])],
-    ids=["text", "ids", "one text", "one list of ids", "no ids"],
+    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1, 2], [3]], [[1, 2], [3]]), ([], [[]])],
+    ids=["text", "ids", "texts", "lists of ids", "no ids"],
 )
 def test_a_prompt_is_text_or_ids(prompt: object, expected: object) -> None:
     assert completion(prompt=prompt).prompt == expected
@@ -136,7 +137,8 @@ def test_a_prompt_is_text_or_ids(prompt: object, expected: object) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": [1, "a"]}, {"prompt": [True]}, {"prompt": 3}, {"prompt": None},
+        {"prompt": ["a", [1]]}, {"prompt": [[1], [True]]}, {"prompt": [1, "a"]}, {"prompt": [True]}, {"prompt": 3},
+        {"prompt": None},
         {"prompt": "\ud800"}, {"stop": [1]}, {"stop": [""]}, {"stop": ["\ud800"]}, {"max_tokens": "3"}, {"max_tokens": True},
         {"temperature": float("nan")}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": -0.1}, {"seed": 2**63}, {"stream": 1},
         {"stop_token_ids": [-1]}, {"stream_options": {"continuous_usage_stats": True}},
@@ -161,3 +163,36 @@ def test_a_message_is_text_or_text_parts(content: object, expected: str | None) 
 def test_a_message_of_another_kind_is_refused(content: object) -> None:
     with pytest.raises(ValidationError):
         chat(messages=[{"role": "user", "content": content}])
+
+
+def test_every_wish_reaches_the_backend() -> None:
+    body = completion(
+        repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=0.5, logit_bias={"3": -100, "4": 1.5},
+        allowed_token_ids=[3, 4], min_tokens=2,
+    )  # fmt: skip
+    grammar = wire.Grammar("regex", "a+")
+    sampling = sampling_of(body, 16, Defaults(), [EOS], 0, [[1, 2]], grammar)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -2.0, 0.5)
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == ({3: -100.0, 4: 1.5}, [3, 4])
+    assert (sampling.bad_words, sampling.grammar, sampling.min_tokens) == ([[1, 2]], grammar, 2)
+
+
+def test_the_model_s_repetition_penalty_is_the_default() -> None:
+    defaults = read_defaults(b'{"repetition_penalty": 1.1}')
+    assert sampling_of(completion(), 16, defaults, [], 0).repetition_penalty == 1.1
+    assert sampling_of(completion(repetition_penalty=1), 16, defaults, [], 0).repetition_penalty == 1.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": [1]}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": True}}, {"logit_bias": {"1": "2"}},
+        {"logit_bias": {"1": float("nan")}}, {"presence_penalty": 2.01}, {"repetition_penalty": 0}, {"bad_words": [""]},
+        {"bad_words": "word"}, {"priority": 2**31}, {"deadline_ms": -1}, {"cache_salt": ""}, {"tenant": "\ud800"},
+        {"guided_choice": []}, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wish_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        completion(**fields)

@@ -1,0 +1,113 @@
+"""Values of request fields: how each is read, and how /openapi.json describes it. A ValueError here is the client's 400."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
+MAX_BIAS = 100.0
+"""OpenAI's bound of `logit_bias`: more than this forbids or forces a token anyway."""
+MAX_ID_DIGITS = 10
+"""Digits of the largest token id that a frame carries."""
+
+Prompt = str | list[int]
+"""Text or token ids."""
+
+
+def parse_prompts(value: object) -> list[Prompt]:
+    """The prompts of a completion: one or several, each text or token ids, all of one kind."""
+    if isinstance(value, str):
+        return [whole_text(value)]
+    if isinstance(value, list):
+        if all(type(token) is int for token in value):
+            return [value]
+        if all(isinstance(prompt, str) for prompt in value):
+            return [whole_text(prompt) for prompt in value]
+        if all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in value):
+            return value
+    raise ValueError("must be a string, an array of strings, an array of token ids, or an array of arrays of token ids")
+
+
+def parse_stop(value: object) -> list[str]:
+    """Stop strings, none of them empty."""
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or an array of strings")
+    if "" in stops:
+        raise ValueError("a stop string must not be empty")
+    return [whole_text(stop) for stop in stops]
+
+
+def parse_logit_bias(value: object) -> dict[int, float]:
+    """Bias by token id. JSON has only strings as keys, so ids come as such."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of numbers by token id")
+    parsed: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
+            raise ValueError(f"{str(key)[:40]!r} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"the bias of token {key} must be a number between -{MAX_BIAS:g} and {MAX_BIAS:g}")
+        parsed[int(key)] = float(bias)
+    return parsed
+
+
+def parse_content(value: object) -> str | None:
+    """Text of a message: a string, or its text parts joined by line ends."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return whole_text(value)
+    if not isinstance(value, list):
+        raise ValueError("must be a string or an array of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('every part must be {"type": "text", "text": ...}: this model reads text only')
+        texts.append(whole_text(part["text"]))
+    return "\n".join(texts)
+
+
+def whole_text(value: str) -> str:
+    """The same string, once it is known to be encodable: JSON can spell half a character, which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("is not valid Unicode: it has half of a surrogate pair") from error
+    return value
+
+
+_TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPTS = {"anyOf": [*_TEXTS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}
+_BIAS = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+_PARTS = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+Prompts = Annotated[list[Prompt], PlainValidator(parse_prompts), WithJsonSchema(_PROMPTS)]
+Stops = Annotated[list[str], PlainValidator(parse_stop), WithJsonSchema(_TEXTS)]
+Content = Annotated[str | None, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+LogitBias = Annotated[dict[int, float], PlainValidator(parse_logit_bias), WithJsonSchema(_BIAS)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = list[TokenId]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, le=INT32_MAX, allow_inf_nan=False)]
+ShortText = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(whole_text)]
