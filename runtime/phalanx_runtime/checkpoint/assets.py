@@ -34,6 +34,11 @@ def _max_model_len(folder: Path, config: dict[str, object], asked: int | None) -
     return positions if asked is None else asked
 
 
+def read_eos_token_ids(folder: Path) -> list[int]:
+    """The tokens that end a text of this model; may be empty. Raises ModelError."""
+    return _eos_token_ids(folder, read_json(folder / "config.json"))
+
+
 def _eos_token_ids(folder: Path, config: dict[str, object]) -> list[int]:
     """From generation_config.json, else config.json, else the token that tokenizer_config.json names; may be empty."""
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}

@@ -47,7 +47,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Drawn tokens, parallel to the plan's `draws`; `details` too, or empty when no request asked for any.
 
     `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
-    tokens from `start` on) for request i of the plan.
+    tokens from `start` on) for request i of the plan. `failed`: positions in `draws` where no token could be drawn (the one in
+    `tokens` is none), with the reason for the client; only such a request ends.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     details: list[wire.TokenDetail | None] = []
     ended: list[int] = []
     prompt_details: list[tuple[int, int, list[wire.TokenDetail]]] = []
+    failed: list[tuple[int, str]] = []
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

@@ -64,6 +64,8 @@ class Scheduler:
         self.limits = limits.within(pool)
         self.pool = PagePool(pool.num_pages, pool.page_size)
         self.num_preemptions = 0
+        self.refused: list[wire.Refused] = []
+        """Requests that the last `commit` ended because nothing could be drawn for them."""
         self.backlog_tokens = 0
         """Tokens of the requests in the queue, all to be computed before a newcomer's."""
         self._policy = policy
@@ -136,7 +138,8 @@ class Scheduler:
         for request, count in zip(draft.requests, draft.counts, strict=True):
             request.computed += count
         frame = wire.Tokens([], [], [], [], [])
-        ended = frozenset(result.ended)
+        ended, failed = frozenset(result.ended), dict(result.failed)
+        self.refused = []
         for i, start, details in result.prompt_details:
             request = draft.requests[i]
             if not request.gone:
@@ -144,6 +147,11 @@ class Scheduler:
         for position, ((i, index), token) in enumerate(zip(draft.draws, result.tokens, strict=True)):
             request = draft.requests[i]
             if request.gone:
+                continue
+            if position in failed:
+                self.refused.append(wire.Refused(request.handle, request.epoch, 400, "nothing_to_draw", failed[position]))
+                del self._requests[request.handle]
+                request.gone = self._some_gone = True
                 continue
             request.tokens.append(token)
             if result.details:

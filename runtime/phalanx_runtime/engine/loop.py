@@ -58,8 +58,10 @@ class EngineLoop:
         tokens = self._scheduler.commit(self._runner.run(plan))
         now = self._clock()
         self._measure(len(plan.tokens), now - started)
-        if tokens.handles or tokens.finished:
+        if tokens.handles or tokens.finished or tokens.prompt_details:
             self._channel.send(wire.encode(tokens))
+        for refused in self._scheduler.refused:
+            self._channel.send(wire.encode(refused))
         if now >= self._load_due:
             self._report(now)
         return True

@@ -1,6 +1,7 @@
 """A rank ready to compute: device, dtype, weights, page pool, runner."""
 
 import ctypes
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ from phalanx_runtime.model.protocol import Form, Model, Source
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampler import Sampler
 from phalanx_runtime.rank.threads import rank_threads
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
@@ -50,7 +53,8 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     num_pages = _agree(_own_pages(spec, model, dtype, device, system), collective, device)
     max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
-    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device)
+    grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
+    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device, grammars)
     return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len)
 
 
@@ -65,12 +69,18 @@ def _form(spec: RankSpec, source: Source, collective: Collective, device: torch.
 
 
 def make_runner(
-    model: Model, caches: list[LayerCache], pool: PoolShape, collective: Collective, dtype: torch.dtype, device: torch.device
+    model: Model,
+    caches: list[LayerCache],
+    pool: PoolShape,
+    collective: Collective,
+    dtype: torch.dtype,
+    device: torch.device,
+    grammars: Grammars | None = None,
 ) -> ModelRunner:
     """A runner of this model over these pages."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, model.kv.windows)
-    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective)
+    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective, Sampler(model.vocab_size, grammars))
 
 
 def _own_pages(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device, system: System) -> int:

@@ -14,7 +14,7 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
-from phalanx_runtime.rank.sampling import Draw, draw
+from phalanx_runtime.rank.sampler import Sampler
 
 _decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -24,13 +24,20 @@ class ModelRunner:
     """One rank's weights, pages and rows. On rank 0 it is the engine's `StepRunner`; the other ranks `follow`."""
 
     def __init__(
-        self, model: Model, caches: list[LayerCache], builder: BatchBuilder, pool: PoolShape, collective: Collective
+        self,
+        model: Model,
+        caches: list[LayerCache],
+        builder: BatchBuilder,
+        pool: PoolShape,
+        collective: Collective,
+        sampler: Sampler,
     ) -> None:
         self._model = model
         self._caches = caches
         self._builder = builder
         self._pool = pool
         self._collective = collective
+        self._sampler = sampler
 
     @property
     def pool(self) -> PoolShape:
@@ -42,11 +49,13 @@ class ModelRunner:
         """The tokens drawn by this step, after all ranks computed it. Only on rank 0. Raises PeerLost."""
         if self._collective.world_size > 1:
             self._collective.broadcast(_encode(plan))
+        for new in plan.admitted:
+            self._sampler.admit(new)
         scores, told = self._compute(plan)
-        if scores is None or not plan.draws:
+        if scores is None:
             return StepResult(plan.step, [], prompt_details=told)
-        draws = [self._draw(plan, request, index) for request, index in plan.draws]
-        return StepResult(plan.step, draw(scores, draws), prompt_details=told)
+        drawn = self._sampler.draw(scores, [(plan.rows[request], index) for request, index in plan.draws])
+        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed)
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
@@ -85,8 +94,3 @@ class ModelRunner:
                 details += token_details(scores, tokens[some], tops[some])
         ends = accumulate(len(part.tokens) for part in parts)
         return [(part.request, part.start, details[end - len(part.tokens) : end]) for part, end in zip(parts, ends, strict=True)]
-
-    def _draw(self, plan: StepPlan, request: int, index: int) -> Draw:
-        row = self._builder.params[plan.rows[request]]
-        s = row.sampling
-        return Draw(s.seed, index, s.temperature, s.top_p, s.top_k, s.min_p)

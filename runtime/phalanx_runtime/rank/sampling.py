@@ -5,6 +5,7 @@ p; of those, the ones at least min_p times as probable as the highest. Ties at a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,30 +34,30 @@ class Draw:
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
 
 
-def draw(logits: Tensor, draws: list[Draw]) -> list[int]:
-    """The token of each draw. logits: [draws, vocabulary]."""
-    sampled = [row for row, one in enumerate(draws) if one.temperature > 0]
+def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
+    """The token of each draw. logits: [draws, vocabulary]. Where a draw is None the token means nothing."""
+    sampled = [(row, one) for row, one in enumerate(draws) if one is not None and one.temperature > 0]
     if not sampled:
         return _integers(logits.argmax(-1))
-    wanted = [draws[row] for row in sampled]
-    at = torch.tensor(sampled, device=logits.device)
+    places, wanted = [row for row, _ in sampled], [one for _, one in sampled]
+    at = torch.tensor(places, device=logits.device)
     scores = scaled(logits.index_select(0, at), wanted)
     keep_filtered(scores, wanted)
     tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     keys = torch.tensor([noise_key(one.seed, one.index) for one in wanted], dtype=torch.int32, device=logits.device)
     chosen = scores.add_(gumbel(keys, tokens, scores.dtype)).argmax(-1)
-    if len(sampled) == len(draws):
+    if len(places) == len(draws):
         return _integers(chosen)
     return _integers(logits.argmax(-1).index_copy_(0, at, chosen))
 
 
-def scaled(logits: Tensor, draws: list[Draw]) -> Tensor:
+def scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """logits / T in float32, or float64 if they are. A new tensor."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide / torch.tensor([one.temperature for one in draws], dtype=wide.dtype, device=wide.device).unsqueeze(1)
 
 
-def keep_filtered(scores: Tensor, draws: list[Draw]) -> None:
+def keep_filtered(scores: Tensor, draws: Sequence[Draw]) -> None:
     """Puts minus infinity where a draw's filters cut. scores: [draws, vocabulary], logits / T, changed in place."""
     rows = [row for row, one in enumerate(draws) if one.is_filtered]
     if not rows:

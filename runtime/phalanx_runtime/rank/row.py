@@ -1,0 +1,56 @@
+"""What rank 0 knows of one row beside its pages: how it is sampled, and the state that its next draw follows from."""
+
+from phalanx_api import wire
+from phalanx_frontend.text.grammar import GrammarError
+from phalanx_runtime.core.plan import NewRow
+from phalanx_runtime.rank.grammar import Grammars, Matcher
+from phalanx_runtime.rank.masks import Bans, wrong_ids
+from phalanx_runtime.rank.penalties import Seen, is_penalised
+
+
+class Row:
+    """One request. A row that is admitted with a history is as if it had drawn that history's output itself.
+
+    `failure` says why nothing can be drawn. `tokens`, `seen` and `matcher` are None where nothing depends on them.
+    """
+
+    __slots__ = ("bans", "failure", "has_state", "matcher", "sampling", "seen", "tokens")
+
+    def __init__(self, new: NewRow, vocab_size: int, grammars: Grammars | None) -> None:
+        sampling = self.sampling = new.sampling
+        prompt, output = new.history[: new.num_prompt], new.history[new.num_prompt :]
+        self.bans = Bans(sampling, vocab_size)
+        self.failure = wrong_ids(sampling, vocab_size)
+        self.tokens = list(new.history) if any(len(word) > 1 for word in sampling.bad_words) else None
+        self.seen = Seen(prompt, output) if is_penalised(sampling) else None
+        self.matcher: Matcher | None = None
+        if sampling.grammar is not None:
+            self._start_grammar(sampling.grammar, output, grammars)
+        self.has_state = self.tokens is not None or self.seen is not None or self.matcher is not None
+
+    def is_special(self, index: int) -> bool:
+        """Whether scores are changed, or nothing can be drawn, at this output index."""
+        return self.has_state or self.failure is not None or bool(self.sampling.logit_bias) or self.bans.has_any(index)
+
+    def drew(self, token: int) -> bool:
+        """Remembers one more token; whether the request is complete by its grammar."""
+        if self.tokens is not None:
+            self.tokens.append(token)
+        if self.seen is not None:
+            self.seen.add(token)
+        if self.matcher is None:
+            return False
+        try:
+            return self.matcher.accept([token])
+        except GrammarError as error:
+            self.failure = f"grammar: {error}"
+            return False
+
+    def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: Grammars | None) -> None:
+        try:
+            if grammars is None:
+                raise GrammarError("this runtime was started without grammars")
+            self.matcher = grammars.matcher(grammar)
+            self.matcher.accept(output)
+        except GrammarError as error:
+            self.failure = f"grammar: {error}"
