@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_runtime.core.eviction.protocol import PolicyName
+
 EXIT_ASKED = 0
 """The rank was asked to leave, or its parent is gone."""
 EXIT_PEER_LOST = 3
@@ -49,6 +51,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     backend: Backend = "auto"
     num_threads: int | None = None
+    enable_prefix_caching: bool = True
+    prefix_eviction_policy: PolicyName = "adaptive"
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
+from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.rank_spec import DType
 
 
@@ -41,6 +42,10 @@ class ServeSettings:
     """KV cache of each rank; default: what the device leaves."""
     gpu_memory_utilization: float
     """Share of a GPU's memory that may be used, weights included."""
+    enable_prefix_caching: bool
+    """Pages of prompts and outputs are kept, and shared by requests that begin alike."""
+    prefix_eviction_policy: PolicyName
+    """Which kept page goes first when the pool is full."""
     download_dir: Path
     """Where models are downloaded and converted to."""
     host: str
@@ -93,6 +98,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         page_size=flags.page_size,
         kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
         gpu_memory_utilization=flags.gpu_memory_utilization,
+        enable_prefix_caching=flags.enable_prefix_caching,
+        prefix_eviction_policy=flags.prefix_eviction_policy,
         download_dir=flags.download_dir or _default_download_dir(environment),
         host=flags.host,
         port=flags.port,
@@ -123,6 +130,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=_positive, default=16, metavar="N", help="tokens in a page of the KV cache")
     add("--kv-cache-memory-bytes", type=_positive, metavar="B", help="KV cache of each rank; default: what the device leaves")
     add("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of a GPU's memory")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share pages of equal beginnings")
+    add("--prefix-eviction-policy", choices=POLICY_NAMES, default="adaptive", help="which cached page goes first")
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")

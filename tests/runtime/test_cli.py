@@ -27,6 +27,7 @@ def test_flags_and_environment(tmp_path: Path) -> None:
         *("hf://org/name", "--revision", "main", "--served-model-name", "a", "b", "--tensor-parallel-size", "4"),
         *("--nnodes", "2", "--node-rank", "1", "--master-addr", "leader", "--token-file", str(token)),
         *("--kv-cache-memory-bytes", "1000", "--gpu-memory-utilization", "0.5", "--download-dir", str(tmp_path)),
+        *("--no-enable-prefix-caching", "--prefix-eviction-policy", "w-tinylfu"),
         PHALANX_GROUP="tiny-g-abcde",
         PHALANX_REVISION="r1",
         HF_TOKEN="hf",
@@ -34,6 +35,7 @@ def test_flags_and_environment(tmp_path: Path) -> None:
     assert (settings.served_names, settings.local_world_size, settings.token) == (["a", "b"], 2, "secret")
     assert (settings.group, settings.revision_hash, settings.hf_token) == ("tiny-g-abcde", "r1", "hf")
     assert (settings.kv_cache_memory_bytes, settings.gpu_memory_utilization, settings.download_dir) == (1000, 0.5, tmp_path)
+    assert (settings.enable_prefix_caching, settings.prefix_eviction_policy) == (False, "w-tinylfu")
 
 
 @pytest.mark.parametrize(

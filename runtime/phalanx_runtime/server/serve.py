@@ -187,6 +187,8 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             page_size=settings.page_size,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            prefix_eviction_policy=settings.prefix_eviction_policy,
         )
         for i in range(local)
     ]

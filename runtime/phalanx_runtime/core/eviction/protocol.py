@@ -6,9 +6,10 @@ every policy). The policy knows which of the idle ones goes first. It sees every
     insert -> (hit | idle)* -> remove          a hit page is not idle until `on_idle` says so again
 """
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 PolicyName = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 class Eviction(Protocol):

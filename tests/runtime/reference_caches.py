@@ -1,0 +1,167 @@
+"""Slow caches that are plainly right: each eviction policy as lists, written from the papers and not from our code."""
+
+from collections.abc import Callable
+
+Idle = Callable[[bytes], bool]
+
+
+def low_64(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+class SlowOrder:
+    """LRU, LFU or FIFO: the idle key of the smallest rank goes first."""
+
+    def __init__(self, rank: Callable[["SlowOrder", bytes], tuple[int, ...]]) -> None:
+        self.rank = rank
+        self.clock = 0
+        self.inserted: dict[bytes, int] = {}
+        self.released: dict[bytes, int] = {}
+        self.hits: dict[bytes, int] = {}
+
+    def insert(self, key: bytes) -> None:
+        self.clock += 1
+        self.inserted[key], self.hits[key] = self.clock, 0
+
+    def hit(self, key: bytes) -> None:
+        self.hits[key] += 1
+
+    def release(self, key: bytes) -> None:
+        self.clock += 1
+        self.released[key] = self.clock
+
+    def remove(self, key: bytes) -> None:
+        del self.inserted[key]
+
+    def victim(self, idle: Idle) -> bytes:
+        return min((key for key in self.inserted if idle(key)), key=lambda key: self.rank(self, key))
+
+
+class SlowSketch:
+    """Count-min with 4 rows of counters up to 15, halved after ten additions per page."""
+
+    def __init__(self, capacity: int) -> None:
+        self.width = 16
+        while self.width < 4 * capacity:
+            self.width *= 2
+        self.rows = [[0] * self.width for _ in range(4)]
+        self.capacity = capacity
+        self.additions = 0
+
+    def places(self, key: bytes) -> list[int]:
+        low, high = low_64(key) % 2**32, low_64(key) // 2**32
+        return [(low + row * (high | 1)) % self.width for row in range(4)]
+
+    def add(self, key: bytes) -> None:
+        for row, place in zip(self.rows, self.places(key), strict=True):
+            row[place] = min(15, row[place] + 1)
+        self.additions += 1
+        if self.additions == 10 * self.capacity:
+            self.rows = [[count // 2 for count in row] for row in self.rows]
+            self.additions //= 2
+
+    def estimate(self, key: bytes) -> int:
+        return min(row[place] for row, place in zip(self.rows, self.places(key), strict=True))
+
+
+class ExactCounts(SlowSketch):
+    """The same without collisions: what a sketch would say if it had all the room it wants."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.counts: dict[bytes, int] = {}
+
+    def add(self, key: bytes) -> None:
+        self.counts[key] = min(15, self.counts.get(key, 0) + 1)
+        self.additions += 1
+        if self.additions == 10 * self.capacity:
+            self.counts = {key: count // 2 for key, count in self.counts.items()}
+            self.additions //= 2
+
+    def estimate(self, key: bytes) -> int:
+        return self.counts.get(key, 0)
+
+
+class SlowWTinyLfu:
+    """Window 1 %, main 99 % of which 80 % protected; lists in the order of use, the oldest first."""
+
+    def __init__(self, capacity: int, counts: type[SlowSketch] = SlowSketch) -> None:
+        self.counts = counts(capacity)
+        self.window: list[bytes] = []
+        self.probation: list[bytes] = []
+        self.protected: list[bytes] = []
+        self.max_window = max(1, capacity // 100)
+        self.max_main = capacity - self.max_window
+        self.max_protected = self.max_main * 4 // 5
+
+    def insert(self, key: bytes) -> None:
+        self.counts.add(key)
+        self.window.append(key)
+        while len(self.window) > self.max_window and len(self.probation) + len(self.protected) < self.max_main:
+            self.probation.append(self.window.pop(0))
+
+    def hit(self, key: bytes) -> None:
+        self.counts.add(key)
+        if key in self.window:
+            self.window.remove(key)
+            self.window.append(key)
+        else:
+            self.remove(key)
+            self.protected.append(key)
+            if len(self.protected) > self.max_protected:
+                self.probation.append(self.protected.pop(0))
+
+    def release(self, key: bytes) -> None:
+        part = self.part_of(key)
+        part.remove(key)
+        part.append(key)
+
+    def remove(self, key: bytes) -> None:
+        self.part_of(key).remove(key)
+
+    def victim(self, idle: Idle) -> bytes:
+        newcomers = [key for key in self.window if idle(key)]
+        settled = [key for key in self.probation + self.protected if idle(key)]
+        if not newcomers or not settled:
+            return (newcomers + settled)[0]
+        if self.counts.estimate(newcomers[0]) <= self.counts.estimate(settled[0]):
+            return newcomers[0]
+        self.window.remove(newcomers[0])
+        self.probation.append(newcomers[0])
+        return settled[0]
+
+    def part_of(self, key: bytes) -> list[bytes]:
+        return next(part for part in (self.window, self.probation, self.protected) if key in part)
+
+
+SlowPolicy = SlowOrder | SlowWTinyLfu
+
+
+def make_slow(name: str, capacity: int) -> SlowPolicy:
+    """The slow twin of a policy."""
+    if name == "lru":
+        return SlowOrder(lambda order, key: (order.released[key],))
+    if name == "lfu":
+        return SlowOrder(lambda order, key: (order.hits[key], order.released[key]))
+    if name == "fifo":
+        return SlowOrder(lambda order, key: (order.inserted[key],))
+    return SlowWTinyLfu(capacity)
+
+
+def slow_hits(policy: SlowPolicy, capacity: int, trace: list[bytes]) -> list[bool]:
+    """For each key of a trace without chains, whether a cache of so many keys has it."""
+    held: set[bytes] = set()
+    found = []
+    for key in trace:
+        found.append(key in held)
+        if key in held:
+            policy.hit(key)
+        else:
+            if len(held) == capacity:
+                victim = policy.victim(lambda _: True)
+                policy.remove(victim)
+                held.remove(victim)
+            held.add(key)
+            policy.insert(key)
+        policy.release(key)
+    return found
