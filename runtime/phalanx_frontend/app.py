@@ -74,13 +74,13 @@ def create_app(
 
 
 def create_health_app(
-    not_ready: Callable[[], str | None], *, registry: CollectorRegistry | None = None, lifespan: Lifespan | None = None
+    health: Callable[[], Health], *, registry: CollectorRegistry | None = None, lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """Only /healthz, /readyz and /metrics: for pods that have no door. Every error has the OpenAI form."""
+    """Only /healthz, /readyz, /v1/health and /metrics: for pods that have no door. Every error has the OpenAI form."""
     registry = registry if registry is not None else CollectorRegistry()
     app = _make_app(response_counter(registry), lifespan)
     app.add_middleware(Gate)
-    app.include_router(health_routes(lambda: Health(not_ready=not_ready()), registry))
+    app.include_router(health_routes(health, registry))
     return app
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.account import MemoryAccount
 from phalanx_runtime.core.eviction.protocol import PolicyName
 
 EXIT_ASKED = 0
@@ -61,6 +62,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_pages: int
     page_size: int
     max_model_len: int
+    memory: MemoryAccount | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):

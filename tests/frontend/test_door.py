@@ -19,6 +19,7 @@ from phalanx_frontend.app import create_app, create_health_app
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.model import KEPT_MODELS, Models
+from phalanx_frontend.vitals import Health
 from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, saying, tiny_assets, token_ids
 from tests.frontend.openai_suite import Target, raw_request
 from tests.frontend.serving import served
@@ -380,7 +381,7 @@ async def test_metrics_count_exactly_under_both_names() -> None:
 
 async def test_a_pod_without_a_door_has_its_health() -> None:
     reason: list[str | None] = ["ranks load"]
-    app = create_health_app(lambda: reason[0])
+    app = create_health_app(lambda: Health(not_ready=reason[0]))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as client:
         assert (await client.get("/readyz")).status_code == 503
         reason[0] = None

@@ -4,6 +4,7 @@
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
 rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
 `stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
+`escape` is ready, and leaves a child that outlives it with its pipes open;
 `slow-at INCARNATION` is ready, and in that incarnation its heart tells of a step that takes too long. All beat ten times a second
 from the start, but `hang`, which never does.
 """
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -51,6 +53,10 @@ def main(words: list[str]) -> NoReturn:
             wait_for_parent()
         case ["noise"]:
             print("\nhello", flush=True)
+        case ["escape"]:
+            child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            (marks / "escaped").write_text(str(child.pid))
+            say_ready()
         case ["stubborn"]:
             say_ready()
             signal.pause()

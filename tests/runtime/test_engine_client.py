@@ -24,6 +24,7 @@ class FakeMeter:
     steps: list[int] = field(default_factory=list)
     firsts: list[tuple[int, float]] = field(default_factory=list)
     ends: list[tuple[str, int, float]] = field(default_factory=list)
+    over: list[tuple[int, int, int, float]] = field(default_factory=list)
 
     def load(self, load: wire.Load) -> None:
         self.loads.append(load)
@@ -36,6 +37,9 @@ class FakeMeter:
 
     def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
         self.ends.append((reason, tokens_after_first, decode_s))
+
+    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
+        self.over.append((prompt_tokens, cached_tokens, generated_tokens, latency_s))
 
 
 class FakeEngine:
@@ -138,6 +142,18 @@ async def test_what_happens_is_measured(rig: Rig) -> None:
     assert rig.meter.steps == [1, 1, 1]
     assert rig.meter.firsts == [(5, 1.0)]
     assert rig.meter.ends == [("length", 2, 2.0)]
+    assert [over[:3] for over in rig.meter.over] == [(5, 0, 3)]
+
+
+async def test_every_request_is_over_once_however_it_ends(rig: Rig) -> None:
+    sink = ListSink()
+    done, left, lost = (rig.client.submit(make_request(5, seed=i), sink) for i in range(3))
+    await rig.engine.say(wire.Tokens([done, left], [0, 0], [0, 0], [7, 7], [wire.Finished(done, 0, "stop", 4)]))
+    await sink.next()
+    rig.client.abort([left, done])
+    rig.client.lose(2, "rank 1 is hung")
+    rig.client.abort([lost])
+    assert [over[:3] for over in rig.meter.over] == [(5, 4, 1), (5, 0, 1), (5, 0, 0)]
 
 
 async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:

@@ -115,11 +115,11 @@ class Report:
     """A reporter that keeps what it hears."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.ready: list[tuple[int, RankReady]] = []
+        self.ready: list[tuple[int, list[RankReady]]] = []
         self.failed: list[tuple[int, str, bool]] = []
         self._error = error
 
-    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
         if self._error is not None:
             raise self._error
         self.ready.append((launch.incarnation, ready))
@@ -150,9 +150,9 @@ async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Pa
     report = Report()
     async with pod_of(tmp_path, report, "ready") as pod:
         pod.start(launch(1))
-        await until(lambda: report.ready == [(1, READY)])
+        await until(lambda: report.ready == [(1, [READY])])
         pod.start(launch(2))
-        await until(lambda: report.ready == [(1, READY), (2, READY)])
+        await until(lambda: report.ready == [(1, [READY]), (2, [READY])])
         assert not is_alive(mark_of(tmp_path, 1, 0)["pid"])
         assert is_alive(mark_of(tmp_path, 2, 0)["pid"])
         pod.stop()
@@ -161,6 +161,31 @@ async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Pa
         await until(lambda: len(report.ready) == 3)
     assert not is_alive(mark_of(tmp_path, 3, 0)["pid"])
     assert report.failed == []
+
+
+async def test_the_launcher_says_what_it_does(tmp_path: Path) -> None:
+    report = Report()
+    async with pod_of(tmp_path, report, "ready") as pod:
+        assert (pod.doing, pod.ranks()) == ("idle", [])
+        pod.start(launch(1))
+        await until(lambda: pod.doing == "running")
+        assert [(rank.rank, rank.alive) for rank in pod.ranks()] == [(0, True)]
+        os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
+        await until(lambda: pod.doing == "idle")
+        assert [(rank.rank, rank.alive) for rank in pod.ranks()] == [(0, False)]
+        pod.stop()
+        await until(lambda: not pod.ranks())
+
+
+async def test_a_rank_whose_pipes_outlive_it_holds_the_launcher_and_that_shows(tmp_path: Path) -> None:
+    async with pod_of(tmp_path, Report(), "escape") as pod:
+        pod.start(launch(1))
+        await until(lambda: pod.doing == "running")
+        pod.stop()
+        await until(lambda: pod.doing == "ending" and not is_alive(mark_of(tmp_path, 1, 0)["pid"]))
+        assert pod.doing_s() >= 0
+        os.kill(int((tmp_path / "marks" / "escaped").read_text()), signal.SIGKILL)
+        await until(lambda: pod.doing == "idle")
 
 
 async def test_ranks_that_end_are_reported(tmp_path: Path) -> None:

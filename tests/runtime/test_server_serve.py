@@ -8,15 +8,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import websockets
 
 from phalanx_api import wire
+from phalanx_api.account import MemoryAccount
+from phalanx_frontend.app import create_health_app
+from phalanx_frontend.metrics import Tally
+from phalanx_frontend.vitals import RankHealth
 from phalanx_runtime.server.logs import FieldFormatter
 from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.serve import PodServer, make_rank_specs, make_server
+from phalanx_runtime.server.supervisor import Status
+from phalanx_runtime.server.vitals import PodVitals
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until
@@ -46,14 +54,13 @@ class Running:
     async def get(self, path: str) -> httpx.Response:
         return await self.http.get(f"http://127.0.0.1:{self.port}{path}")
 
-    async def ready(self) -> dict[str, object]:
+    async def ready(self) -> dict[str, Any]:
+        """What /v1/health says once the pod is ready."""
         async with asyncio.timeout(20):
-            while True:
-                response = await self.get("/readyz")
-                if response.status_code == 200:
-                    body: dict[str, object] = response.json()
-                    return body
+            while (await self.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
+        health: dict[str, Any] = (await self.get("/v1/health")).json()
+        return health
 
 
 @asynccontextmanager
@@ -74,7 +81,8 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
     async with served(make_settings(folder), "ready") as running:
         assert (await running.get("/healthz")).status_code == 200
         ready = await running.ready()
-        assert ready == {"ready": True, "reason": "", "incarnation": 1, "group": "tiny-g-abcde", "revision": "r1"}
+        assert (ready["alive"], ready["ready"], ready["reason"], ready["incarnation"]) == (True, True, None, 1)
+        assert [(rank["rank"], rank["alive"]) for rank in ready["ranks"]] == [(0, True)]
         models = (await running.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
@@ -90,7 +98,43 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
             'phalanx_engine_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
         ]:
             assert line in metrics
+        totals = (await running.get("/v1/metrics")).json()
+        assert (totals["total_requests"], totals["total_tokens_generated"]) == (1, 4)
+        assert totals["avg_latency_ms"] > 0
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_a_pod_is_ready_only_when_its_door_has_the_tokenizer(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    (folder / "tokenizer.json").write_text("{}")
+    async with served(make_settings(folder), "ready") as running:
+        await until(lambda: running.server._client is not None and running.server._client.state().serving)
+        assert (await running.get("/readyz")).status_code == 500
+
+
+async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> None:
+    class Held:
+        """A supervisor whose launcher waits for a killed rank that the kernel holds."""
+
+        def status(self) -> Status:
+            return Status(False, 2, "pod 0: rank 1 is hung: silent for 5.1 s")
+
+        def stuck(self) -> str | None:
+            return why_stuck(View("ending", 31.0))
+
+        def ranks(self) -> list[RankHealth]:
+            return [RankHealth(0, False, 1.0), RankHealth(1, True, 36.0)]
+
+        def memory(self) -> list[MemoryAccount]:
+            return []
+
+    app = create_health_app(PodVitals(Held(), Tally()).health)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as http:
+        alive, health = await http.get("/healthz"), await http.get("/v1/health")
+    assert (alive.status_code, alive.json()["error"]["code"]) == (503, "not_alive")
+    assert (health.status_code, health.json()["alive"], health.json()["ready"]) == (503, False, False)
+    assert health.json()["reason"].startswith("the launcher has been ending for 31 s")
+    assert health.json()["ranks"][1] == {"rank": 1, "alive": True, "silent_s": 36.0}
 
 
 async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_so(tmp_path: Path) -> None:
@@ -98,8 +142,10 @@ async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_
     async with served(make_settings(folder), "hang") as running:
         assert (await running.get("/healthz")).status_code == 200
         response = await running.get("/readyz")
-        assert (response.status_code, response.json()["ready"]) == (503, False)
-        assert response.json()["reason"] == "loading the model, 0 of 1 pods are ready"
+        reason = "loading the model, 0 of 1 pods are ready"
+        assert (response.status_code, response.json()["error"]["message"]) == (503, reason)
+        health = (await running.get("/v1/health")).json()
+        assert (health["alive"], health["ready"], health["reason"]) == (True, False, reason)
         body = {"model": "tiny", "prompt": "hello"}
         answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
@@ -144,10 +190,17 @@ async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     async with served(make_settings(folder, *flags), "ready") as leader:
         response = await leader.get("/readyz")
-        assert response.json()["reason"] == "waiting for pod 1 of the group's 2"
+        assert response.json()["error"]["message"] == "waiting for pod 1 of the group's 2"
         async with served(make_settings(folder, *flags, "--node-rank", "1"), "ready") as member:
             assert (await member.ready())["incarnation"] == 1
-            await leader.ready()
+            assert [rank["rank"] for rank in (await leader.ready())["ranks"]] == [0]
+            os.kill(mark_of(folder, 1, 1)["pid"], signal.SIGSTOP)
+            async with asyncio.timeout(30):
+                for pod in (leader, member):
+                    while (await pod.get("/readyz")).status_code == 200:
+                        await asyncio.sleep(0.01)
+                    assert (await pod.get("/healthz")).status_code == 200
+            assert (await member.ready())["incarnation"] == 2
             assert (await member.get("/v1/models")).status_code == 404
             assert (await member.get("/metrics")).status_code == 200
 

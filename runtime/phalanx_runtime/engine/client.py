@@ -58,6 +58,10 @@ class Meter(Protocol):
         """A request ended by itself."""
         ...
 
+    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
+        """A request is over, however: by itself, because its client left, or because the group failed."""
+        ...
+
 
 @dataclass(slots=True)
 class _Open:
@@ -68,6 +72,11 @@ class _Open:
     submitted: float
     first: float | None = None
     tokens_after_first: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens that came."""
+        return self.tokens_after_first + (self.first is not None)
 
 
 class EngineClient:
@@ -129,6 +138,9 @@ class EngineClient:
     def lose(self, next_incarnation: int, reason: str) -> None:
         """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
         self._close_socket()
+        now = self._clock()
+        for request in self._open.values():
+            self._ended(request, 0, now)
         self._open.clear()
         self._load = NO_LOAD
         self._meter.load(NO_LOAD)
@@ -164,9 +176,15 @@ class EngineClient:
 
     def abort(self, handles: list[int]) -> None:
         """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""
-        known = [handle for handle in handles if self._open.pop(handle, None) is not None]
+        known = [handle for handle in handles if handle in self._open]
+        now = self._clock()
+        for handle in known:
+            self._ended(self._open.pop(handle), 0, now)
         if known:
             self._send(wire.Abort(known))
+
+    def _ended(self, request: _Open, cached_tokens: int, now: float) -> None:
+        self._meter.ended(request.prompt_tokens, cached_tokens, request.generated, now - request.submitted)
 
     def _change(self, state: wire.State) -> None:
         if state == self._state or (self._is_leaving and not self._state.serving):
@@ -252,6 +270,7 @@ class EngineClient:
             _part(parts, request.sink).finished.append(end)
             decode_s = now - request.first if request.first is not None else 0.0
             self._meter.finished(end.reason, request.tokens_after_first, decode_s)
+            self._ended(request, end.cached_tokens, now)
         self._meter.step(len(frame.handles))
         for sink, part in parts.values():
             sink.tokens(part)

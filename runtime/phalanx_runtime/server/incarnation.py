@@ -12,6 +12,8 @@ Pure: the clock is an argument; `supervisor` does what is decided here.
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
+from phalanx_api.account import MemoryAccount
+
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 """Service that long makes earlier failures forgotten."""
@@ -35,10 +37,11 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """All ranks of a pod have loaded."""
+    """All ranks of a pod have loaded; where their memory goes, as far as they told."""
 
     pod: int
     incarnation: int
+    memory: tuple[MemoryAccount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,17 @@ Action = Start | Serve | Stop | WakeAfter
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it."""
+    """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
+
+    `memory` are the accounts of the ranks that are ready, by rank.
+    """
 
     num_pods: int
     incarnation: int = 1
     phase: Literal["gathering", "backoff", "loading", "serving"] = "gathering"
     hosts: tuple[tuple[int, str], ...] = ()
     ready: frozenset[int] = frozenset()
+    memory: tuple[MemoryAccount, ...] = ()
     failures: int = 0
     serving_since: float | None = None
     delay_s: float = 0.0
@@ -134,10 +141,11 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
         case Left(pod, why):
             hosts = tuple((p, h) for p, h in group.hosts if p != pod)
             return _lost(replace(group, hosts=hosts), f"pod {pod} left: {why}")
-        case RanksReady(pod, incarnation):
-            if group.phase != "loading" or incarnation != group.incarnation:
+        case RanksReady(pod, incarnation, memory):
+            if group.phase != "loading" or incarnation != group.incarnation or pod in group.ready:
                 return group, []
-            group = replace(group, ready=group.ready | {pod})
+            accounts = sorted([*group.memory, *memory], key=lambda account: account.rank)
+            group = replace(group, ready=group.ready | {pod}, memory=tuple(accounts))
             if len(group.ready) < group.num_pods:
                 return group, []
             return replace(group, phase="serving", serving_since=now), [Serve(group.incarnation)]
@@ -196,6 +204,7 @@ def _lost(group: Group, why: str) -> tuple[Group, list[Action]]:
         phase="gathering",
         incarnation=group.incarnation + 1,
         ready=frozenset(),
+        memory=(),
         serving_since=None,
         why=why,
         is_echo=False,

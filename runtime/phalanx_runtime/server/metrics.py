@@ -6,15 +6,18 @@ Gauges have vLLM's names too: gateways read those.
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
+from phalanx_frontend.metrics import Tally
 
 _WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class EngineMetrics:
-    """Implements `engine.client.Meter`."""
+    """Implements `engine.client.Meter`. `tally` has the sums for those who want no histogram."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, tally: Tally) -> None:
+        self._tally = tally
+
         def gauges(name: str, what: str) -> list[Gauge]:
             families = [Gauge(f"{prefix}{name}", what, ["model_name"], registry=registry) for prefix in ("phalanx_", "vllm:")]
             return [family.labels(model_name) for family in families]
@@ -67,3 +70,7 @@ class EngineMetrics:
         """Times the others."""
         if tokens_after_first:
             self._per_token.observe(decode_s / tokens_after_first)
+
+    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
+        """Adds to the sums."""
+        self._tally.count(prompt_tokens, cached_tokens, generated_tokens, latency_s)

@@ -5,13 +5,16 @@ One incarnation at a time: the next one starts after every rank of the former is
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from phalanx_frontend.vitals import RankHealth
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.progress import Doing
 from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds
 from phalanx_runtime.server.ranks import RANK_COMMAND, Ranks, RanksEnded
 
@@ -31,8 +34,8 @@ class Launch:
 class Reporter(Protocol):
     """Who hears what becomes of the ranks."""
 
-    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
-        """All ranks of this pod have loaded; `ready` is what the first of them said. May raise ModelError."""
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
+        """All ranks of this pod have loaded; `ready` is what they said, in their order. May raise ModelError."""
         ...
 
     def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
@@ -59,6 +62,21 @@ class Pod:
         self._wanted: asyncio.Queue[Launch | None] = asyncio.Queue()
         self._life: asyncio.Task[None] | None = None
         self._ranks: Ranks | None = None
+        self._doing: Doing = "idle"
+        self._since = time.monotonic()
+
+    @property
+    def doing(self) -> Doing:
+        """What the launcher does now."""
+        return self._doing
+
+    def doing_s(self) -> float:
+        """For how many seconds it has done that."""
+        return time.monotonic() - self._since
+
+    def ranks(self) -> list[RankHealth]:
+        """The ranks that were started and not yet replaced."""
+        return self._ranks.health() if self._ranks is not None else []
 
     def start(self, launch: Launch) -> None:
         """Starts the ranks of an incarnation, once those of the former are gone."""
@@ -73,14 +91,23 @@ class Pod:
         try:
             while True:
                 launch = await self._wanted.get()
-                await self._end_life()
-                await self._kill_ranks()
+                await self._end()
                 if launch is not None:
                     self._life = asyncio.create_task(self._live(launch))
         finally:
             await self._end_life()
             if self._ranks is not None:
                 await self._ranks.leave()
+
+    def _do(self, doing: Doing) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
+    async def _end(self) -> None:
+        """Ends what runs."""
+        self._do("ending")
+        await self._end_life()
+        await self._kill_ranks()
+        self._do("idle")
 
     async def _end_life(self) -> None:
         if self._life is not None:
@@ -105,6 +132,7 @@ class Pod:
         except Exception as bug:
             log.exception("an incarnation ended by a bug", extra={"incarnation": launch.incarnation})
             end = RanksEnded(f"internal error: {bug!r}", is_echo=False)
+        self._do("idle")
         if self._ranks is not None:
             self._ranks.end()
         log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
@@ -112,8 +140,13 @@ class Pod:
 
     async def _run_ranks(self, launch: Launch) -> RanksEnded:
         """Why the ranks ended. Raises what went wrong before they were ready."""
+        self._do("locating")
         folder = await self._locate()
+        self._do("starting")
         ranks = self._ranks = await Ranks.start(self._make_specs(launch, folder), self._command, self._bounds)
+        self._do("loading")
         ready = await ranks.ready()
-        await self._reporter.ranks_ready(launch, folder, ready[0])
+        self._do("telling")
+        await self._reporter.ranks_ready(launch, folder, ready)
+        self._do("running")
         return await ranks.failure()

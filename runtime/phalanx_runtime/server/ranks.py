@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx_frontend.vitals import RankHealth
 from phalanx_runtime.rank_spec import EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from phalanx_runtime.server import pulse
 from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds, Pulse
@@ -73,6 +74,11 @@ class RankProcess:
     def has_lost_peer(self) -> bool:
         """Whether the rank ended because another one had."""
         return self._process.returncode == EXIT_PEER_LOST
+
+    def health(self) -> RankHealth:
+        """Whether the process lives, and how long its heart has been silent."""
+        silent_s = None if self.pulse.beat is None else round(self.pulse.silent_s, 1)
+        return RankHealth(self.rank, not self.ended.done(), silent_s)
 
     def ask_to_leave(self) -> None:
         """Closes stdin."""
@@ -198,6 +204,10 @@ class Ranks:
         if self._processes:
             await asyncio.wait([process.ended for process in self._processes], timeout=LEAVE_S)
         await self.kill()
+
+    def health(self) -> list[RankHealth]:
+        """Each rank: whether its process lives, and how long its heart has been silent."""
+        return [process.health() for process in self._processes]
 
     def end(self) -> None:
         """Kills all ranks, and waits for none: the kernel may take its time."""

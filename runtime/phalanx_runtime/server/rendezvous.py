@@ -123,8 +123,8 @@ class LeaderRendezvous:
             self._happened(inc.Joined(pod, connection.peer_host))
             while True:
                 match await connection.receive():
-                    case Ready(number):
-                        self._happened(inc.RanksReady(pod, number))
+                    case Ready(number, memory):
+                        self._happened(inc.RanksReady(pod, number, tuple(memory)))
                     case Failed(number, text, is_echo):
                         self._happened(inc.RanksFailed(pod, number, text, is_echo))
                     case frame:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from phalanx_api.account import MemoryAccount
+
 VERSION = 1
 MAX_FRAME_BYTES = 1 << 16
 
@@ -65,9 +67,10 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """All ranks of this pod have loaded."""
+    """All ranks of this pod have loaded; where their memory goes."""
 
     incarnation: int
+    memory: list[MemoryAccount] = []
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -16,16 +16,19 @@ from prometheus_client import CollectorRegistry
 from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import wire
+from phalanx_frontend.app import create_health_app
+from phalanx_frontend.metrics import Tally
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.app import Supervisor, add_readiness, make_leader_app, make_member_app, supervised
+from phalanx_runtime.server.app import make_leader_app, supervised
 from phalanx_runtime.server.link import LinkSettings
 from phalanx_runtime.server.metrics import EngineMetrics
 from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
+from phalanx_runtime.server.vitals import PodVitals
 from phalanx_runtime.settings import ServeSettings
 
 log = logging.getLogger(__name__)
@@ -93,12 +96,14 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         settings.token or secrets.token_hex(32),
     )
     client: EngineClient | None = None
-    supervisor: Supervisor
+    supervisor: LeaderSupervisor | MemberSupervisor
+    tally = Tally()
     if settings.node_rank == 0:
-        client = EngineClient(EngineMetrics(registry, settings.served_names[0]))
+        client = EngineClient(EngineMetrics(registry, settings.served_names[0], tally))
         supervisor = LeaderSupervisor(place, parts, client)
     else:
         supervisor = MemberSupervisor(place, parts)
+    vitals = PodVitals(supervisor, tally)
 
     def ended() -> None:
         stop.set()
@@ -111,10 +116,9 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         link = None
         if settings.token is not None:
             link = LinkSettings(settings.token, settings.group, settings.revision_hash, settings.page_size)
-        app = make_leader_app(supervisor, client, link, registry, lifespan)
+        app = make_leader_app(vitals, client, link, registry, lifespan)
     else:
-        app = make_member_app(supervisor, registry, lifespan)
-    add_readiness(app, supervisor, settings.group, settings.revision_hash)
+        app = create_health_app(vitals.health, registry=registry, lifespan=lifespan)
     server = PodServer(make_config(app, settings.host, settings.port), client)
     return server
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import assert_never
 
 from phalanx_api import wire
+from phalanx_api.account import MemoryAccount
+from phalanx_frontend.vitals import RankHealth
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server import incarnation as inc
 from phalanx_runtime.server import rendezvous_wire as say
 from phalanx_runtime.server.pod import Launch, Pod
+from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds
 from phalanx_runtime.server.ranks import RANK_COMMAND
 from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
@@ -69,6 +72,10 @@ class Status:
     reason: str
 
 
+def _accounts(ready: list[RankReady]) -> list[MemoryAccount]:
+    return [rank.memory for rank in ready if rank.memory is not None]
+
+
 class LeaderSupervisor:
     """Runs the group from pod 0: its state machine, its own ranks, the other pods, and the engine client."""
 
@@ -81,6 +88,7 @@ class LeaderSupervisor:
         self._pod = Pod(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._happened, place.timing)
         self._assets: wire.Assets | None = None
+        self._wake_due: float | None = None
         self._timers: set[asyncio.TimerHandle] = set()
         self._sockets = ""
         self.port: int | None = None
@@ -104,10 +112,25 @@ class LeaderSupervisor:
             await self._rendezvous.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+    def stuck(self) -> str | None:
+        """Why this pod cannot mend itself, or None when it can."""
+        due = self._wake_due if self._group.phase == "backoff" else None
+        overdue_s = self._clock() - due if due is not None else 0.0
+        wants_ranks = self._group.phase in ("loading", "serving")
+        return why_stuck(View(self._pod.doing, self._pod.doing_s(), wants_ranks, overdue_s))
+
+    def ranks(self) -> list[RankHealth]:
+        """The ranks of this pod."""
+        return self._pod.ranks()
+
+    def memory(self) -> list[MemoryAccount]:
+        """The account of every rank of the group that is ready."""
+        return list(self._group.memory)
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
         """Our ranks have loaded; reads what doors need of the model."""
-        self._assets = await asyncio.to_thread(self._parts.read_assets, folder, ready)
-        self._happened(inc.RanksReady(0, launch.incarnation))
+        self._assets = await asyncio.to_thread(self._parts.read_assets, folder, ready[0])
+        self._happened(inc.RanksReady(0, launch.incarnation, tuple(_accounts(ready))))
 
     def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
         """Our ranks are gone."""
@@ -138,6 +161,7 @@ class LeaderSupervisor:
                 self._rendezvous.send(say.Stop(incarnation, why))
             case inc.WakeAfter(incarnation, delay_s):
                 loop = asyncio.get_running_loop()
+                self._wake_due = self._clock() + delay_s
                 self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > loop.time()}
                 self._timers.add(loop.call_later(delay_s, self._happened, inc.BackoffOver(incarnation)))
             case _:
@@ -161,6 +185,7 @@ class MemberSupervisor:
         self._pod = Pod(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._membership = Membership(place.token, place.pod, place.num_pods, self._obey, place.timing)
         self._status = Status(False, 0, "looking for the leader")
+        self._accounts: list[MemoryAccount] = []
 
     def status(self) -> Status:
         """Whether the group serves, as the leader said."""
@@ -172,9 +197,22 @@ class MemberSupervisor:
             tasks.create_task(self._pod.run())
             tasks.create_task(self._membership.run(self._place.leader_host, self._place.port, self._lost))
 
-    async def ranks_ready(self, launch: Launch, folder: Path, ready: RankReady) -> None:
+    def stuck(self) -> str | None:
+        """Why this pod cannot mend itself, or None when it can."""
+        return why_stuck(View(self._pod.doing, self._pod.doing_s()))
+
+    def ranks(self) -> list[RankHealth]:
+        """The ranks of this pod."""
+        return self._pod.ranks()
+
+    def memory(self) -> list[MemoryAccount]:
+        """The account of each rank of this pod, as it was when they were last ready."""
+        return self._accounts
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
         """Our ranks have loaded."""
-        self._membership.say(say.Ready(launch.incarnation))
+        self._accounts = _accounts(ready)
+        self._membership.say(say.Ready(launch.incarnation, self._accounts))
 
     def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
         """Our ranks are gone."""
