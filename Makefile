@@ -43,7 +43,7 @@ golden:  ## rewrite the golden files and generated files; read the diff before y
 	@$(VENV)/bin/python -m pytest tests/control tests/golden tests/architecture -q --golden-update
 
 requirements:  ## pin requirements/ anew from pyproject.toml
-	@v=$(VENV); for e in operator router runtime dev; do \
+	@v=$(VENV); for e in operator router runtime dev api clients; do \
 	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --extra $$e --generate-hashes --no-emit-index-url \
 	    --no-emit-find-links --no-header pyproject.toml -o requirements/$$e.txt; done
 

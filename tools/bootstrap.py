@@ -1,4 +1,4 @@
-"""The development environment, made once per pinned requirements and Python: `python3 tools/bootstrap.py dev` prints its folder.
+"""An environment, made once per pinned requirements and Python: `python3 tools/bootstrap.py dev` prints its folder.
 
 Standard library only. Progress goes to stderr, the path to stdout.
 """
@@ -15,7 +15,9 @@ from tools.debian import install_packages  # noqa: E402
 from tools.errors import Failed, Missing  # noqa: E402
 from tools.shell import logged, output, say  # noqa: E402
 
-EXTRAS = ("dev", "operator", "router", "runtime")
+EXTRAS = ("dev", "operator", "router", "runtime", "api", "clients")
+BUILT = ("clients",)
+"""Where some requirements are published as source only."""
 MIN_PYTHON = (3, 11)
 EXIT_MISSING = 3
 MODEL_PINS = "requirements/model.txt"
@@ -56,7 +58,8 @@ def environment(extra: str) -> Path:
         wanted = folder / "requirements.txt"
         wanted.write_text(pins)
         # the list is complete, so nothing is resolved; only wheels, so no compiler is needed
-        how = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", wanted)
+        wheels = () if extra in BUILT else ("--only-binary", ":all:")
+        how = ("--no-deps", "--require-hashes", *wheels, "-r", wanted)
         command = (program, "pip", "install", "--python", folder / "bin/python", *how)
         logged(
             f"installing requirements/{extra}.txt (minutes the first time)",

@@ -154,7 +154,8 @@ class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """All tokens of one engine step, as parallel lists, in order of index within each request.
 
-    `details` is parallel to `tokens` when any request of the step asked for some, else empty.
+    `details` is parallel to `tokens` when any request of the step asked for some, else empty. `queue_times_s`: how long each
+    request that this step started for the first time had waited in the engine; of no particular request, and never on the link.
     """
 
     handles: list[int]
@@ -164,6 +165,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     finished: list[Finished]
     details: list[TokenDetail | None] = []
     prompt_details: list[PromptDetails] = []
+    queue_times_s: list[float] = []
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

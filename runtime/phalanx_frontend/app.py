@@ -52,6 +52,7 @@ def create_app(
     lifespan: Lifespan | None = None,
     keys: ApiKeys | None = None,
     vitals: Vitals | None = None,
+    metrics_prefix: str = "phalanx",
 ) -> FastAPI:
     """The OpenAI server over a backend, with health and metrics.
 
@@ -61,8 +62,8 @@ def create_app(
     """
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
-    responses = response_counter(registry)
-    door = Door(backend, DoorMetrics(registry, responses), limits)
+    responses = response_counter(registry, metrics_prefix)
+    door = Door(backend, DoorMetrics(registry, responses, metrics_prefix), limits)
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Gate, keys=keys)
@@ -78,7 +79,7 @@ def create_health_app(
 ) -> FastAPI:
     """Only /healthz, /readyz, /v1/health and /metrics: for pods that have no door. Every error has the OpenAI form."""
     registry = registry if registry is not None else CollectorRegistry()
-    app = _make_app(response_counter(registry), lifespan)
+    app = _make_app(response_counter(registry, "phalanx"), lifespan)
     app.add_middleware(Gate)
     app.include_router(health_routes(health, registry))
     return app

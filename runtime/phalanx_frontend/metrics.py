@@ -1,72 +1,28 @@
-"""What the door measures, in the caller's registry: each family under our name and, for gateways and dashboards, under vLLM's.
+"""What the door measures, in the caller's registry, under the caller's prefix: requests as this door's clients see them.
 
-A family is counted once; the second name is made when somebody reads it.
+vLLM's names are the engine's alone (`phalanx_runtime.server.metrics`), so that no sum over a service counts a request twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from phalanx_frontend.vitals import Totals
 
-_LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-_FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
-_PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
+)  # fmt: skip
+PER_TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _MODEL = ("model_name",)
 
 Clock = Callable[[], float]
 
 
-class Alias(Collector):
-    """A family again, under another name."""
-
-    def __init__(self, source: MetricWrapperBase, old: str, new: str) -> None:
-        self._source = source
-        self._old = old
-        self._new = new
-
-    def collect(self) -> Iterator[Metric]:
-        """The family's samples as they are now, renamed."""
-        for family in self._source.collect():
-            renamed = Metric(self._new, family.documentation, family.type)
-            renamed.samples = [self._renamed(sample) for sample in family.samples]
-            yield renamed
-
-    def _renamed(self, sample: Sample) -> Sample:
-        return sample._replace(name=self._new + sample.name.removeprefix(self._old))
-
-
-def response_counter(registry: CollectorRegistry) -> Counter:
+def response_counter(registry: CollectorRegistry, prefix: str) -> Counter:
     """Counts responses of the door by route and status; unknown paths share one route."""
-    return Counter("phalanx_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
+    return Counter(f"{prefix}_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
 
 
 class Tally:
@@ -94,39 +50,27 @@ class Tally:
 class DoorMetrics:
     """The families, and a meter for each request."""
 
-    def __init__(self, registry: CollectorRegistry, responses: Counter) -> None:
-        self._registry = registry
-        self.e2e = self._histogram(
-            "request_duration_seconds", "e2e_request_latency_seconds", "From arrival to the end.", _LATENCY_S
+    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{prefix}_{name}", text, _MODEL, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}_{name}", text, (*_MODEL, *labels), registry=registry)
+
+        self.e2e = histogram("request_duration_seconds", "From arrival to the end.", LATENCY_S)
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S)
+        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens, at the door.", PER_TOKEN_S)
+        self.per_output_token = histogram(
+            "time_per_output_token_seconds", "A request's time after its first token, over the tokens after it.", PER_TOKEN_S
         )
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
-        )
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "inter_token_latency_seconds", "Between two tokens, at the door.", _PER_TOKEN_S
-        )
-        self.per_output_token = self._histogram(
-            "time_per_output_token_seconds",
-            "request_time_per_output_token_seconds",
-            "A request's time after its first token, over the tokens after it.",
-            _PER_TOKEN_S,
-        )
-        self.request_prompt = self._histogram("request_prompt_tokens", "request_prompt_tokens", "Prompt of a request.", _TOKENS)
-        self.request_generation = self._histogram(
-            "request_generation_tokens", "request_generation_tokens", "Output of a request.", _TOKENS
-        )
-        self.request_max_tokens = self._histogram(
-            "request_params_max_tokens", "request_params_max_tokens", "max_tokens of a request.", _TOKENS
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "prompt_tokens", "Prompt tokens of answered requests.", _MODEL)
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "prompt_tokens_cached", "Those found in a prefix cache.", _MODEL
-        )
-        self.generation_tokens = self._counter("generation_tokens", "generation_tokens", "Tokens generated.", _MODEL)
-        self.finished = self._counter(
-            "requests_finished", "request_success", "Requests by how they ended.", (*_MODEL, "finished_reason")
-        )
-        self.in_progress = Gauge("phalanx_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt of a request.", TOKENS)
+        self.request_generation = histogram("request_generation_tokens", "Output of a request.", TOKENS)
+        self.request_max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Those found in a prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.finished = counter("requests_finished", "Requests by how they ended.", "finished_reason")
+        self.in_progress = Gauge(f"{prefix}_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
         self.responses = responses
         self.tally = Tally()
 
@@ -137,16 +81,6 @@ class DoorMetrics:
         self.request_prompt.labels(model).observe(num_prompt_tokens)
         self.request_max_tokens.labels(model).observe(max_tokens)
         return RequestMeter(self, model, num_prompt_tokens, arrived_s, clock)
-
-    def _histogram(self, name: str, alias: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"phalanx_{name}", text, _MODEL, buckets=buckets, registry=self._registry)
-        self._registry.register(Alias(family, f"phalanx_{name}", f"vllm:{alias}"))
-        return family
-
-    def _counter(self, name: str, alias: str, text: str, labels: tuple[str, ...]) -> Counter:
-        family = Counter(f"phalanx_{name}", text, labels, registry=self._registry)
-        self._registry.register(Alias(family, f"phalanx_{name}", f"vllm:{alias}"))
-        return family
 
 
 class RequestMeter:

@@ -43,4 +43,4 @@ def make_router(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # `look` has told of an error
 
-    return create_app(fleet, registry=registry, lifespan=lifespan), fleet
+    return create_app(fleet, registry=registry, lifespan=lifespan, metrics_prefix="phalanx_router"), fleet

@@ -21,7 +21,7 @@ def test_the_runtime_carries_torch_and_the_door() -> None:
     assert names("runtime") >= {"torch", "transformers", "safetensors", "fastapi", "uvicorn", "pyzmq"}
 
 
-@pytest.mark.parametrize("program", ["operator", "router", "runtime", "dev"])
+@pytest.mark.parametrize("program", ["operator", "router", "runtime", "dev", "api", "clients"])
 def test_every_pin_has_a_hash(program: str) -> None:
     text = (PINS / f"{program}.txt").read_text()
     pins = re.findall(r"^\S.*==.*$", text, re.M)

@@ -198,7 +198,7 @@ def test_the_operator_killed_changes_no_pod_and_breaks_no_stream(
 
 @pytest.fixture(scope="module")
 def target(deployed: Chat) -> Target:
-    return Target(deployed.url, "smollm2", long_tokens=400)
+    return Target(deployed.url, "smollm2", long_tokens=400, metrics_prefix="phalanx_router")
 
 
 class TestOpenAI(OpenAISuite):

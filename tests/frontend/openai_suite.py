@@ -39,6 +39,7 @@ class Target:
     has_chat: bool = True
     is_exact: bool = True
     long_tokens: int = 220
+    metrics_prefix: str = "phalanx"
 
     def client(self) -> AsyncOpenAI:
         """The real client, without retries."""
@@ -274,20 +275,20 @@ class OpenAISuite:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     async def test_closing_a_stream_aborts_its_request(self, target: Target, client: AsyncOpenAI) -> None:
-        before = await metric(target, "phalanx_requests_finished_total", finished_reason="abort")
+        before = await metric(target, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
         stream = await client.completions.create(
             model=target.model, prompt=PROMPT, max_tokens=target.long_tokens, stream=True, extra_body={"ignore_eos": True}
         )
         await anext(aiter(stream))
         await stream.close()
-        await until_metric(target, before + 1, "phalanx_requests_finished_total", finished_reason="abort")
+        await until_metric(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
 
     @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
     async def test_a_lost_client_aborts_its_request(self, target: Target, is_streamed: bool) -> None:
-        before = await metric(target, "phalanx_requests_finished_total", finished_reason="abort")
+        before = await metric(target, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
         async with raw_request(target, {"max_tokens": target.long_tokens, "stream": is_streamed}):
-            await until_metric(target, 1, "phalanx_requests_in_progress")
-        await until_metric(target, before + 1, "phalanx_requests_finished_total", finished_reason="abort")
+            await until_metric(target, 1, f"{target.metrics_prefix}_requests_in_progress")
+        await until_metric(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
 
     async def test_the_server_says_that_it_is_ready(self, target: Target) -> None:
         async with target.http() as http:

@@ -341,7 +341,8 @@ async def test_tokens_and_text_are_told_both_ways() -> None:
         assert chat["tokens"] == [0, *token_ids("<|user|>hi\n<|assistant|>")] and chat["token_strs"] is None
 
 
-async def test_metrics_count_exactly_under_both_names() -> None:
+@pytest.mark.parametrize("prefix", ["phalanx", "phalanx_router"])
+async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> None:
     registry = CollectorRegistry()
 
     def value(name: str, **labels: str) -> float | None:
@@ -349,7 +350,7 @@ async def test_metrics_count_exactly_under_both_names() -> None:
 
     backend = FakeBackend(saying("abc", cached_tokens=1))
     num_tokens = len(token_ids("abc"))
-    transport = httpx.ASGITransport(create_app(backend, registry=registry))
+    transport = httpx.ASGITransport(create_app(backend, registry=registry, metrics_prefix=prefix))
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         for is_streamed in (False, True):
             await client.post("/v1/completions", json={"prompt": "x", "stream": is_streamed})
@@ -359,24 +360,22 @@ async def test_metrics_count_exactly_under_both_names() -> None:
         await client.get("/nothing")
         told = (await client.get("/metrics")).text
     model = {"model_name": "tiny"}
-    for ours, theirs in (("phalanx_requests_finished", "vllm:request_success"),):
-        for name in (ours, theirs):
-            assert value(f"{name}_total", **model, finished_reason="length") == 2
-            assert value(f"{name}_total", **model, finished_reason="error") == 1
-    for name in ("phalanx_prompt_tokens_total", "vllm:prompt_tokens_total"):
-        assert value(name, **model) == 3 * 2
-    for name in ("phalanx_generation_tokens_total", "vllm:generation_tokens_total"):
-        assert value(name, **model) == 2 * num_tokens
-    assert value("vllm:prompt_tokens_cached_total", **model) == 2
-    assert value("vllm:time_to_first_token_seconds_count", **model) == 2
-    assert value("vllm:inter_token_latency_seconds_count", **model) == 2 * (num_tokens - 1)
-    assert value("vllm:e2e_request_latency_seconds_count", **model) == 3
-    assert value("vllm:e2e_request_latency_seconds_bucket", **model, le="+Inf") == 3
-    assert value("phalanx_requests_in_progress", **model) == 0
+    assert value(f"{prefix}_requests_finished_total", **model, finished_reason="length") == 2
+    assert value(f"{prefix}_requests_finished_total", **model, finished_reason="error") == 1
+    assert value(f"{prefix}_prompt_tokens_total", **model) == 3 * 2
+    assert value(f"{prefix}_generation_tokens_total", **model) == 2 * num_tokens
+    assert value(f"{prefix}_prompt_tokens_cached_total", **model) == 2
+    assert value(f"{prefix}_time_to_first_token_seconds_count", **model) == 2
+    assert value(f"{prefix}_inter_token_latency_seconds_count", **model) == 2 * (num_tokens - 1)
+    assert value(f"{prefix}_request_duration_seconds_count", **model) == 3
+    assert value(f"{prefix}_request_duration_seconds_bucket", **model, le="+Inf") == 3
+    assert value(f"{prefix}_requests_in_progress", **model) == 0
     for route, status, count in (("/v1/completions", "200", 2), ("/v1/completions", "429", 1), ("/v1/completions", "400", 1)):
-        assert value("phalanx_http_responses_total", route=route, status=status) == count
-    assert value("phalanx_http_responses_total", route="unknown", status="404") == 1
-    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0' in told
+        assert value(f"{prefix}_http_responses_total", route=route, status=status) == count
+    assert value(f"{prefix}_http_responses_total", route="unknown", status="404") == 1
+    assert f'{prefix}_requests_finished_total{{finished_reason="length",model_name="tiny"}} 2.0' in told
+    families = [line.split()[2] for line in told.splitlines() if line.startswith("# TYPE")]
+    assert families and all(family.startswith(f"{prefix}_") for family in families)
 
 
 async def test_a_pod_without_a_door_has_its_health() -> None:

@@ -44,7 +44,7 @@ def target() -> Iterator[Target]:
     with served_apart(app) as url, httpx.Client(trust_env=False) as http:
         while http.get(f"{url}/v1/models").status_code != 200:
             pass
-        yield Target(url, "tiny")
+        yield Target(url, "tiny", metrics_prefix="phalanx_router")
 
 
 class TestRouter(OpenAISuite):

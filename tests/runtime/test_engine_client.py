@@ -10,7 +10,7 @@ import zmq.asyncio
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_runtime.engine.backend import LocalBackend
-from phalanx_runtime.engine.client import NO_LOAD, EngineClient
+from phalanx_runtime.engine.client import NO_LOAD, Ended, EngineClient
 from tests.runtime.fake_runner import make_request
 
 ASSETS = wire.make_assets({}, ["tiny"], 64, [0])
@@ -23,8 +23,9 @@ class FakeMeter:
     loads: list[wire.Load] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     firsts: list[tuple[int, float]] = field(default_factory=list)
-    ends: list[tuple[str, int, float]] = field(default_factory=list)
-    over: list[tuple[int, int, int, float]] = field(default_factory=list)
+    queue_times_s: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    ends: list[Ended] = field(default_factory=list)
 
     def load(self, load: wire.Load) -> None:
         self.loads.append(load)
@@ -35,11 +36,14 @@ class FakeMeter:
     def first_token(self, prompt_tokens: int, wait_s: float) -> None:
         self.firsts.append((prompt_tokens, wait_s))
 
-    def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
-        self.ends.append((reason, tokens_after_first, decode_s))
+    def queued(self, wait_s: float) -> None:
+        self.queue_times_s.append(wait_s)
 
-    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
-        self.over.append((prompt_tokens, cached_tokens, generated_tokens, latency_s))
+    def next_token(self, gap_s: float) -> None:
+        self.gaps.append(gap_s)
+
+    def ended(self, end: Ended) -> None:
+        self.ends.append(end)
 
 
 class FakeEngine:
@@ -141,19 +145,8 @@ async def test_what_happens_is_measured(rig: Rig) -> None:
     assert rig.meter.loads[-1] == wire.Load(1, 2, 3, 4, 5)
     assert rig.meter.steps == [1, 1, 1]
     assert rig.meter.firsts == [(5, 1.0)]
-    assert rig.meter.ends == [("length", 2, 2.0)]
-    assert [over[:3] for over in rig.meter.over] == [(5, 0, 3)]
-
-
-async def test_every_request_is_over_once_however_it_ends(rig: Rig) -> None:
-    sink = ListSink()
-    done, left, lost = (rig.client.submit(make_request(5, seed=i), sink) for i in range(3))
-    await rig.engine.say(wire.Tokens([done, left], [0, 0], [0, 0], [7, 7], [wire.Finished(done, 0, "stop", 4)]))
-    await sink.next()
-    rig.client.abort([left, done])
-    rig.client.lose(2, "rank 1 is hung")
-    rig.client.abort([lost])
-    assert [over[:3] for over in rig.meter.over] == [(5, 4, 1), (5, 0, 1), (5, 0, 0)]
+    assert rig.meter.gaps == [1.0, 1.0]
+    assert rig.meter.ends == [Ended("length", 5, 0, 3, 4, 3.0, 2.0)]
 
 
 async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:
@@ -291,3 +284,17 @@ async def test_assets_are_unknown_until_an_incarnation_served() -> None:
     assert backend.assets() is ASSETS
     assert backend.not_ready() is None
     client.close()
+
+
+async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
+    sink = ListSink()
+    left, refused, lost = (rig.client.submit(make_request(2), sink) for _ in range(3))
+    rig.client.abort([left, left])
+    await rig.engine.say(wire.Refused(refused, 0, 429, "queue_full", "no"))
+    await rig.engine.say(wire.Tokens([lost], [0], [0], [7], [], queue_times_s=[0.5]))
+    while not rig.meter.queue_times_s:
+        await asyncio.sleep(0.01)
+    rig.client.lose(2, "gone")
+    rig.client.lose(3, "gone")
+    assert [(end.reason, end.generated_tokens) for end in rig.meter.ends] == [("abort", 0), ("error", 0), ("error", 1)]
+    assert rig.meter.queue_times_s == [0.5]

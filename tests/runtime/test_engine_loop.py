@@ -191,3 +191,34 @@ def test_frames_pass_the_socket_and_its_end_ends_the_loop(tmp_path: Path) -> Non
     assert ended.is_set()
     server.close()
     ours.term()
+
+
+def queue_times(script: Script) -> list[float]:
+    return [wait_s for frame in script.sent if isinstance(frame, wire.Tokens) for wait_s in frame.queue_times_s]
+
+
+def test_each_request_s_time_in_the_queue_is_told_once_when_its_first_step_starts() -> None:
+    requests: list[wire.ToEngine | bytes] = [
+        wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)
+    ]  # four rows: the last one waits
+    script = Script(requests[:2], requests[2:])
+    run_script(script)
+    waits = queue_times(script)
+    assert len(waits) == 5 and all(wait_s > 0 for wait_s in waits)
+    assert waits[-1] > 2 * max(waits[:4])
+
+
+def test_a_preempted_request_is_not_in_the_queue_s_times_again() -> None:
+    requests: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(8, 16, seed=h)) for h in range(4)]
+    script = Script(requests[:2], requests[2:])
+    loop = EngineLoop(FakeRunner(14, 4), LIMITS, script, Clock(0.001))
+    loop.run()
+    assert loop._scheduler.num_preemptions > 0
+    assert len(queue_times(script)) == 4
+
+
+def test_a_request_that_leaves_the_queue_unserved_has_no_time() -> None:
+    requests: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)]
+    script = Script(requests[:2], [*requests[2:], wire.Abort([4])])
+    loop = run_script(script)
+    assert len(queue_times(script)) == 4 and not loop._queued

@@ -93,9 +93,13 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
         for line in [
             'vllm:num_requests_running{model_name="tiny"} 0.0',
             'phalanx_kv_cache_usage_perc{model_name="tiny"} 0.0',
-            'phalanx_engine_generation_tokens_total{model_name="tiny"} 4.0',
-            'phalanx_engine_prompt_tokens_total{model_name="tiny"} 5.0',
-            'phalanx_engine_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
+            'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+            'vllm:prompt_tokens_total{model_name="tiny"} 5.0',
+            'vllm:request_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
+            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
+            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'phalanx_requests_finished_total{finished_reason="length",model_name="tiny"} 1.0',
         ]:
             assert line in metrics
         totals = (await running.get("/v1/metrics")).json()

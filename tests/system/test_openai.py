@@ -53,7 +53,8 @@ def router_flags(runtimes: list[Program], token: Path) -> list[str]:
 @pytest.fixture(scope="module", params=["runtime", "router"])
 def target(request: pytest.FixtureRequest, world: World) -> Target:
     program = world.runtimes[0] if request.param == "runtime" else world.router
-    return Target(program.base_url, "tiny", long_tokens=1000)
+    prefix = "phalanx" if request.param == "runtime" else "phalanx_router"
+    return Target(program.base_url, "tiny", long_tokens=1000, metrics_prefix=prefix)
 
 
 class TestOpenAI(OpenAISuite):

@@ -168,6 +168,13 @@ class Scheduler:
         self._drop_gone()
         return frame
 
+    def admitted(self) -> list[int]:
+        """Handles of requests that the step in flight starts, for the first time or again after a preemption."""
+        draft = self._in_flight
+        assert draft is not None, "no step is in flight"
+        rows = {new.row for new in draft.admitted}
+        return [request.handle for request, row in zip(draft.requests, draft.rows, strict=True) if row in rows]
+
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         return not self._requests and not self._running

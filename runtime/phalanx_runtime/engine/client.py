@@ -54,13 +54,31 @@ class Meter(Protocol):
         """A request got its first token from this engine."""
         ...
 
-    def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
-        """A request ended by itself."""
+    def queued(self, wait_s: float) -> None:
+        """A request was given to a step for the first time, so long after it came to the engine."""
         ...
 
-    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
-        """A request is over, however: by itself, because its client left, or because the group failed."""
+    def next_token(self, gap_s: float) -> None:
+        """A request got another token."""
         ...
+
+    def ended(self, end: "Ended") -> None:
+        """A request is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request that is over. `reason`: stop, length, abort (nobody wants it any more), or error (refused, or engine lost)."""
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    latency_s: float
+    decode_s: float
+    """From the first token to the last; 0 without a second one."""
 
 
 @dataclass(slots=True)
@@ -69,14 +87,16 @@ class _Open:
 
     sink: Sink
     prompt_tokens: int
+    max_tokens: int
     submitted: float
     first: float | None = None
-    tokens_after_first: int = 0
+    last: float = 0.0
+    tokens: int = 0
 
-    @property
-    def generated(self) -> int:
-        """Tokens that came."""
-        return self.tokens_after_first + (self.first is not None)
+    def end(self, reason: str, now: float, cached_tokens: int = 0) -> Ended:
+        """What is told of it."""
+        decode_s = self.last - self.first if self.first is not None else 0.0
+        return Ended(reason, self.prompt_tokens, cached_tokens, self.tokens, self.max_tokens, now - self.submitted, decode_s)
 
 
 class EngineClient:
@@ -138,10 +158,7 @@ class EngineClient:
     def lose(self, next_incarnation: int, reason: str) -> None:
         """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
         self._close_socket()
-        now = self._clock()
-        for request in self._open.values():
-            self._ended(request, 0, now)
-        self._open.clear()
+        self._forget(list(self._open), "error")
         self._load = NO_LOAD
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason))
@@ -171,20 +188,24 @@ class EngineClient:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
         handle = next(self._handles)
         self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
-        self._open[handle] = _Open(sink, len(request.prompt), self._clock())
+        self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock())
         return handle
 
     def abort(self, handles: list[int]) -> None:
         """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""
-        known = [handle for handle in handles if handle in self._open]
-        now = self._clock()
-        for handle in known:
-            self._ended(self._open.pop(handle), 0, now)
+        known = self._forget(handles, "abort")
         if known:
             self._send(wire.Abort(known))
 
-    def _ended(self, request: _Open, cached_tokens: int, now: float) -> None:
-        self._meter.ended(request.prompt_tokens, cached_tokens, request.generated, now - request.submitted)
+    def _forget(self, handles: list[int], reason: str) -> list[int]:
+        """Those of the handles that were known."""
+        known = []
+        for handle in handles:
+            request = self._open.pop(handle, None)
+            if request is not None:
+                known.append(handle)
+                self._meter.ended(request.end(reason, self._clock()))
+        return known
 
     def _change(self, state: wire.State) -> None:
         if state == self._state or (self._is_leaving and not self._state.serving):
@@ -240,6 +261,7 @@ class EngineClient:
                 case wire.Refused():
                     request = self._open.pop(frame.handle, None)
                     if request is not None:
+                        self._meter.ended(request.end("error", self._clock()))
                         request.sink.refused(frame)
                 case wire.Load():
                     self._load = frame
@@ -262,15 +284,17 @@ class EngineClient:
                 request.first = now
                 self._meter.first_token(request.prompt_tokens, now - request.submitted)
             else:
-                request.tokens_after_first += 1
+                self._meter.next_token(now - request.last)
+            request.last = now
+            request.tokens += 1
         for end in frame.finished:
             request = self._open.pop(end.handle, None)
             if request is None:
                 continue
             _part(parts, request.sink).finished.append(end)
-            decode_s = now - request.first if request.first is not None else 0.0
-            self._meter.finished(end.reason, request.tokens_after_first, decode_s)
-            self._ended(request, end.cached_tokens, now)
+            self._meter.ended(request.end(end.reason, now, end.cached_tokens))
+        for wait_s in frame.queue_times_s:
+            self._meter.queued(wait_s)
         self._meter.step(len(frame.handles))
         for sink, part in parts.values():
             sink.tokens(part)

@@ -35,6 +35,8 @@ class EngineLoop:
         self._load_due = 0.0
         self._said_idle = False
         self._tokens_per_s = 0.0
+        self._queued: dict[int, float] = {}
+        """When each request came that no step has had yet."""
 
     def run(self) -> None:
         """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
@@ -55,10 +57,12 @@ class EngineLoop:
         if plan is None:
             return True
         started = self._clock()
+        queue_times_s = self._left_queue(started) if plan.admitted else []
         tokens = self._scheduler.commit(self._runner.run(plan))
+        tokens.queue_times_s.extend(queue_times_s)
         now = self._clock()
         self._measure(len(plan.tokens), now - started)
-        if tokens.handles or tokens.finished or tokens.prompt_details:
+        if tokens.handles or tokens.finished or tokens.prompt_details or queue_times_s:
             self._channel.send(wire.encode(tokens))
         for refused in self._scheduler.refused:
             self._channel.send(wire.encode(refused))
@@ -78,12 +82,20 @@ class EngineLoop:
             case wire.Abort(handles):
                 for handle in handles:
                     self._scheduler.abort(handle)
+                    self._queued.pop(handle, None)
             case wire.Submit(handle, request):
                 answer = self._scheduler.submit(handle, request)
                 if isinstance(answer, Refuse):
                     self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
                 elif answer is not None:
                     self._channel.send(wire.encode(wire.Tokens([], [], [], [], [answer])))
+                else:
+                    self._queued[handle] = self._clock()
+
+    def _left_queue(self, now: float) -> list[float]:
+        """How long the requests waited that this step has for the first time. One that was preempted came out long ago."""
+        since = [self._queued.pop(handle, None) for handle in self._scheduler.admitted()]
+        return [now - came for came in since if came is not None]
 
     def _refused(self, handle: int, epoch: int, refuse: Refuse) -> wire.Refused:
         retry_after_s = None

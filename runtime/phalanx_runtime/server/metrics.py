@@ -1,34 +1,36 @@
-"""What the engine measures, in the process that serves /metrics. What clients see is measured at the door.
+"""What the engine measures, in the process that serves /metrics: all its requests, whichever door or link brought them.
 
-Gauges have vLLM's names too: gateways read those.
+The names are vLLM's, which gateways and dashboards read, and only the runtime has them: over the pods of a service every
+request is counted once. What the door's own clients see is measured at the door.
 """
+
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
-from phalanx_frontend.metrics import Tally
+from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, Tally
+from phalanx_runtime.engine.client import Ended
 
-_WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
-_PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_QUEUE_S = (0.001, 0.005, *LATENCY_S)
 
 
 class EngineMetrics:
-    """Implements `engine.client.Meter`. `tally` has the sums for those who want no histogram."""
+    """Implements `engine.client.Meter`. `tally` gets the sums for /v1/metrics."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, tally: Tally) -> None:
-        self._tally = tally
-
         def gauges(name: str, what: str) -> list[Gauge]:
             families = [Gauge(f"{prefix}{name}", what, ["model_name"], registry=registry) for prefix in ("phalanx_", "vllm:")]
             return [family.labels(model_name) for family in families]
 
         def counter(name: str, what: str) -> Counter:
-            return Counter(f"phalanx_engine_{name}", what, ["model_name"], registry=registry).labels(model_name)
+            return Counter(name, what, ["model_name"], registry=registry).labels(model_name)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(f"phalanx_engine_{name}", what, ["model_name"], buckets=buckets, registry=registry)
-            return family.labels(model_name)
+        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"vllm:{name}", what, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
 
+        self._tally = tally
+        self._model_name = model_name
         self._running = gauges("num_requests_running", "Requests that hold pages.")
         self._waiting = gauges("num_requests_waiting", "Requests that wait for pages or a row.")
         self._usage = gauges("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
@@ -38,13 +40,28 @@ class EngineMetrics:
             ["model_name"],
             registry=registry,
         ).labels(model_name)
-        self._steps = counter("steps", "Steps that brought tokens.")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
-        self._generation_tokens = counter("generation_tokens", "Tokens drawn.")
-        self._first_token = histogram("time_to_first_token_seconds", "From submission to the engine to the first token.", _WAIT_S)
-        self._per_token = histogram(
-            "time_per_output_token_seconds", "Mean time of a request's tokens after its first.", _PER_TOKEN_S
+        self._steps = counter("phalanx_engine_steps", "Steps that brought tokens.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
+        self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")
+        self._finished = Counter(
+            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
         )
+        self._queue = histogram(
+            "request_queue_time_seconds", "From a request's arrival in the engine to its first step.", _QUEUE_S
+        )
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From submission to the engine to the first token.", FIRST_TOKEN_S
+        )
+        self._inter_token = histogram("inter_token_latency_seconds", "Between two tokens of a request.", PER_TOKEN_S)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a request's tokens after its first.", PER_TOKEN_S
+        )
+        self._latency = histogram("e2e_request_latency_seconds", "From submission to the engine to the end.", LATENCY_S)
+        self._decode = histogram("request_decode_time_seconds", "From a request's first token to its last.", LATENCY_S)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt of a request.", TOKENS)
+        self._request_generation = histogram("request_generation_tokens", "Output of a request.", TOKENS)
+        self._request_max = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
 
     def load(self, load: wire.Load) -> None:
         """Sets the gauges."""
@@ -61,16 +78,28 @@ class EngineMetrics:
         self._steps.inc()
         self._generation_tokens.inc(num_tokens)
 
+    def queued(self, wait_s: float) -> None:
+        """Times the queue."""
+        self._queue.observe(wait_s)
+
     def first_token(self, prompt_tokens: int, wait_s: float) -> None:
         """Times the first token."""
         self._prompt_tokens.inc(prompt_tokens)
         self._first_token.observe(wait_s)
 
-    def finished(self, reason: wire.FinishReason, tokens_after_first: int, decode_s: float) -> None:
-        """Times the others."""
-        if tokens_after_first:
-            self._per_token.observe(decode_s / tokens_after_first)
+    def next_token(self, gap_s: float) -> None:
+        """Times another token."""
+        self._inter_token.observe(gap_s)
 
-    def ended(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
-        """Adds to the sums."""
-        self._tally.count(prompt_tokens, cached_tokens, generated_tokens, latency_s)
+    def ended(self, end: Ended) -> None:
+        """Counts a request that is over."""
+        self._tally.count(end.prompt_tokens, end.cached_tokens, end.generated_tokens, end.latency_s)
+        self._finished.labels(self._model_name, end.reason).inc()
+        self._cached_tokens.inc(end.cached_tokens)
+        self._latency.observe(end.latency_s)
+        self._request_prompt.observe(end.prompt_tokens)
+        self._request_generation.observe(end.generated_tokens)
+        self._request_max.observe(end.max_tokens)
+        if end.generated_tokens > 1:
+            self._decode.observe(end.decode_s)
+            self._per_token.observe(end.decode_s / (end.generated_tokens - 1))
