@@ -1,0 +1,132 @@
+"""Reasoning and tool calls in a text that comes in pieces: nothing lost, nothing doubled, however it was cut."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ToolCall
+from phalanx_frontend.text.reasoning import ReasoningParser
+from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, format_of
+
+MAKERS: dict[str, Callable[[], PartParser]] = {
+    "reasoning": ReasoningParser,
+    "reasoning inside": lambda: ReasoningParser(inside=True),
+    "hermes": HermesParser,
+    "llama": LlamaParser,
+    "reasoning, hermes": lambda: Chain(ReasoningParser(), HermesParser()),
+}
+CALL_F, CALL_G = '{"name": "f", "arguments": {"a": "}"}}', '{"parameters": [1, "\\""], "name":"g"}'
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", CALL_F, CALL_G, '{"name": 3}', '{"name": "h"}')
+PIECES = st.sampled_from([*MARKS, *'< \nx{}"\\;é'])
+TEXTS = st.lists(PIECES, max_size=10).map("".join)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(alphabet='ab"\\{}[]<é ', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='k"}', max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(st.tuples(st.text(alphabet='fg_"', min_size=1, max_size=4), st.dictionaries(st.text(max_size=3), JSON_VALUES)))
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Parts in which neighbours of one kind are one."""
+    whole: list[Part] = []
+    for part in parts:
+        last = whole[-1] if whole else None
+        match last, part:
+            case (Content(a), Content(b)):
+                whole[-1] = Content(a + b)
+            case (Reasoning(a), Reasoning(b)):
+                whole[-1] = Reasoning(a + b)
+            case (Arguments(i, a), Arguments(j, b)) if i == j:
+                whole[-1] = Arguments(i, a + b)
+            case _:
+                whole.append(part)
+    return whole
+
+
+def parse(parser: PartParser, pieces: list[str]) -> list[Part]:
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.end())
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    return [text[a:b] for a, b in pairwise(at)]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(deadline=None, max_examples=150)
+@given(text=TEXTS, places=st.lists(st.integers(0, 200), max_size=8))
+def test_parts_do_not_depend_on_how_the_text_came(kind: str, text: str, places: list[int]) -> None:
+    assert parse(MAKERS[kind](), cut(text, places)) == parse(MAKERS[kind](), [text])
+    assert parse(MAKERS[kind](), list(text)) == parse(MAKERS[kind](), [text])
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama", "reasoning"])
+@settings(deadline=None, max_examples=80)
+@given(text=st.text(alphabet="ab <>\n", max_size=20))
+def test_an_answer_without_marks_is_content_to_the_last_character(kind: str, text: str) -> None:
+    assert parse(MAKERS[kind](), list(text)) == ([Content(text)] if text else [])
+
+
+@settings(deadline=None, max_examples=80)
+@given(calls=CALLS, content=st.text(alphabet="ab", max_size=4))
+def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
+    written = "".join(f"\n<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+    parts = parse(HermesParser(), list(content + written))
+    assert read_calls(parts) == calls
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == content
+
+
+@settings(deadline=None, max_examples=80)
+@given(calls=CALLS.filter(bool))
+def test_llama_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    parts = parse(LlamaParser(), list("; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)))
+    assert read_calls(parts) == calls
+    assert not any(isinstance(part, Content) for part in parts)
+
+
+def read_calls(parts: list[Part]) -> list[tuple[str, dict[str, Any]]]:
+    names = {part.index: part.name for part in parts if isinstance(part, ToolCall)}
+    arguments = {part.index: json.loads(part.text) for part in parts if isinstance(part, Arguments)}
+    assert list(names) == list(range(len(names)))
+    return [(names[index], arguments[index]) for index in names]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [ToolCall(0, "f"), Arguments(0, '{"a": 1}')]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> ', [ToolCall(0, "f"), Arguments(0, "{}")]),
+        ("hermes", 'so <tool_call>{"name": 3}</tool_call>', [Content('so <tool_call>{"name": 3}</tool_call>')]),
+        ("hermes", 'so <tool_call>{"na', [Content('so <tool_call>{"na')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [ToolCall(0, "f"), Arguments(0, '{"a')]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>done', [ToolCall(0, "f"), Arguments(0, "{}"), Content("done")]),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', [ToolCall(0, "f"), Arguments(0, "{}")]),
+        ("llama", '{"a": 1}', [Content('{"a": 1}')]),
+        ("llama", "plain {", [Content("plain {")]),
+        ("reasoning", "<think>\nhm\n\n</think>\n\nyes\n", [Reasoning("hm"), Content("yes\n")]),
+        ("reasoning", "<think>\n\n</think>\n\nyes", [Content("yes")]),
+        ("reasoning", "<think>cut of", [Reasoning("cut of")]),
+        ("reasoning", "  <thin", [Content("  <thin")]),
+        ("reasoning inside", "hm</think>yes", [Reasoning("hm"), Content("yes")]),
+    ],
+)
+def test_table(kind: str, text: str, expected: list[Part]) -> None:
+    assert parse(MAKERS[kind](), list(text)) == expected
+
+
+def test_a_name_is_told_before_its_arguments_end() -> None:
+    parser = HermesParser()
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": "Par') == [ToolCall(0, "f"), Arguments(0, '{"city": "Par')]
+    assert parser.feed('is"}') == [Arguments(0, 'is"}')]
+
+
+def test_the_template_tells_the_format() -> None:
+    assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert format_of('{% if tools %}Environment: ipython {"name": f, "parameters": d}{% endif %}') == "llama"
+    assert format_of("{{ messages }}") is None
