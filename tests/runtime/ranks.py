@@ -21,6 +21,7 @@ from phalanx_runtime.model.attention import Attention
 from phalanx_runtime.model.linear import Kernels
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import make_caches
 from phalanx_runtime.rank.rank import make_runner
 from phalanx_runtime.rank.runner import ModelRunner
@@ -99,7 +100,8 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     source = open_model(folder)
     model = source.load(collective, Form(build.dtype, device, build.kernels, source.max_position), build.attention)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
-    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), collective, build.dtype, device)
+    grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
+    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), collective, build.dtype, device, grammars)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:

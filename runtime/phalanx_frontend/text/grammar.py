@@ -1,6 +1,7 @@
 """Grammars as llguidance reads them: the door checks them, rank 0 of the runtime masks with them, both from the same words here.
 
-Between the tokens of JSON at most `BLANKS` blanks in a row are allowed, so that a model cannot fill its answer with them.
+Between the tokens of JSON one space or one line end with its indentation is allowed, so that a model cannot fill its answer with
+blanks.
 """
 
 from typing import assert_never
@@ -9,9 +10,9 @@ from llguidance import LLMatcher
 
 from phalanx_api import wire
 
-BLANKS = 40
-"""Enough for a line end and ten levels of indentation by four."""
-_BLANKS_PATTERN = rf"[\x20\x0A\x0D\x09]{{1,{BLANKS}}}"
+INDENTATION = 40
+"""Spaces after a line end: ten levels by four."""
+_BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"
 
 
 class GrammarError(ValueError):

@@ -30,10 +30,12 @@ def read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
 class Matcher:
     """One request's place in its grammar."""
 
-    __slots__ = ("_inner", "_vocab_size")
+    __slots__ = ("_end", "_ends", "_inner", "_vocab_size")
 
-    def __init__(self, inner: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self._inner = inner
+        self._end = tokenizer.eos_token
+        self._ends = [token for token in tokenizer.eos_tokens if token < vocab_size]
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -41,11 +43,14 @@ class Matcher:
         bits = self._inner.compute_bitmask()
         if self._inner.is_error():
             raise GrammarError(_one_line(self._inner.get_error()))
-        return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little", count=self._vocab_size).astype(np.bool_)
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        if mask[self._end]:
+            mask[self._ends] = 1  # llguidance allows one end only, and models have several
+        return mask[: self._vocab_size].astype(np.bool_)
 
     def accept(self, tokens: Sequence[int]) -> bool:
         """Whether nothing may follow these tokens: the grammar is complete. Raises GrammarError when one does not fit."""
-        if not self._inner.consume_tokens(list(tokens)):
+        if not self._inner.consume_tokens([self._end if token in self._ends else token for token in tokens]):
             raise GrammarError(_one_line(self._inner.get_error()))
         return bool(self._inner.is_stopped())
 
@@ -63,21 +68,25 @@ class Grammars:
 
     def matcher(self, grammar: wire.Grammar) -> Matcher:
         """A matcher at the start of this grammar. Raises GrammarError when it cannot be compiled."""
+        tokenizer = self._known()
         key = (grammar.kind, grammar.text)
-        compiled = self._compiled.pop(key, None) or self._compile(grammar)
+        compiled = self._compiled.pop(key, None) or self._compile(grammar, tokenizer)
         self._compiled[key] = compiled  # the last used last, so that the first is the one to forget
         while len(self._compiled) > KEPT_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
-        return Matcher(compiled.deep_copy(), self._vocab_size)
+        return Matcher(compiled.deep_copy(), tokenizer, self._vocab_size)
 
-    def _compile(self, grammar: wire.Grammar) -> LLMatcher:
+    def _known(self) -> LLTokenizer:
         if self._tokenizer is None:
             try:
                 self._tokenizer = self._read()
             except (OSError, ValueError) as error:
                 raise GrammarError(f"this model's tokenizer knows no grammars: {error}") from error
+        return self._tokenizer
+
+    def _compile(self, grammar: wire.Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         self.num_compiled += 1
-        compiled = LLMatcher(self._tokenizer, grammar_source(grammar), log_level=0)
+        compiled = LLMatcher(tokenizer, grammar_source(grammar), log_level=0)
         if compiled.is_error():
             raise GrammarError(_one_line(compiled.get_error()))
         return compiled

@@ -1,0 +1,82 @@
+"""Requests through the engine loop over a real runner, in this process: what each got, and what the engine did for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.engine.ports import StepRunner
+
+
+@dataclass(slots=True)
+class Served:
+    """One request's answer, what was delivered before not included."""
+
+    tokens: list[int] = field(default_factory=list)
+    details: list[wire.TokenDetail | None] = field(default_factory=list)
+    prompt_details: dict[int, wire.TokenDetail] = field(default_factory=dict)
+    finish: str | None = None
+    refused: wire.Refused | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.refused is not None
+
+
+class Watched:
+    """A StepRunner that counts how often rows were admitted."""
+
+    def __init__(self, inner: StepRunner) -> None:
+        self._inner = inner
+        self.num_admitted = 0
+        self.largest_step = 0
+
+    @property
+    def pool(self) -> PoolShape:
+        return self._inner.pool
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_admitted += len(plan.admitted)
+        self.largest_step = max(self.largest_step, len(plan.tokens))
+        return self._inner.run(plan)
+
+
+class _Script:
+    """A Channel that brings all requests at once and keeps the answers."""
+
+    def __init__(self, requests: Sequence[wire.Request]) -> None:
+        self._unread = [wire.encode(wire.Submit(handle, request)) for handle, request in enumerate(requests)]
+        self.answers = [Served() for _ in requests]
+        self._starts = [len(request.delivered) for request in requests]
+
+    def receive(self, block: bool) -> list[bytes] | None:
+        messages, self._unread = self._unread, []
+        assert messages or not block, "the engine is idle before all requests are over"
+        return messages
+
+    def send(self, message: bytes) -> None:
+        frame = wire.decode_from_engine(message)
+        if isinstance(frame, wire.Refused):
+            self.answers[frame.handle].refused = frame
+        if not isinstance(frame, wire.Tokens):
+            return
+        for told in frame.prompt_details:
+            self.answers[told.handle].prompt_details |= dict(enumerate(told.details, told.start))
+        for place, (handle, index, token) in enumerate(zip(frame.handles, frame.indices, frame.tokens, strict=True)):
+            answer = self.answers[handle]
+            assert index == self._starts[handle] + len(answer.tokens), "every index once, in order"
+            answer.tokens.append(token)
+            answer.details.append(frame.details[place] if frame.details else None)
+        for end in frame.finished:
+            self.answers[end.handle].finish = end.reason
+
+
+def serve(runner: StepRunner, requests: Sequence[wire.Request], limits: Limits) -> list[Served]:
+    """The answers to requests that come at once."""
+    channel = _Script(requests)
+    loop = EngineLoop(runner, limits, channel)
+    while not all(answer.is_over for answer in channel.answers):
+        assert loop.turn()
+    return channel.answers

@@ -1,0 +1,123 @@
+"""A request draws equal tokens alone, in a batch, in other steps, on two ranks, preempted and replayed. In float64: no excuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
+from tests.runtime.served import Served, Watched, serve
+from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tiny
+
+NUM_TOKENS = 24
+ROOMY = Limits(max_model_len=120, max_num_seqs=8, max_num_batched_tokens=512)
+SHAPES: dict[str, Limits] = {
+    "together": ROOMY,
+    "chunks of 7": Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=7),
+    "one by one": Limits(max_model_len=120, max_num_seqs=1, max_num_batched_tokens=11),
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0},
+    "filters": {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0},
+    "bias and words": {"temperature": 0.9, "logit_bias": {3: 5.0, 9: -100.0}, "bad_words": [[3, 3], [11], [7, 3, 12]]},
+    "allowed, min tokens": {"allowed_token_ids": [*range(60), EOS_ID], "min_tokens": 9, "logit_bias": {EOS_ID: 6.0}},
+    "grammar": {"temperature": 1.0, "grammar": wire.Grammar("regex", "([a-p]{3} ){20}")},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("equality") / "model", "qwen2")
+
+
+def requests(**more: Any) -> list[wire.Request]:
+    chance = torch.Generator().manual_seed(3)
+    asked = []
+    for number, fields in enumerate(FIELDS.values()):
+        prompt = torch.randint(0, VOCAB_SIZE, (3 + 5 * number,), generator=chance).tolist()
+        both: dict[str, Any] = {"stop_token_ids": [EOS_ID], "logprobs": 2, **fields, **more}
+        asked.append(wire.Request(str(number), 1, prompt, [], wire.Sampling(NUM_TOKENS, 7 + number, **both)))
+    return asked
+
+
+def answers(folder: Path, asked: list[wire.Request], limits: Limits = ROOMY, pods: tuple[int, ...] = (1,)) -> list[Served]:
+    return on_ranks(folder, pods, Build(torch.float64, num_pages=200), lambda runner: serve(runner, asked, limits))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Served]:
+    """What each gets alone."""
+    return [answers(folder, [request])[0] for request in requests()]
+
+
+def assert_equal(ours: list[Served], plain: list[Served]) -> None:
+    for name, one, other in zip(FIELDS, ours, plain, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish), name
+        for detail, same in zip(one.details, other.details, strict=True):
+            assert detail is not None and same is not None
+            assert detail.logprob == pytest.approx(same.logprob, abs=1e-9) and detail.top_ids == same.top_ids, name
+
+
+@pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
+def test_other_steps_draw_equal_tokens(folder: Path, plain: list[Served], limits: Limits) -> None:
+    assert len({tuple(one.tokens) for one in plain}) == len(FIELDS), "the requests differ"
+    assert_equal(answers(folder, requests(), limits), plain)
+
+
+def test_two_ranks_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+    assert_equal(answers(folder, requests(), pods=(2,)), plain)
+
+
+def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+    def work(runner: ModelRunner) -> tuple[list[Served], int]:
+        watched = Watched(runner)
+        return serve(watched, requests(), Limits(72, 8, 64)), watched.num_admitted
+
+    served, num_admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=11), work)
+    assert num_admitted > len(FIELDS), "some were preempted"
+    assert 11 * PAGE_SIZE < sum(len(one.prompt) + NUM_TOKENS for one in requests())
+    assert_equal(served, plain)
+
+
+@pytest.mark.parametrize("delivered", [1, 5, 13])
+def test_replayed_requests_draw_equal_tokens(folder: Path, plain: list[Served], delivered: int) -> None:
+    replayed = [
+        wire.Request(one.id, 2, one.prompt, whole.tokens[:delivered], one.sampling)
+        for one, whole in zip(requests(), plain, strict=True)
+        if len(whole.tokens) > delivered
+    ]
+    assert len(replayed) >= 6
+    rest = {one.id: answer for one, answer in zip(replayed, answers(folder, replayed), strict=True)}
+    for number, whole in enumerate(plain):
+        if str(number) in rest:
+            assert rest[str(number)].tokens == whole.tokens[delivered:]
+            assert rest[str(number)].finish == whole.finish
+
+
+def test_prompt_logprobs_come_once_and_are_the_same_in_other_steps(folder: Path) -> None:
+    asked = requests(prompt_logprobs=1)
+    whole = answers(folder, asked)
+    for limits in SHAPES.values():
+        for one, answer, same in zip(asked, answers(folder, asked, limits), whole, strict=True):
+            assert sorted(answer.prompt_details) == list(range(1, len(one.prompt)))
+            for position, detail in answer.prompt_details.items():
+                assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
+
+
+def test_siblings_of_one_prompt_draw_what_each_draws_alone(folder: Path) -> None:
+    """n = 4: four requests of one prompt with seeds of their own."""
+    one = requests()[3]
+    siblings = [
+        wire.Request(str(seed), 1, one.prompt, [], wire.Sampling(NUM_TOKENS, seed, 1.0, presence_penalty=0.5))
+        for seed in range(4)
+    ]
+    together = [answer.tokens for answer in answers(folder, siblings)]
+    assert together == [answers(folder, [sibling])[0].tokens for sibling in siblings]
+    assert len({tuple(tokens) for tokens in together}) == 4
