@@ -133,7 +133,8 @@ def test_adaptive_of_one_policy_is_that_policy() -> None:
         policy.on_hit(0)
         for page in range(4):
             idle[page] = 1
-            policy.on_idle(page, page + 1)
+            policy.on_release(page, page + 1)
+            policy.on_idle(page)
     assert adaptive.victim() == lfu.victim() == 1
 
 

@@ -72,7 +72,6 @@ class PagePool:
         """Published pages that follow a page."""
         self._num_cached = 0
         self._releases = 0
-        self._released = array("q", bytes(8 * num_pages))
         self._idle = bytearray(num_pages)
         """1: cached, and no published page follows."""
         self._policy = make_eviction(eviction, num_pages, self._idle)
@@ -268,10 +267,10 @@ class PagePool:
             else:
                 self._num_cached += 1
                 self._releases += 1
-                self._released[page] = self._releases
+                self._policy.on_release(page, self._releases)
                 if not self._children[page]:
                     self._idle[page] = 1
-                    self._policy.on_idle(page, self._releases)
+                    self._policy.on_idle(page)
             page = parent
 
     def _evict(self) -> None:
@@ -285,7 +284,7 @@ class PagePool:
         self._free.append(page)
         if parent is not None and not self._children[parent] and not self._refs[parent]:
             self._idle[parent] = 1
-            self._policy.on_idle(parent, self._released[parent])
+            self._policy.on_idle(parent)
 
     def _unpublish(self, page: int) -> None:
         """No key finds this page any more. No published page follows it."""

@@ -42,7 +42,7 @@ class Adaptive:
         """Takes note of the page."""
         self._cached[page] = 1
         self._keys[page] = key
-        self._hits[page] = 0
+        self._hits[page] = self._released[page] = 0
         self._current.on_insert(page, key)
         if self._next is not None:
             self._known[page] = 1
@@ -57,12 +57,18 @@ class Adaptive:
             self._next.on_hit(page)
         self._look(self._keys[page])
 
-    def on_idle(self, page: int, released: int) -> None:
-        """The page may go from now on."""
-        self._released[page] = released
-        self._current.on_idle(page, released)
+    def on_release(self, page: int, time: int) -> None:
+        """Takes note of the time."""
+        self._released[page] = time
+        self._current.on_release(page, time)
         if self._next is not None and self._known[page]:
-            self._next.on_idle(page, released)
+            self._next.on_release(page, time)
+
+    def on_idle(self, page: int) -> None:
+        """The page may go from now on."""
+        self._current.on_idle(page)
+        if self._next is not None and self._known[page]:
+            self._next.on_idle(page)
 
     def on_remove(self, page: int) -> None:
         """Forgets the page."""
@@ -98,8 +104,9 @@ class Adaptive:
                 policy.on_insert(page, self._keys[page])
                 for _ in range(min(self._hits[page], _MOST_HITS)):
                     policy.on_hit(page)
+                policy.on_release(page, self._released[page])
                 if self._idle[page]:
-                    policy.on_idle(page, self._released[page])
+                    policy.on_idle(page)
         self._told = end
         if end == self._num_pages:
             self._current, self._next = policy, None

@@ -41,7 +41,8 @@ class Ghost:
             self._policy.on_hit(slot)
         self._uses += 1
         self._idle[slot] = 1
-        self._policy.on_idle(slot, self._uses)
+        self._policy.on_release(slot, self._uses)
+        self._policy.on_idle(slot)
 
     def _evict(self) -> int:
         slot = self._policy.victim()

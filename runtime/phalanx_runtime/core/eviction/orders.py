@@ -7,7 +7,7 @@ from array import array
 
 from phalanx_runtime.core.eviction.idle_heap import IdleHeap
 
-_RELEASE_BITS = 48
+_TIME_BITS = 48
 
 
 class Lru:
@@ -15,6 +15,7 @@ class Lru:
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
+        self._released = array("q", bytes(8 * num_pages))
 
     def on_insert(self, page: int, key: int) -> None:
         """Nothing to note: only releases count."""
@@ -22,9 +23,13 @@ class Lru:
     def on_hit(self, page: int) -> None:
         """Nothing to note: only releases count."""
 
-    def on_idle(self, page: int, released: int) -> None:
+    def on_release(self, page: int, time: int) -> None:
+        """Notes the time."""
+        self._released[page] = time
+
+    def on_idle(self, page: int) -> None:
         """Puts the page where its last release was."""
-        self._order.push(released, page)
+        self._order.push(self._released[page], page)
 
     def on_remove(self, page: int) -> None:
         """Nothing to forget: the page is not idle any more, and is told anew when it is again."""
@@ -40,6 +45,7 @@ class Lfu:
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
         self._hits = array("q", bytes(8 * num_pages))
+        self._released = array("q", bytes(8 * num_pages))
 
     def on_insert(self, page: int, key: int) -> None:
         """Starts to count."""
@@ -49,9 +55,13 @@ class Lfu:
         """Counts."""
         self._hits[page] += 1
 
-    def on_idle(self, page: int, released: int) -> None:
+    def on_release(self, page: int, time: int) -> None:
+        """Notes the time."""
+        self._released[page] = time
+
+    def on_idle(self, page: int) -> None:
         """Puts the page where its count is."""
-        self._order.push(self._hits[page] << _RELEASE_BITS | released, page)
+        self._order.push(self._hits[page] << _TIME_BITS | self._released[page], page)
 
     def on_remove(self, page: int) -> None:
         """Nothing to forget: the page is not idle any more, and is told anew when it is again."""
@@ -77,7 +87,10 @@ class Fifo:
     def on_hit(self, page: int) -> None:
         """Nothing to note."""
 
-    def on_idle(self, page: int, released: int) -> None:
+    def on_release(self, page: int, time: int) -> None:
+        """Nothing to note."""
+
+    def on_idle(self, page: int) -> None:
         """Puts the page where its insertion was."""
         self._order.push(self._inserted[page], page)
 

@@ -3,7 +3,7 @@
 The pool knows which pages may go: *idle* ones, which nobody holds and which no cached page follows (leaf pages first, for
 every policy). The policy knows which of the idle ones goes first. It sees every cached page, held ones too.
 
-    insert -> (hit | idle)* -> remove          a hit page is not idle until `on_idle` says so again
+    insert -> (hit | release | idle)* -> remove          a hit page is not idle until `on_idle` says so again
 """
 
 from typing import Literal, Protocol, get_args
@@ -23,8 +23,12 @@ class Eviction(Protocol):
         """The page was found and is held by one more request."""
         ...
 
-    def on_idle(self, page: int, released: int) -> None:
-        """The page may be evicted from now on. released: time of its last release, in releases; pages differ in it."""
+    def on_release(self, page: int, time: int) -> None:
+        """Nobody holds the page any more. time grows with every release; a chain is released from its end."""
+        ...
+
+    def on_idle(self, page: int) -> None:
+        """The page may be evicted from now on: just released, or the last page that followed it went."""
         ...
 
     def on_remove(self, page: int) -> None:

@@ -36,7 +36,6 @@ class WTinyLfu:
         self._window_size, self._main_size, self._protected_size = part_sizes(num_pages)
         self._sketch = Sketch(num_pages)
         self._keys = array("Q", bytes(8 * num_pages))
-        self._released = array("q", bytes(8 * num_pages))
         self._used = array("q", bytes(8 * num_pages))
         """When the page was put at the recent end of its part."""
         self._uses = 0
@@ -63,14 +62,15 @@ class WTinyLfu:
         if protected.size > self._protected_size:
             self._move(protected.oldest(), PROBATION)
 
-    def on_idle(self, page: int, released: int) -> None:
-        """The page may go from now on. A release is a use; a page whose follower went was not used."""
+    def on_release(self, page: int, time: int) -> None:
+        """A release is a use, though one that the sketch does not count."""
         part = self._part[page]
-        if self._released[page] != released:
-            self._released[page] = released
-            self._order[part].remove(page)
-            self._add(page, part)
-        self._idle_pages[part].push(self._used[page], page)
+        self._order[part].remove(page)
+        self._add(page, part)
+
+    def on_idle(self, page: int) -> None:
+        """The page may go from now on."""
+        self._idle_pages[self._part[page]].push(self._used[page], page)
 
     def on_remove(self, page: int) -> None:
         """Takes the page out of its part; the sketch still knows its key."""
