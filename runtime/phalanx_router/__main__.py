@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.fleet import Fleet, FleetSettings
@@ -22,9 +23,7 @@ log = logging.getLogger("phalanx_router")
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag."""
     settings = read_settings(sys.argv[1:] if arguments is None else arguments)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Fields("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    start_logging(settings.log_level.upper())
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(serve(settings))
 
@@ -34,17 +33,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-class _Fields(logging.Formatter):
-    """The message, then the fields that it was logged with."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
-        return super().format(record) + "".join(f" {key}={value!r}" for key, value in fields.items())
-
-
-_PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +58,7 @@ async def serve(settings: Settings) -> int:
     fleet_settings = FleetSettings(
         link, settings.served_names, patience_s=settings.patience_s, retry_after_s=settings.retry_after_s
     )
-    app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error))
+    app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error), settings.api_keys)
     config = uvicorn.Config(
         app,
         host=settings.host,

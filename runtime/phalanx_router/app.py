@@ -1,13 +1,14 @@
 """The router's application: the door over the fleet. The fleet's links live as long as the application."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from phalanx_frontend.app import create_app
+from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.fleet import Fleet, FleetSettings
 from phalanx_router.metrics import RouterMetrics
@@ -18,7 +19,10 @@ def _raise(error: BaseException) -> None:
 
 
 def make_router(
-    settings: FleetSettings, source: LeaderSource, failed: Callable[[BaseException], None] = _raise
+    settings: FleetSettings,
+    source: LeaderSource,
+    failed: Callable[[BaseException], None] = _raise,
+    keys: Sequence[ApiKey] = (),
 ) -> tuple[Starlette, Fleet]:
     """The application and its fleet, which follows `source` while the application runs. `failed` hears when it no longer does.
 
@@ -43,4 +47,4 @@ def make_router(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # `look` has told of an error
 
-    return create_app(fleet, registry=registry, lifespan=lifespan, metrics_prefix="phalanx_router"), fleet
+    return create_app(fleet, registry=registry, lifespan=lifespan, keys=ApiKeys(keys), metrics_prefix="phalanx_router"), fleet

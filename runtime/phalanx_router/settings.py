@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx_api import labels
+from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Settings:
     patience_s: how long a running stream waits for a group. retry_after_s: what clients hear when no group is ready.
     drain_s: how long open streams may go on after SIGTERM; below the pod's grace period.
     lame_duck_s: how long a leaving router still accepts connections, for its address lives on in other nodes' tables.
+    api_keys: who may use the door; none: anyone.
     """
 
     host: str
@@ -33,6 +35,7 @@ class Settings:
     drain_s: float
     lame_duck_s: float
     log_level: str
+    api_keys: tuple[ApiKey, ...] = ()
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -52,6 +55,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         token = pathlib.Path(given.token_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"argument --token-file: {given.token_file!r} cannot be read: {error}")
+    try:
+        keys = tuple(gather_keys(given.api_key, given.api_keys_file))
+    except KeysUnreadable as error:
+        parser.error(f"argument --api-key, --api-keys-file: {error}")
     if not token:
         parser.error(f"argument --token-file: {given.token_file!r} is empty")
     return Settings(
@@ -68,6 +75,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         drain_s=given.drain_s,
         lame_duck_s=given.lame_duck_s,
         log_level=given.log_level,
+        api_keys=keys,
     )
 
 
@@ -87,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--drain-s", type=_seconds, default=600.0, help="longest wait for open streams at the end (default 600)")
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients while leaving (default 2)")
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="who brings one of these may use the door")
+    serve.add_argument("--api-keys-file", type=pathlib.Path, help="keys with names: JSON, or lines of `name key [priority]`")
     return parser
 
 

@@ -31,7 +31,7 @@ def _convert(settings: ConvertSettings) -> int:
 
 
 def _serve(settings: ServeSettings) -> int:
-    from phalanx_runtime.server.logs import start_logging
+    from phalanx_frontend.logs import start_logging
     from phalanx_runtime.server.serve import serve
 
     start_logging()

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
+from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.rank_spec import DType
 
@@ -64,6 +65,10 @@ class ServeSettings:
     revision_hash: str
     """The operator's names of the group and its revision, told to routers."""
     hf_token: str | None
+    api_keys: tuple[ApiKey, ...]
+    """Who may use the door; none: anyone."""
+    shutdown_timeout: float
+    """Seconds that open streams may go on after SIGTERM. More than the pod's grace period cuts them without a word."""
 
     @property
     def local_world_size(self) -> int:
@@ -111,6 +116,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         group=environment.get(labels.ENV_GROUP) or socket.gethostname(),
         revision_hash=environment.get(labels.ENV_REVISION, ""),
         hf_token=environment.get("HF_TOKEN") or None,
+        api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
+        shutdown_timeout=flags.shutdown_timeout,
     )
 
 
@@ -146,6 +153,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="where pods meet; ranks take the next ones",
     )
     add("--token-file", type=Path, metavar="FILE", help="token of the service, proved by routers, pods and ranks")
+    add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="who brings one of these may use the door")
+    add("--api-keys-file", type=Path, metavar="FILE", help="keys with names: JSON, or lines of `name key [priority]`")
+    add("--shutdown-timeout", type=_seconds, default=20.0, metavar="S", help="how long open streams may go on after SIGTERM")
     convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
     convert.add_argument("gguf", type=Path, metavar="GGUF")
     convert.add_argument("folder", type=Path, metavar="DIR")
@@ -206,6 +216,13 @@ def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | Non
     return token
 
 
+def _read_keys(parser: argparse.ArgumentParser, given: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
+    try:
+        return tuple(gather_keys(given, file))
+    except KeysUnreadable as error:
+        parser.error(f"--api-key, --api-keys-file: {error}")
+
+
 def _natural(text: str) -> int:
     value = int(text) if text.isdecimal() else -1
     if value < 0:
@@ -223,6 +240,16 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return value
 
 
 def _share(text: str) -> float:

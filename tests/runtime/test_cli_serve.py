@@ -42,15 +42,15 @@ async def test_two_ranks_answer_and_after_a_kill_the_next_incarnation_answers_th
     )
     assert process.stderr is not None
     try:
-        port = (await read_until(process.stderr, r"address=\('127.0.0.1', (\d+)\)"))[1]
+        port = (await read_until(process.stderr, r'"address": \["127.0.0.1", (\d+)\]'))[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            await read_until(process.stderr, "group serves incarnation=1")
+            await read_until(process.stderr, '"group serves", "incarnation": 1')
             first = (await http.post("/v1/completions", json=BODY)).json()
             assert first["usage"]["completion_tokens"] == 8
             ranks = children(process.pid)
             assert len(ranks) == 2
             os.kill(ranks[1], signal.SIGKILL)
-            await read_until(process.stderr, "group serves incarnation=2")
+            await read_until(process.stderr, '"group serves", "incarnation": 2')
             again = (await http.post("/v1/completions", json=BODY)).json()
             assert again["choices"][0]["text"] == first["choices"][0]["text"]
             ranks += children(process.pid)

@@ -298,3 +298,31 @@ async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
     rig.client.lose(3, "gone")
     assert [(end.reason, end.generated_tokens) for end in rig.meter.ends] == [("abort", 0), ("error", 0), ("error", 1)]
     assert rig.meter.queue_times_s == [0.5]
+
+
+async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    running = asyncio.create_task(drain(backend, make_request(2)))
+    while not rig.client.num_open:
+        await asyncio.sleep(0.01)
+    rig.client.drain("leaving")
+    assert backend.not_ready() == "leaving"
+    with pytest.raises(BackendError) as caught:
+        rig.client.submit(make_request(2), ListSink())
+    assert (caught.value.status, caught.value.code) == (503, "draining")
+    handle = next(iter(rig.client._open))
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [7], [wire.Finished(handle, 0, "stop")]))
+    assert await running == [Delta(0, [7], "stop")]
+    rig.client.serve(ASSETS)
+    assert not rig.client.state().serving
+
+
+async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    running = asyncio.create_task(drain(backend, make_request(2)))
+    while not rig.client.num_open:
+        await asyncio.sleep(0.01)
+    rig.client.drain("leaving")
+    rig.client.refuse("gone")
+    with pytest.raises(BackendError, match="gone"):
+        await running

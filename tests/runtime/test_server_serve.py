@@ -1,5 +1,4 @@
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -19,7 +18,6 @@ from phalanx_api.account import MemoryAccount
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import RankHealth
-from phalanx_runtime.server.logs import FieldFormatter
 from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.serve import PodServer, make_rank_specs, make_server
@@ -209,23 +207,64 @@ async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path
             assert (await member.get("/metrics")).status_code == 200
 
 
-async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path: Path) -> None:
+async def ask(running: Running) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "hello"}
+    return await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+
+
+@pytest.mark.parametrize(("timeout", "signals"), [("0", 1), ("0.1", 1), ("600", 2)], ids=["at once", "after a time", "twice"])
+async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path: Path, timeout: str, signals: int) -> None:
     folder = make_model(tmp_path / "tiny")
-    async with served(make_settings(folder), "mute") as running:
+    async with served(make_settings(folder, "--shutdown-timeout", timeout), "mute") as running:
         await running.ready()
-        body = {"model": "tiny", "prompt": "hello"}
-        asking = asyncio.create_task(running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body))
+        asking = asyncio.create_task(ask(running))
         client = running.server._client
         assert client is not None
-        await until(lambda: bool(client._open))
-        running.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: bool(client.num_open))
+        for _ in range(signals):
+            running.server.handle_exit(signal.SIGTERM, None)
         answer = await asking
         assert answer.status_code == 503
         assert "the pod is stopping" in answer.json()["error"]["message"]
-        running.server._captured_signals.clear()
         await running.task
         assert running.server.exit_code == 0
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
+        await running.ready()
+        asking = asyncio.create_task(ask(running))
+        client = running.server._client
+        assert client is not None
+        await until(lambda: bool(client.num_open))
+        running.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: not client.state().serving)
+        refused = await ask(running)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await running.get("/readyz")).status_code == 503
+        health = await running.get("/v1/health")
+        assert (health.status_code, health.json()["alive"], health.json()["ready"]) == (503, True, False)
+        assert client.num_open == 1 and not asking.done() and not running.task.done()
+        asking.cancel()  # the last one is over: the server waits for nobody
+        async with asyncio.timeout(30):
+            await running.task
+        assert running.server.exit_code == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    keys = tmp_path / "keys"
+    keys.write_text("alice sk-alice -1")
+    async with served(make_settings(folder, "--api-key", "sk-1", "sk-2", "--api-keys-file", str(keys)), "ready") as running:
+        await running.ready()
+        assert (await ask(running)).status_code == 401
+        for key in ("sk-1", "sk-2", "sk-alice"):
+            running.http.headers["authorization"] = f"Bearer {key}"
+            assert (await ask(running)).status_code == 200
 
 
 async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> None:
@@ -292,8 +331,3 @@ async def test_ranks_leave_when_the_server_is_killed(tmp_path: Path) -> None:
     process.kill()
     await process.wait()
     await until(lambda: not is_alive(mark_of(folder, 1, 0)["pid"]))
-
-
-def test_a_log_line_ends_with_its_fields() -> None:
-    record = logging.makeLogRecord({"levelname": "INFO", "msg": "group serves", "incarnation": 3})
-    assert FieldFormatter("%(levelname)s %(message)s").format(record) == "INFO group serves incarnation=3"

@@ -109,11 +109,13 @@ class LocalBackend:
         self._fail(self._mailboxes[frame.handle], frame.status, frame.code, frame.message, frame.retry_after_s)
 
     def _state_changed(self) -> None:
-        """Ends every request when the engine is gone: nobody else holds what they had."""
+        """Ends the requests that the engine has no more: nobody else holds what they had. While it drains it still has them."""
         state = self._client.state()
         if state.serving:
             return
-        for mailbox in self._mailboxes.values():
+        for handle, mailbox in self._mailboxes.items():
+            if self._client.has(handle):
+                continue
             self._fail(mailbox, 503, "group_restarting", f"the group lost its engine: {state.reason}", RESTART_RETRY_S)
 
     def _fail(self, mailbox: _Mailbox, status: int, code: str, message: str, retry_after_s: float | None) -> None:

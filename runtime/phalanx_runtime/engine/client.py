@@ -114,11 +114,21 @@ class EngineClient:
         self._load = NO_LOAD
         self._assets: wire.Assets | None = None
         self._is_leaving = False
+        self._is_draining = False
         self._subscribers: list[Callable[[], None]] = []
 
     def state(self) -> wire.State:
         """Whether the group serves, and its incarnation."""
         return self._state
+
+    def has(self, handle: int) -> bool:
+        """Whether a request is still in the engine, as far as is known."""
+        return handle in self._open
+
+    @property
+    def num_open(self) -> int:
+        """How many requests are."""
+        return len(self._open)
 
     def load(self) -> wire.Load:
         """What the engine last said it has in hand."""
@@ -138,7 +148,7 @@ class EngineClient:
     def bind(self, endpoint: str) -> None:
         """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
         self._close_socket()
-        if self._is_leaving:
+        if self._is_leaving or self._is_draining:
             return
         socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
@@ -149,7 +159,7 @@ class EngineClient:
 
     def serve(self, assets: wire.Assets) -> None:
         """Takes requests from now on: every rank of the incarnation is ready, and this is what doors need to know."""
-        if self._is_leaving:
+        if self._is_leaving or self._is_draining:
             return
         self._assets = assets
         self._change(wire.State(True, self._state.incarnation))
@@ -167,10 +177,15 @@ class EngineClient:
         """Says anew why the group does not serve."""
         self._change(wire.State(False, next_incarnation, reason))
 
+    def drain(self, reason: str) -> None:
+        """Takes no more requests; those that run go on, unless their incarnation ends: there will be no other."""
+        self._is_draining = True
+        self._change(wire.State(False, self._state.incarnation, reason))
+
     def refuse(self, reason: str) -> None:
         """Ends all requests and takes no more, whatever becomes of the incarnation: the process is leaving."""
-        self._is_leaving = True
         self.lose(self._state.incarnation, reason)
+        self._is_leaving = True
 
     def close(self) -> None:
         """Ends everything for good."""
@@ -184,6 +199,8 @@ class EngineClient:
 
         Raises BackendError 503 while the group does not serve.
         """
+        if self._is_draining:
+            raise BackendError(503, "draining", f"the group takes no more requests: {self._state.reason}", RESTART_RETRY_S)
         if not self._state.serving:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
         handle = next(self._handles)

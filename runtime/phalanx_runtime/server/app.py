@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.app import Lifespan, create_app
+from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_frontend.vitals import Vitals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
@@ -27,10 +28,15 @@ class Supervisor(Protocol):
 
 
 def make_leader_app(
-    vitals: Vitals, client: EngineClient, link: LinkSettings | None, registry: CollectorRegistry, lifespan: Lifespan
+    vitals: Vitals,
+    client: EngineClient,
+    link: LinkSettings | None,
+    registry: CollectorRegistry,
+    lifespan: Lifespan,
+    keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
     """The OpenAI door over the local engine, and the link when there is a token to prove."""
-    app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan, vitals=vitals)
+    app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan, vitals=vitals, keys=ApiKeys(keys))
     if link is not None:
         app.router.routes.append(LinkDoor(client, link).route())
     return app

@@ -34,18 +34,24 @@ from phalanx_runtime.settings import ServeSettings
 log = logging.getLogger(__name__)
 
 GRACE_S = 3
+"""How long open streams have to take their last event at the end. With the ranks' own second it stays below 5 s."""
+DRAIN_LOOK_S = 0.02
 LINK_FRAME_BYTES = 64 << 20
 """More than any request that the door lets through: a link is never cut because of one."""
-"""How long open streams have to take their last event after a signal. With the ranks' own second it stays below 5 s."""
 EXIT_SUPERVISOR = 1
 
 
 class PodServer(uvicorn.Server):
-    """A server that ends open streams when a signal comes, instead of waiting for them."""
+    """A server that takes no more requests when a signal comes, and ends open streams after `drain_s` or a second signal.
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient | None) -> None:
+    Routers hear at once that the group does not serve, and take their streams elsewhere.
+    """
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient | None, drain_s: float) -> None:
         super().__init__(config)
         self._client = client
+        self._drain_s = drain_s
+        self._leaving: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
 
@@ -58,10 +64,26 @@ class PodServer(uvicorn.Server):
                 log.info("listening", extra={"address": listening.getsockname()[:2]})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends the streams, then the server."""
+        """Ends the server once open streams are done; at the second signal they are ended."""
         if self._loop is not None and self._client is not None and not self.should_exit:
-            self._loop.call_soon_threadsafe(self._client.refuse, "the pod is stopping")
-        super().handle_exit(sig, frame)
+            self._loop.call_soon_threadsafe(self._leave, self._client, self._drain_s)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _leave(self, client: EngineClient, drain_s: float) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+            drain_s = 0.0
+        self._leaving = asyncio.get_running_loop().create_task(self._drain(client, drain_s))
+
+    async def _drain(self, client: EngineClient, drain_s: float) -> None:
+        client.drain("the pod is stopping, what runs goes on")
+        log.info("leaving: open streams go on", extra={"streams": client.num_open, "seconds": drain_s})
+        end = asyncio.get_running_loop().time() + drain_s
+        while client.num_open and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        client.refuse("the pod is stopping")
+        self.should_exit = True
 
     def fail(self, error: BaseException) -> None:
         """Ends the server with a code that says so."""
@@ -103,7 +125,7 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         supervisor = LeaderSupervisor(place, parts, client)
     else:
         supervisor = MemberSupervisor(place, parts)
-    vitals = PodVitals(supervisor, tally)
+    vitals = PodVitals(supervisor, tally, client)
 
     def ended() -> None:
         stop.set()
@@ -116,10 +138,10 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         link = None
         if settings.token is not None:
             link = LinkSettings(settings.token, settings.group, settings.revision_hash, settings.page_size)
-        app = make_leader_app(vitals, client, link, registry, lifespan)
+        app = make_leader_app(vitals, client, link, registry, lifespan, settings.api_keys)
     else:
         app = create_health_app(vitals.health, registry=registry, lifespan=lifespan)
-    server = PodServer(make_config(app, settings.host, settings.port), client)
+    server = PodServer(make_config(app, settings.host, settings.port), client, settings.shutdown_timeout)
     return server
 
 

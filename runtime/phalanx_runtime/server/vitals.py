@@ -6,6 +6,7 @@ from typing import Protocol
 from phalanx_api.account import MemoryAccount
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import Health, RankHealth, Totals
+from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.supervisor import Status
 
 
@@ -32,16 +33,21 @@ class Supervised(Protocol):
 class PodVitals:
     """Implements the door's `Vitals`. Totals are those of the engine: what came over the link and by the pod's own door."""
 
-    def __init__(self, supervisor: Supervised, tally: Tally) -> None:
+    def __init__(self, supervisor: Supervised, tally: Tally, client: EngineClient | None = None) -> None:
         self._supervisor = supervisor
         self._tally = tally
+        self._client = client
 
     def health(self) -> Health:
         """Whether the pod can mend itself, whether the group serves, and the ranks of this pod."""
         status = self._supervisor.status()
+        not_ready = None if status.ready else status.reason
+        if self._client is not None and not_ready is None:  # the group is well, but the pod may be leaving
+            state = self._client.state()
+            not_ready = None if state.serving else state.reason
         return Health(
             not_alive=self._supervisor.stuck(),
-            not_ready=None if status.ready else status.reason,
+            not_ready=not_ready,
             incarnation=status.incarnation,
             ranks=self._supervisor.ranks(),
         )

@@ -1,0 +1,32 @@
+"""Log lines: one JSON object each, a constant message and its fields. Nothing that a request's body says is ever logged."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+_PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One line: when, how grave, who says it, what, the fields that it was logged with, and the trace of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def start_logging(level: int | str = logging.INFO) -> None:
+    """Logs to stderr from now on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level, handlers=[handler])

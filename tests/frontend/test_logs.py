@@ -1,0 +1,74 @@
+"""Log lines: JSON, with the request's id, and nothing that a request's body says."""
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from phalanx_frontend.app import create_app
+from phalanx_frontend.backend import BackendError
+from phalanx_frontend.keys import ApiKey, ApiKeys
+from phalanx_frontend.logs import JsonFormatter
+from tests.frontend.fakes import FakeBackend
+
+SECRET = "mellon-speak-friend"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+
+
+def test_a_line_is_json_with_its_fields() -> None:
+    record = logging.makeLogRecord(
+        {"levelname": "INFO", "name": "here", "msg": "group %s", "args": ("serves",), "incarnation": 3}
+    )
+    line = json.loads(JsonFormatter().format(record))
+    assert {**line, "time": ""} == {"time": "", "level": "INFO", "logger": "here", "message": "group serves", "incarnation": 3}
+    assert line["time"].endswith("+00:00")
+
+
+def test_an_exception_stays_on_its_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        record = logging.makeLogRecord({"msg": "failed", "exc_info": (type(error), error, error.__traceback__), "what": object()})
+    text = JsonFormatter().format(record)
+    assert "\n" not in text and "ValueError: two\nlines" in json.loads(text)["trace"]
+
+
+async def test_requests_are_logged_by_id_and_never_by_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    backend = FakeBackend()
+    keys = ApiKeys([ApiKey("alice", f"sk-{SECRET}")])
+    transport = httpx.ASGITransport(create_app(backend, keys=keys), raise_app_exceptions=False)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://door", headers={"authorization": f"Bearer sk-{SECRET}"}
+    ) as client:
+        bodies: list[tuple[str, Any]] = [
+            ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}),
+            ("/v1/completions", {"prompt": SECRET, "stream": True, "max_tokens": 2}),
+            ("/v1/completions", {"prompt": {SECRET: SECRET}}),
+            ("/v1/completions", {"prompt": "x", "model": SECRET}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}),
+            ("/v1/generate", {"prompt": SECRET, SECRET: 1}),
+            ("/v1/batch", {"requests": [{"prompt": SECRET}, SECRET]}),
+            ("/tokenize", {"prompt": SECRET}),
+            (f"/{SECRET}", {}),
+        ]
+        for position, (path, body) in enumerate(bodies):
+            await client.post(path, json=body, headers={"x-request-id": f"id-{position}"})
+        backend.script = lambda request: [ValueError("a bug")]
+        await client.post("/v1/completions", json={"prompt": SECRET}, headers={"x-request-id": "bug"})
+        backend.script = lambda request: [BackendError(503, "gone", "no group")]
+        await client.post("/v1/completions", json={"prompt": SECRET}, headers={"x-request-id": "gone"})
+        await client.post("/v1/completions", content=f'{{"prompt": "{SECRET}'.encode(), headers={"x-request-id": "cut"})
+        await client.post("/v1/models", headers={"authorization": f"Bearer {SECRET}", "x-request-id": "eve"})
+    ours = [line for line in lines(caplog) if str(line["logger"]).startswith("phalanx")]
+    ended = [line for line in ours if line["message"] == "request ended"]
+    assert [line["request_id"] for line in ended] == [*(f"id-{n}" for n in range(len(bodies))), "bug", "gone", "cut", "eve"]
+    assert [line["status"] for line in ended] == [200, 200, 400, 404, 200, 400, 200, 200, 404, 500, 503, 400, 401]
+    assert {line["api_key"] for line in ended} == {"alice", None}
+    assert any(line["message"] == "request failed" and "trace" in line for line in ours)
+    assert SECRET not in json.dumps(ours)
