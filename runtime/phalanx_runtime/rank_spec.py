@@ -22,6 +22,7 @@ BEAT_S = 1.0
 """How often a rank says that it lives."""
 
 DType = Literal["auto", "float32", "bfloat16", "float64"]
+Quantization = Literal["int8"]
 Backend = Literal["auto", "own", "gloo", "nccl"]
 
 
@@ -54,6 +55,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     enable_prefix_caching: bool = True
     prefix_eviction_policy: PolicyName = "adaptive"
+    quantization: Quantization | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

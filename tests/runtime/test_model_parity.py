@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.model.attention import DenseAttention
 from phalanx_runtime.model.linear import Kernels, can_pack
+from phalanx_runtime.model.native.library import library
+from phalanx_runtime.model.native.linear import NativeLinear
 from tests.runtime.equal import Stream, compare
-from tests.runtime.ranks import Asked, Build, Driver, on_ranks, with_group
+from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 
 NUM_TOKENS = 16
@@ -128,6 +131,31 @@ def test_packed_kernels_give_the_tokens_of_transformers(models: Models, family: 
     assert outcome.holds, outcome
 
 
+@pytest.mark.parametrize("pods", [[1], [2]], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_kernels_give_the_tokens_of_transformers(tmp_path: Path, family: Family, pods: list[int]) -> None:
+    if library() is None:
+        pytest.skip("no compiler here")
+    folder = as_bf16(save_tiny(tmp_path / "model", family))
+    build = Build(kernels=Kernels(compiled=True))
+    outputs = generate(folder, pods, build, chunk=7)
+    outcome = compare(reference(folder, outputs), outputs)
+    assert outcome.holds, outcome
+    taken = with_group([1], lambda group: compiled_parts(make_model_runner(folder, group, build)))[0]
+    assert taken, "no linear was compiled"
+
+
+def as_bf16(folder: Path) -> Path:
+    """The same checkpoint with its weights rounded to bf16."""
+    for path in folder.glob("*.safetensors"):
+        save_file({name: weight.bfloat16() for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    return folder
+
+
+def compiled_parts(runner: Any) -> int:
+    return sum(isinstance(part, NativeLinear) for layer in runner._model.layers for part in (layer.qkv, layer.o, layer.down))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_of_batching_gives_the_same_tokens_in_float64(models: Models, family: Family) -> None:
     wide = Build(dtype=torch.float64)
@@ -160,8 +188,6 @@ def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_norms_are_held_twice(models: Models, family: Family, world_size: int) -> None:
-    from tests.runtime.ranks import make_model_runner
-
     def held(pods: list[int]) -> int:
         return sum(with_group(pods, lambda group: make_model_runner(models(family), group, Build())._model.num_bytes))
 

@@ -13,15 +13,14 @@ from phalanx_runtime.model.linear import (
     DenseLinear,
     Kernels,
     PackedLinear,
-    Processor,
     TwofoldLinear,
     can_pack,
-    choose_dtype,
     choose_kernels,
     make_linear,
-    read_processor,
 )
+from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.processor import Processor, choose_dtype, read_processor
 from phalanx_runtime.model.weights import INDEX, Checkpoint
 
 CPU = torch.device("cpu")
@@ -114,10 +113,11 @@ def test_a_second_layout_is_kept_only_where_it_helps_and_fits() -> None:
     intel, other = Processor(True), Processor()
     assert choose_kernels(torch.float64, CPU, intel, 100, 10) == Kernels()
     assert choose_kernels(torch.float32, torch.device("cuda"), intel, 100, 10) == Kernels()
-    packed = can_pack(torch.float32)
-    assert choose_kernels(torch.float32, CPU, intel, 100, 10) == Kernels(packed, packed)
-    assert choose_kernels(torch.float32, CPU, intel, 9, 10) == Kernels(packed)
-    assert choose_kernels(torch.float32, CPU, other, 100, 10) == Kernels(packed)
+    packed, compiled = can_pack(torch.float32), library() is not None
+    assert choose_kernels(torch.float32, CPU, intel, 100, 10) == Kernels(packed, packed, compiled)
+    assert choose_kernels(torch.float32, CPU, intel, 9, 10) == Kernels(packed, False, compiled)
+    assert choose_kernels(torch.float32, CPU, other, 100, 10) == Kernels(packed, False, compiled)
+    assert choose_kernels(torch.float32, CPU, other, 100, 10, "int8") == Kernels(packed, False, compiled, "int8")
 
 
 OLD, NEW = Processor(flags=frozenset({"avx2", "avx512f"})), Processor(flags=frozenset({"avx512_bf16"}))

@@ -112,13 +112,16 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
-        write_pages(k, v, cache, batch.slots)
+        self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in batch.groups:
             self._decode(q, cache, group, form, out)
         for chunk in batch.chunks:
             self._prefill(q, k, v, cache, chunk, form, out)
         return out.view(q.shape[0], -1)
+
+    def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        write_pages(k, v, cache, slots)
 
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
         kv_heads, dim = cache.k.shape[1], cache.k.shape[3]

@@ -12,11 +12,12 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.layers import QkNorm, VocabEmbedding, gated, rms_norm
-from phalanx_runtime.model.linear import Linear
+from phalanx_runtime.model.layers import QkNorm, VocabEmbedding
+from phalanx_runtime.model.linear import Gated, Linear
 from phalanx_runtime.model.partition import Shard
 from phalanx_runtime.model.protocol import KvLayout
-from phalanx_runtime.model.rope import Angles, Rope, RopeTable, rotate
+from phalanx_runtime.model.rope import Angles, Rope, RopeTable
+from phalanx_runtime.model.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Layer:
     o: Linear
     attention_out: Tensor | None
     mlp_in: Tensor | None
-    gate_up: Linear
+    gate_up: Gated
     down: Linear
     mlp_out: Tensor | None
 
@@ -44,7 +45,13 @@ class Decoder:
     head: Linear
 
     def __init__(
-        self, config: ModelConfig, shard: Shard, collective: Collective, ropes: dict[Rope, RopeTable], attention: Attention
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        collective: Collective,
+        ropes: dict[Rope, RopeTable],
+        attention: Attention,
+        steps: Steps,
     ) -> None:
         self.config = config
         self.shard = shard
@@ -56,6 +63,7 @@ class Decoder:
         self._collective = collective
         self._ropes = ropes
         self._attention = attention
+        self._steps = steps
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
         """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values."""
@@ -63,7 +71,7 @@ class Decoder:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         for layer, cache in zip(self.layers, caches, strict=True):
             self._block(layer, x, angles, cache, batch)
-        return rms_norm(x.index_select(0, batch.drawn), self.norm, self.config.rms_norm_eps)
+        return self._norm(x.index_select(0, batch.drawn), self.norm)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
@@ -81,10 +89,15 @@ class Decoder:
         """One decoder block; adds to x in place."""
         turned = None if layer.rope is None else angles[layer.rope]
         q, k, v = self._heads(layer, self._norm(x, layer.attention_in), turned)
-        attended = self._sum(layer.o(self._attention(q, k, v, cache, batch, layer.form)))
-        x.add_(self._norm(attended, layer.attention_out))
-        mixed = gated(layer.gate_up(self._norm(x, layer.mlp_in)), self.config.activation)
-        x.add_(self._norm(self._sum(layer.down(mixed)), layer.mlp_out))
+        self._add(layer.o, self._attention(q, k, v, cache, batch, layer.form), layer.attention_out, x)
+        self._add(layer.down, layer.gate_up(self._norm(x, layer.mlp_in)), layer.mlp_out, x)
+
+    def _add(self, linear: Linear, h: Tensor, norm: Tensor | None, x: Tensor) -> None:
+        """Adds the linear's sum over all ranks to x, normalised where the layer says so."""
+        if norm is None and self._collective.world_size == 1:
+            linear.add_to(x, h)
+        else:
+            x.add_(self._norm(self._sum(linear(h)), norm))
 
     def _heads(self, layer: Layer, h: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of h: [tokens, heads, head_dim] each, rotated."""
@@ -94,11 +107,11 @@ class Decoder:
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk[:, :heads], qk[:, heads:])
         if angles is not None:
-            qk = rotate(qk, angles)
+            qk = self._steps.turned(qk, angles)
         return qk[:, :heads], qk[:, heads:], v
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)
+        return x if weight is None else self._steps.norm(x, weight, self.config.rms_norm_eps)
 
     def _sum(self, partial: Tensor) -> Tensor:
         return partial if self._collective.world_size == 1 else self._collective.all_reduce(partial)

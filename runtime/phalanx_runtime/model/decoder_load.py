@@ -11,8 +11,9 @@ from phalanx_runtime.model.attention import Attention, AttentionForm
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder import Decoder, Layer
 from phalanx_runtime.model.layers import HeadNorm, QkNorm, VocabEmbedding, WholeNorm
-from phalanx_runtime.model.linear import Linear, make_linear
+from phalanx_runtime.model.linear import Gated, Linear, make_gated, make_linear
 from phalanx_runtime.model.native.attention import choose_attention
+from phalanx_runtime.model.native.steps import choose_steps
 from phalanx_runtime.model.partition import Shard, Span, partition
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.rope import RopeTable
@@ -36,7 +37,7 @@ def load(folder: Path, config: ModelConfig, collective: Collective, form: Form, 
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, form.dtype, form.device
     ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
-    model = Decoder(config, shard, collective, ropes, attention or choose_attention(device))
+    model = Decoder(config, shard, collective, ropes, attention or choose_attention(device), choose_steps(device))
     model.positions = form.positions
     with Checkpoint(folder, dtype, device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form, collective)
@@ -117,23 +118,26 @@ class _Loader:
         sizes = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
         spans = [self._dims(shard.heads), *[self._dims(shard.kv_heads)] * 2]
         names = [prefix + "qkv_proj"] if config.joined else [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        return self._column_parallel(names, sizes, spans, config.qkv_bias)
+        return self._linear(*self._rows(names, sizes, spans, config.qkv_bias))
 
-    def _gate_up(self, prefix: str) -> Linear:
+    def _gate_up(self, prefix: str) -> Gated:
         sizes, spans = [self._config.intermediate_size] * 2, [self._shard.mlp] * 2
         names = [prefix + "gate_up_proj"] if self._config.joined else [prefix + "gate_proj", prefix + "up_proj"]
-        return self._column_parallel(names, sizes, spans, self._config.mlp_bias)
+        weight, bias = self._rows(names, sizes, spans, self._config.mlp_bias)
+        made = make_gated(weight, bias, self._config.activation, self._kernels)
+        self.num_bytes += made.num_bytes
+        return made
 
     def _dims(self, heads: Span) -> Span:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
-    def _column_parallel(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> Linear:
-        """Output rows of several linears, one below the other. One name for all: the checkpoint holds them so already."""
+    def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Tensor, Tensor | None]:
+        """Output rows and biases of several linears, one below the other. One name for all: the checkpoint joins them already."""
         parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
         read, hidden = self._checkpoint, self._config.hidden_size
         weight = torch.cat([read.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
         bias = torch.cat([read.vector(name + ".bias", size, span) for name, size, span in parts]) if biased else None
-        return self._linear(weight, bias)
+        return weight, bias
 
     def _row_parallel(self, name: str, size: int, span: Span, biased: bool) -> Linear:
         """Input columns of one linear whose outputs are summed over the ranks."""

@@ -1,24 +1,24 @@
-"""Linear layers of a rank: prepacked for oneDNN on CPU, plain elsewhere; and the dtype that suits the processor.
+"""Linear layers of a rank: compiled or prepacked for oneDNN on CPU, plain elsewhere.
 
 `DenseLinear` is the slow twin of the others, equal within rounding. Times of all linears of a 135M model in one step, fp32,
 one thread of an AVX-512 Intel, ms: batch 1: dense 59, packed 68, transposed 51; batch 16: dense 136, packed 93.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.layers import gated
+from phalanx_runtime.model.native.library import library
+from phalanx_runtime.model.native.linear import NativeGated, NativeLinear, Precision, multiplies, quantized
+from phalanx_runtime.model.processor import Processor
 
 PACK_BATCH = 16
 """Batch size that the packed layout is chosen for: a typical decode step."""
-
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""CPU flags of processors that multiply bf16. Without one, torch's bf16 linears are hundreds of times slower than fp32."""
 
 
 class Linear(Protocol):
@@ -31,6 +31,10 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]. Gives [tokens, out]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
         ...
 
 
@@ -52,6 +56,10 @@ class DenseLinear:
         """x: [tokens, in]. Gives [tokens, out]."""
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
 
 class PackedLinear:
     """A linear layer whose weight lies in oneDNN's own layout. The dense weight is not kept."""
@@ -67,6 +75,10 @@ class PackedLinear:
         """x: [tokens, in]. Gives [tokens, out]."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
 
 
 class TwofoldLinear:
@@ -86,28 +98,110 @@ class TwofoldLinear:
             return self._packed(x)
         return x @ self.transposed if self.bias is None else torch.addmm(self.bias, x, self.transposed)
 
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class QuantizedLinear:
+    """The slow twin of a compiled int8 linear: weights of int8 with a scale per output, arithmetic in the dtype of x."""
+
+    __slots__ = ("bias", "num_bytes", "scales", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.scales = quantized(weight)
+        self.bias = bias
+        self.num_bytes = self.weight.nbytes + self.scales.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scales.to(x.dtype))
+        return y if self.bias is None else y.add_(self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class Gated(Protocol):
+    """activation(x G^T) * (x U^T)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        ...
+
+
+class PlainGated:
+    """A linear layer of G above U, then the activation: the slow twin."""
+
+    __slots__ = ("_activation", "_linear", "num_bytes")
+
+    def __init__(self, linear: Linear, activation: Activation) -> None:
+        self._linear = linear
+        self._activation: Activation = activation
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        return gated(self._linear(x), self._activation)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How linears are laid out: packed for oneDNN, and beside that transposed, at twice the memory, for single rows."""
+    """How linears are laid out: packed for oneDNN, and beside that transposed, at twice the memory, for single rows.
+
+    `compiled` is the precision of those that the compiled kernels take; bf16 only where it holds the weight exactly. `int8`
+    rounds every linear, compiled or not.
+    """
 
     packed: bool = False
     transposed: bool = False
+    compiled: bool = False
+    precision: Precision = "bf16"
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
     """A linear layer laid out so."""
+    made = library() if kernels.compiled and _compiles(weight, kernels.precision) else None
+    if made is not None:
+        return NativeLinear(made, weight, bias, kernels.precision)
+    if kernels.precision == "int8":
+        return QuantizedLinear(weight, bias)
     if kernels.packed:
         return TwofoldLinear(weight, bias) if kernels.transposed else PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
 
 
-def choose_kernels(dtype: torch.dtype, device: torch.device, cpu: "Processor", spare_bytes: int, num_bytes: int) -> Kernels:
+def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
+    """Gate and up, G above U in the weight, with what follows them."""
+    made = library() if kernels.compiled and activation == "silu" and _compiles(weight, kernels.precision) else None
+    if made is not None:
+        return NativeGated(made, weight, bias, kernels.precision)
+    return PlainGated(make_linear(weight, bias, kernels), activation)
+
+
+def _compiles(weight: Tensor, precision: Precision) -> bool:
+    """Whether the compiled kernel takes this weight, and loses nothing by bf16."""
+    if not multiplies(weight, weight.dtype):
+        return False
+    return precision == "int8" or weight.dtype == torch.bfloat16 or bool((weight.bfloat16().float() == weight).all())
+
+
+def choose_kernels(
+    dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
+) -> Kernels:
     """The fastest layout here, for linears of `num_bytes` with `spare_bytes` of memory free for a second copy."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not can_pack(dtype):
-        return Kernels()
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return Kernels(precision=precision)
+    packed = can_pack(dtype)
     # On AMD oneDNN is ahead of MKL at any batch; in bf16 too.
-    return Kernels(packed=True, transposed=cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes)
+    transposed = packed and cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes
+    return Kernels(packed, transposed, library() is not None, precision)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -119,41 +213,3 @@ def can_pack(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """The CPU: who made it, and what it can do, as Linux names it."""
-
-    is_intel: bool = False
-    flags: frozenset[str] = frozenset()
-
-
-def choose_dtype(asked: str, stored: str, device: torch.device, cpu: Processor) -> torch.dtype:
-    """The dtype to compute in. `auto` is the checkpoint's, but fp32 on a processor without bf16 arithmetic.
-
-    Raises ModelError for a dtype that has no meaning here.
-    """
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if asked != "auto":
-        if asked not in names:
-            raise ModelError(f"dtype {asked!r} is not supported; supported are auto, {', '.join(names)}")
-        return names[asked]
-    if device.type == "cpu" and not cpu.flags & BF16_FLAGS:
-        return torch.float32
-    # fp16 checkpoints hold values that bf16 holds too, with a shorter mantissa; fp32 loses nothing.
-    return names.get(stored, torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-def read_processor(path: Path = Path("/proc/cpuinfo")) -> Processor:
-    """This machine's processor. Without a maker or flags when it cannot be told."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return Processor()
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = fields.get("flags") or fields.get("Features") or ""
-    return Processor(fields.get("vendor_id") == "GenuineIntel", frozenset(flags.split()))

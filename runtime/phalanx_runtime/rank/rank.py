@@ -11,7 +11,8 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.model.linear import choose_dtype, choose_kernels, read_processor
+from phalanx_runtime.model.linear import choose_kernels
+from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import Form, Model, Source
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
@@ -64,7 +65,7 @@ def _form(spec: RankSpec, source: Source, collective: Collective, device: torch.
     dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
     num_weights = source.num_linear_weights(collective.rank, collective.world_size)
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
-    kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize)
+    kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.quantization or "bf16")
     return Form(dtype, device, kernels, max(source.max_position, spec.max_model_len or 0))
 
 

@@ -207,6 +207,7 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             model_dir=str(folder),
             engine_socket=launch.engine_socket if first + i == 0 else "",
             dtype=settings.dtype,
+            quantization=settings.quantization,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

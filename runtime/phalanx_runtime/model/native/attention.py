@@ -12,6 +12,7 @@ MAX_GROUP = 64
 """Query heads that may share a KV head."""
 
 Sizes = ctypes.c_int64 * 8
+Strides = ctypes.c_int64 * 5
 
 
 def decodes(library: Library, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -32,6 +33,14 @@ class NativeAttention(PagedAttention):
         super().__init__()
         self._library = library
         self.num_decoded = 0
+
+    def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        size, dim = k.element_size(), k.shape[2]
+        if any(part.stride(2) != 1 or part.stride(1) != dim for part in (k, v)):
+            return super()._write(k, v, cache, slots)
+        sizes = Strides(k.shape[0], k.shape[1], dim * size, k.stride(0) * size, v.stride(0) * size)
+        places = (part.data_ptr() for part in (k, v, cache.k, cache.v, slots))
+        self._library.functions.phalanx_write(*places, sizes)
 
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]

@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx_runtime.model.linear import read_processor
+from phalanx_runtime.model.processor import read_processor
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,14 @@ def _open(path: Path) -> Library:
     functions.phalanx_lanes.restype = count
     functions.phalanx_decode.argtypes = [count, *[pointer] * 7, number, number]
     functions.phalanx_decode.restype = None
+    functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
+    functions.phalanx_linear.restype = None
+    functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
+    functions.phalanx_norm.restype = None
+    functions.phalanx_rotate.argtypes = [count, *[pointer] * 4]
+    functions.phalanx_rotate.restype = None
+    functions.phalanx_write.argtypes = [pointer] * 6
+    functions.phalanx_write.restype = None
     return Library(functions, int(functions.phalanx_lanes()))
 
 

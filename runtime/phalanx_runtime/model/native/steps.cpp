@@ -1,0 +1,81 @@
+// The small steps between linears, each in one pass over its rows: norm, rotation in place, writing keys and values to pages.
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t FEW = 8192;  // numbers below which one thread is faster than two
+
+template <typename T, typename N>
+void norm(const T* x, const N* weight, T* out, int64_t rows, int64_t size, int64_t x_stride, float eps) {
+#pragma omp parallel for if (rows * size > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* from = x + row * x_stride;
+        T* to = out + row * size;
+        float squares[W] = {};
+        int64_t i = 0;
+        for (; i + W <= size; i += W)
+            for (int lane = 0; lane < W; lane++) squares[lane] += widen(from[i + lane]) * widen(from[i + lane]);
+        float total = 0;
+        for (; i < size; i++) total += widen(from[i]) * widen(from[i]);
+        for (int lane = 0; lane < W; lane++) total += squares[lane];
+        const float scale = 1.0f / std::sqrt(total / size + eps);
+        for (i = 0; i < size; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to + i);
+    }
+}
+
+template <typename T>
+void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t dim, int64_t turned, int64_t x_stride) {
+    const int64_t half = turned / 2;
+#pragma omp parallel for if (rows * heads * dim > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *c = cos + row * turned, *s = sin + row * turned;
+        for (int64_t head = 0; head < heads; head++) {
+            T *low = x + row * x_stride + head * dim, *high = low + half;
+            for (int64_t i = 0; i < half; i++) {
+                const float a = widen(low[i]), b = widen(high[i]);
+                narrow(a * widen(c[i]) + b * widen(s[i]), low + i);
+                narrow(b * widen(c[half + i]) + a * widen(s[half + i]), high + i);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out[row] = x[row] / sqrt(mean(x[row]^2) + eps) * weight. sizes: rows, size, stride of x.
+void phalanx_norm(int64_t is_bf16, int64_t weight_is_bf16, const void* x, const void* weight, void* out, const int64_t* sizes, double eps) {
+    const auto small = static_cast<float>(eps);
+    if (is_bf16 && weight_is_bf16)
+        norm(static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], small);
+    else if (is_bf16)
+        norm(static_cast<const bf16*>(x), static_cast<const float*>(weight), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], small);
+    else
+        norm(static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], small);
+}
+
+// x: [rows, heads, dim], rows x_stride apart, turned in place by cos and sin, [rows, turned] with the signs in sin.
+// sizes: rows, heads, dim, turned, stride of x.
+void phalanx_rotate(int64_t is_bf16, void* x, const void* cos, const void* sin, const int64_t* sizes) {
+    if (is_bf16)
+        rotate(static_cast<bf16*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), sizes[0], sizes[1], sizes[2],
+               sizes[3], sizes[4]);
+    else
+        rotate(static_cast<float*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin), sizes[0], sizes[1], sizes[2],
+               sizes[3], sizes[4]);
+}
+
+// k and v: [rows, kv_heads, dim] with strides; slots: [rows * kv_heads] rows of the pages seen as [slots, dim].
+// sizes: rows, kv_heads, bytes of a head, bytes between rows of k, and of v.
+void phalanx_write(const char* k, const char* v, char* k_pages, char* v_pages, const int64_t* slots, const int64_t* sizes) {
+    const int64_t heads = sizes[1], bytes = sizes[2];
+#pragma omp parallel for if (sizes[0] * heads * bytes > 8 * FEW)
+    for (int64_t row = 0; row < sizes[0]; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t to = slots[row * heads + head] * bytes;
+            memcpy(k_pages + to, k + row * sizes[3] + head * bytes, bytes);
+            memcpy(v_pages + to, v + row * sizes[4] + head * bytes, bytes);
+        }
+}
+}
