@@ -24,6 +24,7 @@ BEAT_S = 1.0
 DType = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["int8"]
 Backend = Literal["auto", "own", "gloo", "nccl"]
+ModelImpl = Literal["auto", "fused", "transformers"]
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     prefix_eviction_policy: PolicyName = "adaptive"
     quantization: Quantization | None = None
+    model_impl: ModelImpl = "auto"
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

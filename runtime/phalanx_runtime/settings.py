@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx_api import labels
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.rank_spec import DType, Quantization
+from phalanx_runtime.rank_spec import DType, ModelImpl, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class ServeSettings:
     """Of weights and KV cache; auto takes the fastest that the device is good at."""
     quantization: Quantization | None
     """int8 rounds the weights of linears to int8 with a scale per output: half the memory of bf16, other tokens."""
+    model_impl: ModelImpl
+    """fused is our decoder block, transformers its model around our attention; auto: fused where it knows the architecture."""
     max_model_len: int | None
     """Tokens of prompt and output of one request; default: what the model and the page pool allow."""
     max_num_seqs: int
@@ -101,6 +103,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         tensor_parallel_size=flags.tensor_parallel_size,
         dtype=flags.dtype,
         quantization=flags.quantization,
+        model_impl=flags.model_impl,
         max_model_len=flags.max_model_len,
         max_num_seqs=flags.max_num_seqs,
         max_num_batched_tokens=flags.max_num_batched_tokens,
@@ -136,6 +139,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share the model")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto", help="of weights and KV cache")
     add("--quantization", "-q", choices=["int8"], help="round the weights of linears; default: as they are")
+    add("--model-impl", choices=["auto", "fused", "transformers"], default="auto", help="which code computes the model")
     add("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and output of one request")
     add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step")
     add("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens in one step")

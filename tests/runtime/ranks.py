@@ -20,7 +20,7 @@ from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.model.attention import Attention
 from phalanx_runtime.model.linear import Kernels
 from phalanx_runtime.model.protocol import Form
-from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import make_caches
 from phalanx_runtime.rank.rank import make_runner
@@ -92,12 +92,13 @@ class Build:
     attention: Attention | None = None
     num_pages: int = 64
     device: str = "cpu"
+    level: Level = "auto"
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
     """A runner over a small pool."""
     device = torch.device(build.device)
-    source = open_model(folder)
+    source = open_model(folder, build.level)
     model = source.load(collective, Form(build.dtype, device, build.kernels, source.max_position), build.attention)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)

@@ -6,11 +6,17 @@ from typing import Any, Literal, get_args
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+Mixture = Literal["mixtral", "qwen2_moe", "qwen3_moe"]
+MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
 VOCAB_SIZE = 320
 EOS_ID = 257
 WINDOW = 24
 """Sliding window of the tiny models that have one, in tokens."""
-_OWN: dict[Family, dict[str, Any]] = {
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": _EXPERTS,
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "gemma2": {
@@ -35,7 +41,7 @@ _CHAT = (
 )
 
 
-def save_tiny(folder: Path, family: Family = "llama", seed: int = 0, **changes: Any) -> Path:
+def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """Writes a checkpoint of this family and gives its folder back. `changes` go into its config."""
     import torch
     import transformers
@@ -54,7 +60,7 @@ def save_tiny(folder: Path, family: Family = "llama", seed: int = 0, **changes: 
     return folder
 
 
-def _config(family: Family, changes: dict[str, Any]) -> Any:
+def _config(family: str, changes: dict[str, Any]) -> Any:
     """4 query heads over 2 KV heads, 3 layers; large weights, so that near-ties are rare."""
     import transformers
 

@@ -1,6 +1,7 @@
 """Tensors of a safetensors checkpoint, read slice by slice: a rank touches only the bytes of its own part."""
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,16 @@ class Checkpoint:
         """Whether the checkpoint holds this tensor."""
         return name in self._files
 
+    def names(self) -> list[str]:
+        """All its tensors."""
+        return list(self._files)
+
+    def part(self, name: str, take: Callable[[Any], Tensor] | None) -> Tensor:
+        """A tensor as it is stored, or what `take` takes of its slice. It may be a view of the file, until that closes."""
+        handle = self._handle(name)
+        tensor: Tensor = handle.get_tensor(name) if take is None else take(handle.get_slice(name))
+        return tensor
+
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
         """A one-dimensional tensor of this size, or part of it."""
         part = span or Span(0, size)
@@ -55,18 +66,23 @@ class Checkpoint:
         return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        lazy = self._handle(name).get_slice(name)
+        path = self._files[name]
+        if tuple(lazy.get_shape()) != shape:
+            raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}, config.json implies {list(shape)}")
+        return lazy
+
+    def _handle(self, name: str) -> Any:
         path = self._files.get(name)
         if path is None:
             raise ModelError(f"{self._folder}: tensor {name} is missing")
         try:
             if path not in self._open:
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            lazy = self._open[path].get_slice(name)
+            self._open[path].get_slice(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {error}") from error
-        if tuple(lazy.get_shape()) != shape:
-            raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}, config.json implies {list(shape)}")
-        return lazy
+        return self._open[path]
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -51,7 +51,7 @@ def prepare_process(spec: RankSpec, system: System) -> None:
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
-    source = open_model(Path(spec.model_dir))
+    source = open_model(Path(spec.model_dir), spec.model_impl)
     form = _form(spec, source, collective, device, system)
     dtype = form.dtype
     gauge = make_gauge(device)

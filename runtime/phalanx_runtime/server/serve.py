@@ -208,6 +208,7 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             engine_socket=launch.engine_socket if first + i == 0 else "",
             dtype=settings.dtype,
             quantization=settings.quantization,
+            model_impl=settings.model_impl,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

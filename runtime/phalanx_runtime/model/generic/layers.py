@@ -1,0 +1,84 @@
+"""A model's calls to attention as layers with pages: what each call is like, and the answer that computes it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx_runtime.errors import Unsupported
+from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, StepBatch
+from phalanx_runtime.model.protocol import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to attention in a forward pass: heads, the dimension that keys and values are padded to, and the window."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None
+
+
+def layout_of(calls: list[Call]) -> KvLayout:
+    """What the calls keep. Each call is a layer of its own. Raises Unsupported when their KV heads cannot be brought together."""
+    most = max(call.kv_heads for call in calls)
+    for call in calls:
+        if most % call.kv_heads or call.heads % most:
+            raise Unsupported(f"its layers have {call.kv_heads} and {most} KV heads, of {call.heads} heads")
+    return KvLayout(most, tuple(call.dim for call in calls), frozenset(call.window for call in calls))
+
+
+class PagedAnswer:
+    """Answers the calls of one step, in their order, from the pages."""
+
+    def __init__(self, calls: list[Call], kv: KvLayout, attention: Attention, batch: StepBatch, caches: list[LayerCache]) -> None:
+        self._calls = calls
+        self._kv = kv
+        self._attention = attention
+        self._batch = batch
+        self._caches = caches
+        self._next = 0
+
+    def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, dims of their own]. Gives [1, tokens, heads, dim of v]."""
+        call, cache = self._calls[self._next], self._caches[self._next]
+        self._next += 1
+        repeat = self._kv.kv_heads // call.kv_heads
+        packed = [_packed(part, call.dim) for part in (q, k, v)]
+        keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
+        form = AttentionForm(call.window, scale_of(q, options), options.get("softcap"))
+        out = self._attention(packed[0], keys, values, cache, self._batch, form)
+        return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError when the step made fewer calls than the model has layers."""
+        if self._next != len(self._calls):
+            raise RuntimeError(f"the model called attention {self._next} times instead of {len(self._calls)}")
+
+
+def scale_of(q: Tensor, options: dict[str, Any]) -> float:
+    """What scores are multiplied by in a call."""
+    scale = options.get("scaling")
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _packed(part: Tensor, dim: int) -> Tensor:
+    """[1, heads, tokens, own dim] as [tokens, heads, dim], with zeros behind."""
+    packed = part[0].transpose(0, 1)
+    return F.pad(packed, (0, dim - part.shape[-1])) if part.shape[-1] < dim else packed.contiguous()
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+    """The call's result from the definition, over a step that is one whole request. Gives [1, tokens, heads, dim of v]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.matmul(q, keys.transpose(-1, -2)) * scale_of(q, options)
+    if (softcap := options.get("softcap")) is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    at = torch.arange(q.shape[2], device=q.device)
+    hidden = (at[None, :] > at[:, None]) | (at[None, :] <= at[:, None] - (window or len(at)))
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.matmul(weights, values).transpose(1, 2).contiguous()

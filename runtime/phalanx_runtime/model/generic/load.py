@@ -1,0 +1,145 @@
+"""A `transformers` model made without memory, and filled with this rank's part of a checkpoint.
+
+Checkpoints name and stack tensors otherwise than the models of `transformers` 5; its own list of conversions says how. Where a
+parameter is made of several tensors these are read whole, one parameter at a time, then cut.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx_runtime.errors import ModelError, Unsupported
+from phalanx_runtime.model.generic.calls import PAGED
+from phalanx_runtime.model.generic.split import Cut
+from phalanx_runtime.model.weights import Checkpoint
+
+_making = threading.Lock()
+
+
+def make_empty(config: Any, dtype: torch.dtype, experts: str | None) -> Any:
+    """The model that this config describes: parameters on the meta device, buffers computed. Raises ModelError."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    options = {} if experts is None else {"experts_implementation": experts}
+    # torch's class is changed while the model is made, and its default dtype: one thread at a time.
+    with _making, _parameters_on_meta():
+        try:
+            return auto.from_config(config, dtype=dtype, attn_implementation=PAGED, **options).eval()
+        except KeyError as error:
+            if error.args == (PAGED,):
+                raise Unsupported("its attention does not go through AttentionInterface") from error
+            raise ModelError(f"transformers cannot make this model: {error!r}") from error
+        except Exception as error:
+            raise ModelError(f"transformers cannot make this model: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that are made take no memory, and are not initialised."""
+    from transformers.initialization import no_init_weights
+
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> int:
+    """Reads this rank's part of every parameter and stored buffer, and gives their bytes. Raises ModelError."""
+    wanted: dict[str, Tensor] = dict(model.state_dict())
+    filled: dict[str, Tensor] = {}
+    for parts in _grouped(model, checkpoint, wanted):
+        for name, tensor in parts.tensors(model, checkpoint, cuts).items():
+            if name in wanted:
+                filled[name] = _placed(tensor, wanted[name].dtype, checkpoint.device)
+    for name, tensor in filled.items():
+        _set(model, name, tensor)
+    for name, buffer in list(model.named_buffers()):
+        _set(model, name, buffer.to(checkpoint.device))
+    _tie(model, filled)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise ModelError(f"tensors are missing in the checkpoint: {', '.join(left[:5])}{' ...' if left[5:] else ''}")
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+class _Parts:
+    """The checkpoint's tensors that make one parameter, or several."""
+
+    def __init__(self, name: str, converter: Any) -> None:
+        self._name = name
+        self._converter = converter
+        self._sources: list[tuple[str, str | None]] = []
+
+    def add(self, source: str, pattern: str | None) -> None:
+        """One more tensor of the checkpoint, and the pattern of the conversion that it matched."""
+        self._sources.append((source, pattern))
+
+    def tensors(self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+        """This rank's part of each parameter."""
+        if self._converter is None:
+            return {self._name: checkpoint.part(self._sources[-1][0], cuts[self._name].of if self._name in cuts else None)}
+        for source, pattern in self._sources:
+            self._converter.add_tensor(self._name, source, pattern, checkpoint.part(source, None))
+        made = self._converter.convert(self._name, model=model, config=model.config)
+        whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: cuts[name].of(value) if name in cuts else value for name, value in whole.items()}
+
+
+def _grouped(model: Any, checkpoint: Checkpoint, wanted: dict[str, Tensor]) -> list[_Parts]:
+    """The checkpoint's tensors by the parameter that they make."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    groups: dict[str, _Parts] = {}
+    for source in sorted(checkpoint.names(), key=dot_natural_key):
+        name, pattern = rename_source_key(source, renamings, converters, prefix, wanted)
+        if name not in wanted and source in wanted:
+            name, pattern = source, None
+        if name in wanted:
+            converter = None if pattern is None else deepcopy(by_pattern[pattern])
+            groups.setdefault(name, _Parts(name, converter)).add(source, pattern)
+    return list(groups.values())
+
+
+def _placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _tie(model: Any, filled: Mapping[str, Tensor]) -> None:
+    """Parameters that the model shares are shared again, from whichever the checkpoint holds."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in dict(tied).items():
+        first, second = (source, target) if source in filled else (target, source)
+        if first in filled:
+            path, _, leaf = second.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = model.get_parameter(first)

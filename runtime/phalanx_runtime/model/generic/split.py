@@ -1,0 +1,152 @@
+"""How a `transformers` model is split over ranks: its own tensor-parallel plan, read as metadata.
+
+A style says which dimension of a module's parameters is cut, and what its inputs and outputs need. Sizes are cut by KV head, so
+that query heads stay with theirs; a size is cut in the same way wherever it occurs, so that what one linear gives is what the
+next one takes.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.partition import Span, cut_evenly
+
+STYLES = {
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise",
+    "rowwise_split_input",
+    "rowwise_rep",
+    "packed_colwise",
+    "moe_tp_experts",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "replicate",
+    "mla_kv_a_proj",
+}
+"""Styles of plans that are understood. The last three leave a module as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """This rank's part of a tensor: spans along one dimension, joined."""
+
+    dim: int
+    spans: tuple[Span, ...]
+
+    def of(self, tensor: Any) -> Tensor:
+        """That part of a tensor, or of a slice of a file."""
+        whole = (slice(None),) * (self.dim % len(_shape(tensor)))
+        parts = [tensor[(*whole, slice(span.start, span.stop))] for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+
+
+class Splitter:
+    """Splits a model of the meta device: hooks go into its modules, `cuts` says what to read for each parameter,
+    `zeroed` which are zeros on this rank."""
+
+    def __init__(self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective) -> None:
+        if not plan:
+            raise ModelError("tensor parallel: transformers has no plan for this model; use --tensor-parallel-size 1")
+        if collective.world_size > kv_heads:
+            raise ModelError(f"tensor-parallel size {collective.world_size} is more than the model's {kv_heads} KV heads")
+        unknown = sorted(set(plan.values()) - STYLES)
+        if unknown:
+            raise ModelError(f"tensor parallel: the model's plan has styles that are not known: {', '.join(unknown)}")
+        self.cuts: dict[str, Cut] = {}
+        self.zeroed: list[str] = []
+        self._model = model
+        self._plan = plan
+        self._kv_heads = kv_heads
+        self._collective = collective
+
+    def split(self) -> None:
+        """Puts the plan into effect."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, module in self._model.named_modules():
+            if style := self._style(name):
+                self._split_module(name, module, style)
+        for name, parameter in parameters.items():
+            if style := self._style(name):
+                self._cut(
+                    name, parameter, -1 if style == "rowwise" else _outputs(parameter), 2 if style == "packed_colwise" else 1
+                )
+
+    def _style(self, name: str) -> str | None:
+        return self._plan.get(name) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+    def _split_module(self, name: str, module: nn.Module, style: str) -> None:
+        collective = self._collective
+        match style:
+            case "colwise" | "colwise_gather_output" | "colwise_rep" | "packed_colwise":
+                for part, parameter in module.named_parameters(recurse=False):
+                    self._cut(f"{name}.{part}", parameter, _outputs(parameter), 2 if style == "packed_colwise" else 1)
+                if style.startswith("colwise_"):
+                    module.register_forward_hook(lambda _, args, out: collective.all_gather(out.contiguous(), -1))
+            case "rowwise" | "rowwise_split_input" | "rowwise_rep":
+                self._split_rows(name, module, splits_input=style != "rowwise")
+            case "moe_tp_experts":
+                module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
+            case "embedding_rowwise":
+                self._split_embedding(name, module)
+            case _:
+                pass
+
+    def _split_rows(self, name: str, module: nn.Module, splits_input: bool) -> None:
+        """Input columns of a linear; its bias must enter the sum once, so rank 0 keeps it."""
+        collective = self._collective
+        weight = module.get_parameter("weight")
+        cut = self._cut(f"{name}.weight", weight, -1, 1)
+        if splits_input:
+            span = cut.spans[0]
+            module.register_forward_pre_hook(lambda _, args: (args[0][..., span.start : span.stop], *args[1:]))
+        if getattr(module, "bias", None) is not None and collective.rank:
+            self.zeroed.append(f"{name}.bias")
+        module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
+
+    def _split_embedding(self, name: str, module: nn.Module) -> None:
+        """Rows of an embedding; a token that is held elsewhere gives zeros here."""
+        collective = self._collective
+        span = self._cut(f"{name}.weight", module.get_parameter("weight"), 0, 1).spans[0]
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # it may be a row of another rank, and only matters in training
+
+        def lookup(inner: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+            local = tokens - span.start
+            elsewhere = (local < 0) | (local >= span.size)
+            rows = inner(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+            return collective.all_reduce(rows.contiguous())
+
+        inner = module.forward
+        module.forward = lambda tokens: lookup(inner, tokens)
+
+    def _cut(self, name: str, parameter: Tensor, dim: int, lumps: int) -> Cut:
+        """Cuts a parameter that holds `lumps` matrices side by side, each in the same way."""
+        size = parameter.shape[dim] // lumps
+        span = self._span(size)
+        cut = Cut(dim, tuple(Span(size * i + span.start, size * i + span.stop) for i in range(lumps)))
+        self.cuts[name] = cut
+        return cut
+
+    def _span(self, size: int) -> Span:
+        world_size, rank = self._collective.world_size, self._collective.rank
+        if size % self._kv_heads:
+            return cut_evenly(size, world_size)[rank]
+        unit, heads = size // self._kv_heads, cut_evenly(self._kv_heads, world_size)[rank]
+        return Span(heads.start * unit, heads.stop * unit)
+
+
+def _outputs(parameter: Tensor) -> int:
+    """The dimension of outputs: the first of a matrix, the second of a stack of experts' matrices."""
+    return 0 if parameter.ndim < 3 else parameter.ndim - 2
