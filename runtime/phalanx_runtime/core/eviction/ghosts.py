@@ -1,7 +1,7 @@
 """Which policy would find most: small caches of keys without pages, one for each policy, over a sample of the keys.
 
     a key is sampled if its leading bits are zero: 1 / 2^bits of the keys, in caches of 1 / 2^bits of the pool
-    score = hits of this period + half the score before          period = twice the slots, in sampled keys
+    score = hits of this period + 3/4 of the score before          period = half as many sampled keys as slots
 
 Pages of a chain are sampled on their own, so a ghost knows no leaf pages. Source: Waldspurger et al. 2015, SHARDS (sampling).
 """
@@ -10,9 +10,20 @@ from collections.abc import Callable, Mapping
 
 from phalanx_runtime.core.eviction.protocol import Eviction
 
-SLOTS = 512
+FEWEST_SLOTS = 64
+MOST_SLOTS = 512
 LEAD = 1.02
+KEPT = 0.75
 _KEY_BITS = 64
+
+
+def sample_bits(num_pages: int) -> int:
+    """1 key in 16, of a small pool more, of a large pool fewer: enough slots to tell policies apart, little work for each key."""
+    return max(min(4, _log2(num_pages // FEWEST_SLOTS)), _log2(num_pages // MOST_SLOTS))
+
+
+def _log2(ratio: int) -> int:
+    return max(0, ratio.bit_length() - 1)
 
 
 class Ghost:
@@ -56,12 +67,12 @@ class Ghosts:
     """One ghost for each policy, all shown the same sampled keys."""
 
     def __init__(self, num_pages: int, policies: Mapping[str, Callable[[int, bytearray], Eviction]]) -> None:
-        bits = max(0, (num_pages // SLOTS).bit_length() - 1)
+        bits = sample_bits(num_pages)
         slots = num_pages >> bits
         self._ghosts = {name: Ghost(slots, policy) for name, policy in policies.items()}
         self._scores = dict.fromkeys(policies, 0.0)
         self._below = 1 << (_KEY_BITS - bits)
-        self._period = 2 * slots
+        self._period = max(1, slots // 2)
         self._seen = 0
         self._leader: str | None = None
 
@@ -76,7 +87,7 @@ class Ghosts:
             return False
         self._seen = 0
         for name, ghost in self._ghosts.items():
-            self._scores[name] = self._scores[name] / 2 + ghost.hits
+            self._scores[name] = KEPT * self._scores[name] + ghost.hits
             ghost.hits = 0
         return True
 

@@ -32,6 +32,18 @@ class Recency:
         previous[after] = before
         self.size -= 1
 
+    def renew(self, page: int) -> None:
+        """Moves a page of the ring to its most recent end."""
+        end, following, previous = self._end, self._next, self._previous
+        before, after = previous[page], following[page]
+        following[before] = after
+        previous[after] = before
+        last = previous[end]
+        following[last] = page
+        previous[page] = last
+        following[page] = end
+        previous[end] = page
+
     def oldest(self) -> int:
         """The page used longest ago of a ring that is not empty."""
         assert self.size, "an empty ring has no oldest page"

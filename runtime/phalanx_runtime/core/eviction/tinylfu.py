@@ -64,9 +64,9 @@ class WTinyLfu:
 
     def on_release(self, page: int, time: int) -> None:
         """A release is a use, though one that the sketch does not count."""
-        part = self._part[page]
-        self._order[part].remove(page)
-        self._add(page, part)
+        self._order[self._part[page]].renew(page)
+        self._uses += 1
+        self._used[page] = self._uses
 
     def on_idle(self, page: int) -> None:
         """The page may go from now on."""
