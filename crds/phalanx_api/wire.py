@@ -180,13 +180,25 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """What the engine has in hand. `outstanding_tokens` counts prompt tokens not yet computed and output tokens still allowed."""
+    """What the engine has in hand. `outstanding_tokens` counts prompt tokens not yet computed and output tokens still allowed.
+
+    Since the engine's start: preemptions; prompt tokens of requests that began, and those of them found in the prefix cache;
+    pages taken out of the cache again, and pages evicted; pages or rows that were not accounted for when idle. `step_model`: the
+    coefficients of `cost.StepModel` in its order, empty until known.
+    """
 
     waiting: int
     running: int
     outstanding_tokens: int
     free_pages: int
     total_pages: int
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    pages_reused: int = 0
+    pages_evicted: int = 0
+    leaks: int = 0
+    step_model: list[float] = []
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):

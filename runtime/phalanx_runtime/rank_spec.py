@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx_api.account import MemoryAccount
 from phalanx_runtime.core.eviction.protocol import PolicyName
+from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
 
 EXIT_ASKED = 0
 """The rank was asked to leave, or its parent is gone."""
@@ -58,6 +59,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_eviction_policy: PolicyName = "adaptive"
     quantization: Quantization | None = None
     model_impl: ModelImpl = "auto"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    long_prefill_token_threshold: int = 0
+    itl_target_ms: float | None = None
+    model_name: str = ""
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

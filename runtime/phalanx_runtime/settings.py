@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 from phalanx_api import labels
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
+from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
 from phalanx_runtime.rank_spec import DType, ModelImpl, Quantization
 
 
@@ -52,6 +54,12 @@ class ServeSettings:
     """Pages of prompts and outputs are kept, and shared by requests that begin alike."""
     prefix_eviction_policy: PolicyName
     """Which kept page goes first when the pool is full."""
+    scheduling_policy: SchedulingPolicy
+    """In which order requests are served, and the last of which loses its pages when they run out."""
+    long_prefill_token_threshold: int
+    """Most tokens of one prompt in a step; 0: one longer than a step takes half of it while others have tokens to compute."""
+    itl_target_ms: float | None
+    """How long a step with running streams should take at most; prompts get the tokens that this leaves. Default: no target."""
     download_dir: Path
     """Where models are downloaded and converted to."""
     host: str
@@ -112,6 +120,9 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         gpu_memory_utilization=flags.gpu_memory_utilization,
         enable_prefix_caching=flags.enable_prefix_caching,
         prefix_eviction_policy=flags.prefix_eviction_policy,
+        scheduling_policy=flags.scheduling_policy,
+        long_prefill_token_threshold=flags.long_prefill_token_threshold,
+        itl_target_ms=flags.itl_target_ms,
         download_dir=flags.download_dir or _default_download_dir(environment),
         host=flags.host,
         port=flags.port,
@@ -148,6 +159,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of a GPU's memory")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share pages of equal beginnings")
     add("--prefix-eviction-policy", choices=POLICY_NAMES, default="adaptive", help="which cached page goes first")
+    add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help="in which order requests are served")
+    add("--long-prefill-token-threshold", type=_natural, default=0, metavar="N", help="most tokens of one prompt in a step")
+    add("--itl-target-ms", type=_milliseconds, metavar="MS", help="how long a step with running streams should take at most")
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
@@ -243,6 +257,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in milliseconds above 0")
+    return value
 
 
 def _port(text: str) -> int:

@@ -1,22 +1,56 @@
-"""Random workloads with aborts and pools too small: pages are conserved, requests progress, tokens are those of a big pool."""
+"""Random workloads with shared prefixes, aborts and pools too small, under every policy and several plans in flight.
 
-from dataclasses import dataclass
+Pages are conserved, requests progress, and tokens are those of an undisturbed run: the fake runner draws from what the page slots
+hold, so a page shared before it was written, or written by two who differ, gives other tokens.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.scheduler import Scheduler
-from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 
 @dataclass(frozen=True)
 class Arrival:
+    """A prompt is the first `common` tokens of family `family`, then tokens of its own, `prompt` tokens in all."""
+
     at_step: int
     prompt: int
     max_tokens: int
-    delivered: int
-    abort_after: int | None
+    delivered: int = 0
+    abort_after: int | None = None
+    family: int = 0
+    common: int = 0
+    tenant: int = 0
+    priority: int = 0
+    target_ms: float | None = None
+
+    def request(self, handle: int) -> wire.Request:
+        shared = [(self.family * 17 + 5 * i * i) % VOCAB for i in range(min(self.common, self.prompt))]
+        own = [(handle * 11 + 7 * i) % VOCAB for i in range(self.prompt - len(shared))]
+        request = make_request(shared + own, self.max_tokens, seed=handle)
+        wishes = (self.priority, f"t{self.tenant}", "", self.target_ms)
+        return wire.Request(request.id, 0, request.prompt, [], request.sampling, *wishes)
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_pages: int
+    page_size: int
+    seqs: int
+    budget: int
+    policy: PolicyName = "fcfs"
+    flights: int = 1
+    threshold: int = 0
+    caching: bool = True
 
 
 ARRIVALS = st.lists(
@@ -27,74 +61,149 @@ ARRIVALS = st.lists(
         max_tokens=st.integers(0, 25),
         delivered=st.integers(0, 5),
         abort_after=st.none() | st.integers(0, 20),
+        family=st.integers(0, 1),
+        common=st.integers(0, 40),
+        tenant=st.integers(0, 2).map(lambda n: n // 2),
+        priority=st.integers(-2, 2),
+        target_ms=st.none() | st.floats(1, 20_000),
     ),
     max_size=12,
 )
-SHAPES = st.tuples(st.integers(2, 12), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(5, 24))
+SHAPES = st.builds(
+    Shape,
+    num_pages=st.integers(2, 14),
+    page_size=st.sampled_from([1, 2, 4]),
+    seqs=st.integers(1, 5),
+    budget=st.integers(5, 24),
+    policy=st.sampled_from(POLICY_NAMES),
+    flights=st.integers(1, 3),
+    threshold=st.sampled_from([0, 0, 7]),
+    caching=st.booleans(),
+)
 
 
-def run_workload(arrivals: list[Arrival], num_pages: int, page_size: int, seqs: int, budget: int) -> tuple[Scheduler, FakeRunner]:
-    """The scheduler after the whole workload; every claim is checked at every step."""
-    runner = FakeRunner(num_pages, page_size)
-    scheduler = Scheduler(Limits(64, seqs, budget), runner.pool)
-    longest = scheduler.limits.max_model_len
-    todo = dict(enumerate(arrivals))
-    requests = {h: make_request(a.prompt, a.max_tokens, seed=h) for h, a in todo.items()}
-    aborts: dict[int, int] = {}
-    output: dict[int, list[int]] = {}
-    for step in range(10_000):
-        for handle in [h for h, a in todo.items() if a.at_step <= step]:
-            arrival = todo.pop(handle)
-            whole = expected_output(requests[handle], longest)
-            replay = make_request(arrival.prompt, arrival.max_tokens, seed=handle, delivered=whole[: arrival.delivered])
-            answer = scheduler.submit(handle, replay)
+class Workload:
+    """One run, every claim checked at every step. Times are numbers of steps."""
+
+    def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
+        self.runner = FakeRunner(shape.num_pages, shape.page_size)
+        limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
+        rules = Rules(shape.policy, "lru", prefix_caching=shape.caching)
+        self.scheduler = make_scheduler(limits, self.runner.pool, rules)
+        self.shape = shape
+        self.todo = dict(enumerate(arrivals))
+        self.requests = {handle: arrival.request(handle) for handle, arrival in self.todo.items()}
+        self.aborts: dict[int, int] = {}
+        self.output: dict[int, list[int]] = {}
+        self.flights: deque[StepPlan] = deque()
+        self.preempt_at: set[int] = set()
+
+    def run(self) -> "Workload":
+        for step in range(10_000):
+            self.submit(step)
+            self.abort(step)
+            assert self.scheduler.check() == []
+            self.turn(step)
+            if not self.todo and not self.flights and self.scheduler.is_idle():
+                break
+        assert self.output == {}, "requests that never ended"
+        assert self.scheduler.pool.free_pages == self.shape.num_pages
+        assert self.scheduler.is_idle()
+        assert self.scheduler.backlog_tokens == 0
+        return self
+
+    def submit(self, step: int) -> None:
+        longest = self.scheduler.limits.max_model_len
+        for handle in [handle for handle, arrival in self.todo.items() if arrival.at_step <= step]:
+            arrival, request = self.todo.pop(handle), self.requests[handle]
+            whole = expected_output(request, longest) if request.prompt else []
+            given = replace_delivered(request, whole[: arrival.delivered])
+            answer = self.scheduler.submit(handle, given, float(step))
             never = arrival.prompt == 0 or arrival.prompt >= longest
             assert (isinstance(answer, Refuse) and answer.status == 400) == never
             if answer is None:
-                output[handle] = list(replay.delivered)
+                self.output[handle] = list(given.delivered)
                 if arrival.abort_after is not None:
-                    aborts[handle] = step + arrival.abort_after
-        for handle in [h for h, at in aborts.items() if at <= step]:
-            del aborts[handle]
-            output.pop(handle, None)
-            scheduler.abort(handle)
-        assert scheduler.check() == []
-        plan = scheduler.schedule()
-        if plan is None:
-            assert scheduler.is_idle(), "requests are there but nothing is computed"
-            if not todo:
-                break
-            continue
-        assert sum(plan.counts) <= budget
-        frame = scheduler.commit(runner.run(plan))
+                    self.aborts[handle] = step + arrival.abort_after
+
+    def abort(self, step: int) -> None:
+        for handle in [handle for handle, at in self.aborts.items() if at <= step]:
+            del self.aborts[handle]
+            self.output.pop(handle, None)
+            self.scheduler.abort(handle)
+
+    def turn(self, step: int) -> None:
+        """One plan, if there is one. Plans are committed late, when as many are in flight as may be."""
+        plan = self.scheduler.schedule(float(step))
+        if plan is not None:
+            assert 0 < sum(plan.counts) <= self.shape.budget
+            self.flights.append(plan)
+        elif not self.flights:
+            assert self.scheduler.is_idle(), "requests are there but nothing is computed"
+        if plan is None or len(self.flights) == self.shape.flights:
+            self.commit()
+
+    def commit(self) -> None:
+        if not self.flights:
+            return
+        frame = self.scheduler.commit(self.runner.run(self.flights.popleft()), wall_s=0.01)
         for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
-            assert index == len(output[handle]), "an index is missing or double"
-            output[handle].append(token)
+            assert index == len(self.output[handle]), "an index is missing or double"
+            self.output[handle].append(token)
         for end in frame.finished:
-            aborts.pop(end.handle, None)
-            assert output.pop(end.handle) == expected_output(requests[end.handle], longest)
-    assert output == {}, "requests that never ended"
-    assert scheduler.pool.free_pages == num_pages
-    return scheduler, runner
+            self.aborts.pop(end.handle, None)
+            request = self.requests[end.handle]
+            assert self.output.pop(end.handle) == expected_output(request, self.scheduler.limits.max_model_len)
+            assert 0 <= end.cached_tokens <= len(request.prompt)
 
 
-@settings(max_examples=150, deadline=None)
+def replace_delivered(request: wire.Request, delivered: list[int]) -> wire.Request:
+    wishes = (request.priority, request.tenant, request.cache_salt, request.ttft_target_ms)
+    return wire.Request(request.id, 0, request.prompt, delivered, request.sampling, *wishes)
+
+
+@settings(max_examples=300, deadline=None)
 @given(arrivals=ARRIVALS, shape=SHAPES)
-def test_pages_are_conserved_and_every_admitted_request_ends_with_the_tokens_of_a_big_pool(
-    arrivals: list[Arrival], shape: tuple[int, int, int, int]
+def test_pages_are_conserved_and_every_admitted_request_ends_with_the_tokens_of_an_undisturbed_run(
+    arrivals: list[Arrival], shape: Shape
 ) -> None:
-    run_workload(arrivals, *shape)
+    Workload(arrivals, shape).run()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.integers(2, 6),
+    prompt=st.integers(1, 30),
+    differ=st.integers(0, 3),
+    kills=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=5),
+    shape=st.builds(
+        Shape,
+        num_pages=st.integers(12, 40),
+        page_size=st.sampled_from([2, 4]),
+        seqs=st.integers(2, 6),
+        budget=st.integers(6, 20),
+        flights=st.integers(1, 2),
+    ),
+)
+def test_a_burst_of_equal_prompts_survives_the_death_of_its_writers_at_any_point(
+    requests: int, prompt: int, differ: int, kills: list[tuple[int, int]], shape: Shape
+) -> None:
+    dies = dict(kills)
+    arrivals = [Arrival(0, prompt, 6, abort_after=dies.get(i), common=prompt - (differ if i % 2 else 0)) for i in range(requests)]
+    Workload(arrivals, shape).run()
 
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_tokens() -> None:
-    arrivals = [Arrival(0, 6, 20, 0, None) for _ in range(5)]
-    scheduler, _ = run_workload(arrivals, num_pages=14, page_size=2, seqs=5, budget=16)
-    assert scheduler.num_preemptions > 0
+    shape = Shape(14, 2, 5, 16)
+    for policy in POLICY_NAMES:
+        for common in (0, 4):
+            arrivals = [Arrival(0, 6, 20, common=common, tenant=i % 2) for i in range(5)]
+            scheduler = Workload(arrivals, replace(shape, policy=policy)).run().scheduler
+            assert scheduler.num_preemptions > 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(arrivals=ARRIVALS, shape=SHAPES)
-def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: tuple[int, int, int, int]) -> None:
-    _, once = run_workload(arrivals, *shape)
-    _, twice = run_workload(arrivals, *shape)
-    assert once.plans == twice.plans
+def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: Shape) -> None:
+    once, twice = Workload(arrivals, shape).run(), Workload(arrivals, shape).run()
+    assert once.runner.plans == twice.runner.plans

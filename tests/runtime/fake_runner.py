@@ -47,6 +47,9 @@ class FakeRunner:
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed
+        for source, target in plan.copies:
+            size = self._pool.page_size
+            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
         tokens = iter(plan.tokens)
         for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
             assert count > 0, "a row without work"

@@ -61,12 +61,12 @@ def test_decodes_go_first_and_prefill_gets_the_rest_of_the_budget() -> None:
     step(scheduler, runner)
     scheduler.submit(2, make_request(2, 3, seed=2))
     step(scheduler, runner)
+    assert (runner.plans[1].rows, runner.plans[1].counts) == ([0, 1], [6, 2])
     step(scheduler, runner)
-    assert (runner.plans[2].rows, runner.plans[2].counts) == ([0, 1], [4, 2])
-    step(scheduler, runner)
+    assert (runner.plans[2].rows, runner.plans[2].counts) == ([1, 0], [1, 6])
     scheduler.submit(3, make_request(30, 3, seed=3))
     step(scheduler, runner)
-    assert (runner.plans[4].rows, runner.plans[4].counts) == ([0, 1, 2], [1, 1, 6])
+    assert (runner.plans[3].rows, runner.plans[3].counts) == ([0, 1, 2], [1, 1, 6])
 
 
 def test_rows_are_bounded_and_reused() -> None:
@@ -169,7 +169,7 @@ def test_the_youngest_is_preempted_when_pages_run_out_and_its_tokens_are_the_sam
     assert scheduler.num_preemptions > 0
     assert output == {handle: expected_output(request) for handle, request in requests.items()}
     first_again = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].sampling.seed == 1)
-    assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 0
+    assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 8, "its own full pages are cached still"
 
 
 def test_an_abort_frees_what_the_request_held() -> None:
@@ -206,12 +206,12 @@ def test_load_counts_tokens_to_compute_and_tokens_allowed() -> None:
     scheduler.submit(2, make_request(6, 1000))
     assert scheduler.load() == wire.Load(2, 0, 9 + 128, 64, 64)
     step(scheduler, runner)
-    assert scheduler.load() == wire.Load(1, 1, 4 + 128, 62, 64)
+    assert scheduler.load() == wire.Load(1, 1, 4 + 128, 62, 64, prefix_queried_tokens=5)
 
 
 def test_check_sees_a_lost_row() -> None:
     scheduler, _ = make_scheduler(seqs=2)
-    scheduler._free_rows.pop()
+    scheduler._seats._free_rows.pop()
     assert scheduler.check() == ["rows are [1], expected each of 2 once"]
 
 
@@ -225,13 +225,12 @@ def test_a_result_that_does_not_match_the_plan_is_a_bug(bad: StepResult) -> None
 
 
 TRACE = """
-1 new=[0] rows=[0] starts=[0] counts=[6] pages=[[0, 1]] draws=[]
-2 new=[1] rows=[0, 1] starts=[6, 0] counts=[1, 3] pages=[[], [2]] draws=[(0, 0), (1, 0)]
-3 new=[] rows=[0, 1] starts=[7, 3] counts=[1, 1] pages=[[], []] draws=[(0, 1), (1, 1)]
+1 new=[0, 1] rows=[0, 1] starts=[0, 0] counts=[3, 3] pages=[[0, 1], [2]] draws=[(1, 0)]
+2 new=[] rows=[1, 0] starts=[3, 3] counts=[1, 4] pages=[[], []] draws=[(0, 1), (1, 0)]
+3 new=[] rows=[0, 1] starts=[7, 4] counts=[1, 1] pages=[[], [3]] draws=[(0, 1), (1, 2)]
 4 new=[] rows=[0] starts=[8] counts=[1] pages=[[3]] draws=[(0, 2)]
 5 new=[] rows=[0] starts=[9] counts=[1] pages=[[]] draws=[(0, 3)]
-6 new=[0] rows=[0] starts=[0] counts=[5] pages=[[0, 1]] draws=[(0, 2)]
-7 new=[] rows=[0] starts=[5] counts=[1] pages=[[]] draws=[(0, 3)]
+6 new=[0] rows=[0] starts=[4] counts=[2] pages=[[2, 3]] draws=[(0, 3)]
 """
 
 

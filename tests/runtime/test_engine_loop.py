@@ -115,7 +115,9 @@ def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
     loads = script.of(wire.Load)
     # 40 steps of 20 ms (two looks each), a report after every third; then one when idle.
     assert 10 <= len(loads) <= 20
-    assert loads[0] == loads[-1] == wire.Load(0, 0, 0, 64, 64)
+    assert loads[0] == wire.Load(0, 0, 0, 64, 64)
+    assert (loads[-1].waiting, loads[-1].running, loads[-1].free_pages, loads[-1].leaks) == (0, 0, 64, 0)
+    assert len(loads[-1].step_model) == 6
     assert loads[1].running == 1
     assert [load for load in loads[1:-1] if load.running == 0] == []
 

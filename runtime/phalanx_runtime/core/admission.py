@@ -14,15 +14,23 @@ from phalanx_runtime.core.plan import PoolShape
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine takes on. Tokens of one request, requests in one step, tokens in one step, requests that wait."""
+    """What the engine takes on. Tokens of one request, requests in one step, tokens in one step, requests that wait.
+
+    `long_prefill_tokens`: most tokens of one prompt in a step; 0 takes half of what prompts get while others have some, and all
+    otherwise. `itl_target_s`: how long a step with decodes in it should take at most; None gives prompts all that fits.
+    `plans_in_flight`: how many plans may be made before the first of them is committed.
+    """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int = 1024
+    long_prefill_tokens: int = 0
+    itl_target_s: float | None = None
+    plans_in_flight: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "plans_in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

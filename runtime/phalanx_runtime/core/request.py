@@ -10,11 +10,29 @@ decoding differ only in that difference; a draw appends a token, and the differe
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a request wants of the policy, in seconds; `arrived_s` is when it came to this engine. None is no wish."""
+
+    priority: int = 0
+    tenant: str = ""
+    arrived_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
 
 
 @dataclass(slots=True)
 class Request:
-    """State of one request. `order` says who came first; `row` is None while it waits; `gone` once it ended or was aborted."""
+    """State of one request. `order` says who came first; `row` is None while it waits; `gone` once it ended or was aborted.
+
+    [0, sent) of `pages` the ranks know · [0, keyed) of `pages` are in the prefix cache, or were
+    offered to it until one was there already (`is_chained`). `farthest` is the highest
+    value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
+    """
 
     handle: int
     epoch: int
@@ -28,6 +46,15 @@ class Request:
     row: int | None = None
     pages: list[int] = field(default_factory=list)
     gone: bool = False
+    wishes: Wishes = Wishes()
+    keys: PrefixKeys | None = None
+    keyed: int = 0
+    is_chained: bool = True
+    sent: int = 0
+    in_flight: bool = False
+    farthest: int = 0
+    cached_tokens: int = 0
+    lapsed_s: float | None = None
 
     @property
     def missing(self) -> int:
@@ -52,8 +79,8 @@ class Request:
         return "length" if len(self.tokens) >= self.max_len else None
 
 
-def make_request(handle: int, order: int, asked: wire.Request, max_model_len: int) -> Request:
-    """State of a request that was just asked for. Its length ends at max_tokens or at the model's limit, whichever is first."""
+def make_request(handle: int, order: int, asked: wire.Request, max_model_len: int, now: float = 0.0) -> Request:
+    """State of a request that is asked for now. Its length ends at max_tokens or at the model's limit, whichever is first."""
     sampling = asked.sampling
     return Request(
         handle=handle,
@@ -64,7 +91,19 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         tokens=asked.prompt + asked.delivered,
         max_len=min(len(asked.prompt) + sampling.max_tokens, max_model_len),
         stop_token_ids=frozenset(sampling.stop_token_ids),
+        wishes=Wishes(
+            asked.priority,
+            asked.tenant,
+            now,
+            _seconds(asked.ttft_target_ms),
+            _seconds(asked.tpot_target_ms),
+            _seconds(asked.deadline_ms),
+        ),
     )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def needs_history(sampling: wire.Sampling) -> bool:

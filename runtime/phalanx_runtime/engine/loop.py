@@ -12,7 +12,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.ports import Channel, StepRunner
 
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 """How often a busy engine reports its load. Routers choose by it; more often costs frames, less often makes choices stale."""
+DEFAULT_RULES = Rules()
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """Bounds of the Retry-After that a full queue answers: its backlog over the measured rate may be far off on either side."""
 
@@ -27,8 +28,15 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 class EngineLoop:
     """A scheduler fed from a channel, its plans run by a runner. `clock` gives seconds that never go back."""
 
-    def __init__(self, runner: StepRunner, limits: Limits, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._scheduler = Scheduler(limits, runner.pool)
+    def __init__(
+        self,
+        runner: StepRunner,
+        limits: Limits,
+        channel: Channel,
+        clock: Callable[[], float] = time.monotonic,
+        rules: Rules = DEFAULT_RULES,
+    ) -> None:
+        self._scheduler = make_scheduler(limits, runner.pool, rules)
         self._runner = runner
         self._channel = channel
         self._clock = clock
@@ -37,6 +45,7 @@ class EngineLoop:
         self._tokens_per_s = 0.0
         self._queued: dict[int, float] = {}
         """When each request came that no step has had yet."""
+        self._leaks = 0
 
     def run(self) -> None:
         """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
@@ -53,14 +62,15 @@ class EngineLoop:
             return False
         for message in messages:
             self._take(message)
-        plan = self._scheduler.schedule()
+        started = self._clock()
+        plan = self._scheduler.schedule(started)
         if plan is None:
             return True
-        started = self._clock()
         queue_times_s = self._left_queue(started) if plan.admitted else []
-        tokens = self._scheduler.commit(self._runner.run(plan))
-        tokens.queue_times_s.extend(queue_times_s)
+        result = self._runner.run(plan)
         now = self._clock()
+        tokens = self._scheduler.commit(result, now - started)
+        tokens.queue_times_s.extend(queue_times_s)
         self._measure(len(plan.tokens), now - started)
         if tokens.handles or tokens.finished or tokens.prompt_details or queue_times_s:
             self._channel.send(wire.encode(tokens))
@@ -84,7 +94,7 @@ class EngineLoop:
                     self._scheduler.abort(handle)
                     self._queued.pop(handle, None)
             case wire.Submit(handle, request):
-                answer = self._scheduler.submit(handle, request)
+                answer = self._scheduler.submit(handle, request, self._clock())
                 if isinstance(answer, Refuse):
                     self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
                 elif answer is not None:
@@ -110,23 +120,25 @@ class EngineLoop:
         self._tokens_per_s = rate if not self._tokens_per_s else 0.95 * self._tokens_per_s + 0.05 * rate
 
     def _report(self, now: float) -> None:
-        self._channel.send(wire.encode(self._scheduler.load()))
+        self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(), leaks=self._leaks)))
         self._load_due = now + LOAD_INTERVAL_S
         self._said_idle = self._scheduler.is_idle()
 
     def _settle(self) -> None:
-        """When idleness starts: reports the load and checks that every page came back. With a leak we serve on, and say it."""
+        """When idleness starts: checks that every page came back and reports the load. With a leak we serve on, and say it."""
         if self._said_idle:
             return
+        wrong = self._scheduler.check()
+        self._leaks += len(wrong)
         self._report(self._clock())
-        for wrong in self._scheduler.check():
-            log.error("page pool is wrong: %s", wrong)
+        for what in wrong:
+            log.error("page pool is wrong: %s", what)
 
 
-def run_engine(runner: StepRunner, limits: Limits, endpoint: str) -> None:
+def run_engine(runner: StepRunner, limits: Limits, endpoint: str, rules: Rules = DEFAULT_RULES) -> None:
     """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
     channel = ZmqChannel(endpoint)
     try:
-        EngineLoop(runner, limits, channel).run()
+        EngineLoop(runner, limits, channel, rules=rules).run()
     finally:
         channel.close()

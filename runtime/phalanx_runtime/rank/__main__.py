@@ -63,10 +63,18 @@ def _serve(spec: RankSpec) -> None:
         runner.follow()
         return
     from phalanx_runtime.core.admission import Limits
+    from phalanx_runtime.core.rules import Rules
     from phalanx_runtime.engine.loop import run_engine
 
-    limits = Limits(ready.max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens)
-    run_engine(WatchedRunner(runner, heart), limits, spec.engine_socket)
+    limits = Limits(
+        ready.max_model_len,
+        spec.max_num_seqs,
+        spec.max_num_batched_tokens,
+        long_prefill_tokens=spec.long_prefill_token_threshold,
+        itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
+    )
+    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, spec.model_name)
+    run_engine(WatchedRunner(runner, heart), limits, spec.engine_socket, rules)
 
 
 def _leave_with_parent() -> None:

@@ -217,6 +217,10 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             gpu_memory_utilization=settings.gpu_memory_utilization,
             enable_prefix_caching=settings.enable_prefix_caching,
             prefix_eviction_policy=settings.prefix_eviction_policy,
+            scheduling_policy=settings.scheduling_policy,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            itl_target_ms=settings.itl_target_ms,
+            model_name=settings.served_names[0],
         )
         for i in range(local)
     ]

@@ -1,0 +1,135 @@
+"""What the next step computes: decodes first, then prompts in the order of the policy, running ones and newcomers alike.
+
+    decodes   every running request that misses one token and is in no plan in flight; its page may cost the last one its pages
+    prompts   at most a share each while others have prompt tokens; what is left over goes to those that were cut
+
+A newcomer that does not fit now stops admission: nobody overtakes it but running requests. How many tokens: module `budget`.
+"""
+
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.admission import Admit, Limits, fits_now
+from phalanx_runtime.core.budget import decode_share, prefill_tokens, prompt_share
+from phalanx_runtime.core.draft import Chunk, Draft
+from phalanx_runtime.core.policy import Policy
+from phalanx_runtime.core.queue import Queue
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.seats import Place, Seats
+from phalanx_runtime.core.sharing import Sharing
+
+
+class Composer:
+    """Makes drafts from requests that run and requests that wait. May preempt requests."""
+
+    def __init__(self, limits: Limits, policy: Policy, queue: Queue, seats: Seats, sharing: Sharing) -> None:
+        self.num_preemptions = 0
+        self._limits = limits
+        self._policy = policy
+        self._queue = queue
+        self._seats = seats
+        self._sharing = sharing
+
+    def draft(self, step: int, model: StepModel | None, now: float) -> Draft:
+        """The step; empty when nothing can be computed now."""
+        self._seats.sort(lambda request: self._place(request, now))
+        draft = Draft(step)
+        before = self.num_preemptions
+        self._add_decodes(draft, now)
+        context = sum(chunk.end for chunk in draft.chunks)
+        draft.budget = prefill_tokens(self._limits, model, len(draft.chunks), context)
+        self._add_prompts(draft, now, may_admit=self.num_preemptions == before)
+        return draft
+
+    def _place(self, request: Request, now: float) -> Place:
+        policy = self._policy
+        return policy.rank(policy.lane(request)), policy.key(request, now), request.order
+
+    def _add_decodes(self, draft: Draft, now: float) -> None:
+        """Adds running requests that miss one token."""
+        decodes = [request for request in self._seats.running if request.missing == 1 and not request.gone]
+        ready = [request for request in decodes if not request.in_flight]
+        for request in ready[: decode_share(self._limits, len(decodes))]:
+            if request.row is not None and self._has_slot(request, now):
+                self._sharing.note_written(draft.add(request, 1), draft)
+
+    def _has_slot(self, request: Request, now: float) -> bool:
+        """Whether the request has a slot for its token, after it got a page if it needed one. May preempt it or others."""
+        pool = self._sharing.pool
+        if request.computed < len(request.pages) * pool.page_size:
+            return True
+        while True:
+            page = pool.take(1)
+            if page is not None:
+                request.pages += page
+                return True
+            victim = self._seats.preempt_last()
+            if victim is None:
+                return False
+            self._queue.push(victim, now)
+            self.num_preemptions += 1
+            if victim is request:
+                return False
+
+    def _add_prompts(self, draft: Draft, now: float, may_admit: bool) -> None:
+        """Fills the budget with prompt tokens of running requests and newcomers."""
+        running = [r for r in self._seats.running if r.missing > 1 and not r.in_flight and not r.gone]
+        running.reverse()
+        draft.whole, draft.others = draft.budget, len(running) + len(self._queue) - 1
+        put_off: list[Request] = []
+        while draft.budget > 0:
+            newcomer = self._queue.first(now) if may_admit else None
+            if running and (newcomer is None or self._place(running[-1], now) < self._place(newcomer, now)):
+                request = running.pop()
+                if self._sharing.skip(request, draft):
+                    self._add_prompt(draft, request)
+            elif newcomer is None:
+                break
+            else:
+                may_admit = self._admit(newcomer, draft, put_off)
+        for request in put_off:
+            self._queue.push(request, now)
+        if not self._limits.long_prefill_tokens:
+            self._lengthen(draft)
+
+    def _admit(self, request: Request, draft: Draft, put_off: list[Request]) -> bool:
+        """Starts the first request of the queue, or puts it off to the next step. False when it does not fit."""
+        pool = self._sharing.pool
+        run = self._sharing.find(request)
+        if self._sharing.must_wait(request, run, draft):
+            self._queue.pop(request)
+            put_off.append(request)
+            return len(put_off) <= self._seats.free
+        needed = pool.pages_for(len(request.tokens)) - len(run)
+        free = pool.free_pages - pool.unheld(run)
+        if not isinstance(fits_now(needed, free, self._seats.free, len(self._seats.running)), Admit):
+            return False
+        self._queue.pop(request)
+        self._seats.add(request)
+        self._sharing.take(request, run, draft)
+        self._add_prompt(draft, request)
+        return True
+
+    def _add_prompt(self, draft: Draft, request: Request) -> None:
+        """Puts the next tokens of a request into the step, as many as its share and the budget allow."""
+        start = request.computed
+        share = prompt_share(self._limits, draft.whole, request.missing, draft.others)
+        chunk = draft.add(request, min(request.missing, share, draft.budget))
+        draft.budget -= chunk.count
+        self._count(draft, chunk, start)
+
+    def _lengthen(self, draft: Draft) -> None:
+        """Gives what is left of the budget to prompts that were cut to their share."""
+        for chunk in draft.chunks:
+            rest = len(chunk.request.tokens) - chunk.end
+            if draft.budget > 0 and rest and self._sharing.goes_on(chunk):
+                before = chunk.end
+                chunk.count += min(rest, draft.budget)
+                draft.budget -= chunk.end - before
+                self._count(draft, chunk, before)
+
+    def _count(self, draft: Draft, chunk: Chunk, start: int) -> None:
+        """Notes what the chunk writes from `start` on, and charges prompt tokens that were not computed before."""
+        request = chunk.request
+        self._sharing.note_written(chunk, draft)
+        new = min(chunk.end, request.num_prompt) - max(start, request.farthest)
+        if new > 0:
+            self._policy.charge(request, new, 0)

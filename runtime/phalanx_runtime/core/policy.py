@@ -1,0 +1,131 @@
+"""In which order requests are served: a policy is a sort key and a share rule between lanes.
+
+    order of a request = (rank of its lane, key, who came first)      the smallest goes first, the largest is preempted first
+
+    fcfs      one lane, key 0
+    priority  one lane, key = priority + arrival / AGING_S: a request gains one priority for every AGING_S that it waits
+    deadline  one lane, key = due time - time of the work that is left (least slack: `now` is the same for all)
+    fair      a lane for each tenant, ranked by the tenant's virtual token counter (module `policy_fair`)
+
+A key of a waiting request may only grow: the queue looks again before it trusts one. Pure: the time is an argument.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_runtime.core.request import Request, Wishes
+
+PolicyName = Literal["fcfs", "priority", "deadline", "fair"]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+AGING_S = 30.0
+"""A request that waited this long goes before one that came now with a priority higher by one."""
+NO_TARGET_S = 30.0
+"""Due time of the first token of a request without wishes, so that it is served among those that have some."""
+GRACE_S = 60.0
+"""A waiting request that cannot be in time any more is due so much later: those that still can go before it for so long."""
+EXPECTED_OUTPUT = 256
+"""How many output tokens at most a deadline for the whole answer is thought to need: max_tokens is often just a bound."""
+
+
+class Policy(Protocol):
+    """How requests are ordered. Told of all that its keys and ranks depend on."""
+
+    def arrive(self, request: Request, waiting: list[str]) -> None:
+        """A request joins the queue for the first time; `waiting` are the lanes that have requests in the queue."""
+        ...
+
+    def lane(self, request: Request) -> str:
+        """The lane of a request; never changes."""
+        ...
+
+    def rank(self, lane: str) -> float:
+        """Where the lane stands among the lanes; smaller goes first."""
+        ...
+
+    def key(self, request: Request, now: float) -> float:
+        """Where the request stands in its lane; smaller goes first."""
+        ...
+
+    def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        """So many tokens were spent on the request that were not spent on it before."""
+        ...
+
+    def learn(self, model: StepModel) -> None:
+        """How long steps take now."""
+        ...
+
+
+class _OneLane:
+    """What policies have in common that serve all requests in one lane."""
+
+    def arrive(self, request: Request, waiting: list[str]) -> None:
+        return
+
+    def lane(self, request: Request) -> str:
+        return ""
+
+    def rank(self, lane: str) -> float:
+        return 0.0
+
+    def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        return
+
+    def learn(self, model: StepModel) -> None:
+        return
+
+
+class Fcfs(_OneLane):
+    """First come, first served."""
+
+    def key(self, request: Request, now: float) -> float:
+        """The same for all: who came first decides."""
+        return 0.0
+
+
+class Priority(_OneLane):
+    """The lowest priority number first; waiting counts for it. All age alike, so the order of two requests never changes."""
+
+    def key(self, request: Request, now: float) -> float:
+        """Priority and arrival on one scale."""
+        return request.wishes.priority + request.wishes.arrived_s / AGING_S
+
+
+@dataclass(slots=True)
+class Deadline(_OneLane):
+    """Least slack first. A request whose first token is too late already gives way, once, for GRACE_S: others can be helped.
+
+    `token_s` and `step_s`: how long a prompt token and a step of decodes take, as far as measured.
+    """
+
+    token_s: float = 0.0
+    step_s: float = 0.0
+
+    def key(self, request: Request, now: float) -> float:
+        """The latest moment to begin what is left in time."""
+        latest = self._latest(request)
+        if latest < now and request.row is None and request.lapsed_s is None and not request.num_output:
+            request.lapsed_s = now
+        return latest if request.lapsed_s is None else max(latest, request.lapsed_s + GRACE_S)
+
+    def learn(self, model: StepModel) -> None:
+        """Takes the marginal time of a token and the time of a small step."""
+        self.token_s, self.step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256))
+
+    def _latest(self, request: Request) -> float:
+        wishes = request.wishes
+        left_s = max(request.missing, 1) * self.token_s + self.step_s
+        latest = _next_token_due(wishes, request.num_output) - left_s
+        if wishes.deadline_s is not None:
+            outputs = min(request.max_len - len(request.tokens), EXPECTED_OUTPUT)
+            latest = min(latest, wishes.arrived_s + wishes.deadline_s - left_s - outputs * self.step_s)
+        return latest
+
+
+def _next_token_due(wishes: Wishes, num_output: int) -> float:
+    """When the next token should be there: the first by its target, each later one a TPOT after the one before."""
+    first_s = wishes.ttft_s
+    if first_s is None:
+        first_s = NO_TARGET_S
+    return wishes.arrived_s + first_s + num_output * (wishes.tpot_s or 0.0)

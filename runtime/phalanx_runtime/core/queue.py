@@ -1,0 +1,88 @@
+"""Requests that wait, in the order of the policy: a heap for each lane. A look at the first costs O(lanes), a change O(log n)."""
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+from phalanx_runtime.core.policy import Policy
+from phalanx_runtime.core.request import Request
+
+Entry = tuple[float, int, Request]
+"""Key and order of a request when it was put there. No two have the same order, so requests are never compared."""
+
+
+class Queue:
+    """Waiting requests. Those that were aborted stay in their heap, uncounted, until they come up or outnumber the others."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.tokens = 0
+        """Tokens of all requests that wait, all to be computed before those of a newcomer."""
+        self._policy = policy
+        self._lanes: dict[str, list[Entry]] = {}
+        self._counts: dict[str, int] = {}
+        self._size = 0
+        self._num_gone = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def lanes(self) -> list[str]:
+        """Lanes that have requests."""
+        return list(self._counts)
+
+    def push(self, request: Request, now: float) -> None:
+        """Puts a request where the policy wants it."""
+        lane = self._policy.lane(request)
+        heappush(self._lanes.setdefault(lane, []), (self._policy.key(request, now), request.order, request))
+        self._count(request, 1)
+
+    def first(self, now: float) -> Request | None:
+        """The request that is to be served first; it stays."""
+        if not self._counts:
+            return None
+        lane = min(self._counts, key=self._policy.rank) if len(self._counts) > 1 else next(iter(self._counts))
+        return self._top(self._lanes[lane], now)
+
+    def pop(self, request: Request) -> None:
+        """Takes out the request that `first` gave."""
+        heap = self._lanes[self._policy.lane(request)]
+        assert heap[0][2] is request, "only the first leaves the queue"
+        heappop(heap)
+        self._count(request, -1)
+
+    def forget(self, request: Request) -> None:
+        """Uncounts a request that is gone."""
+        self._count(request, -1)
+        self._num_gone += 1
+        if self._num_gone > len(self) + 64:
+            self._sweep()
+
+    def _top(self, heap: list[Entry], now: float) -> Request:
+        """The first of a lane that has one, after keys that have grown were put right."""
+        while True:
+            key, order, request = heap[0]
+            if request.gone:
+                heappop(heap)
+                self._num_gone -= 1
+                continue
+            grown = self._policy.key(request, now)
+            if grown <= key:
+                return request
+            heapreplace(heap, (grown, order, request))
+
+    def _count(self, request: Request, change: int) -> None:
+        lane = self._policy.lane(request)
+        self.tokens += change * len(request.tokens)
+        self._size += change
+        self._counts[lane] = self._counts.get(lane, 0) + change
+        if not self._counts[lane]:
+            del self._counts[lane]
+            if not self._lanes[lane]:
+                del self._lanes[lane]
+
+    def _sweep(self) -> None:
+        """Rebuilds the heaps without those that are gone."""
+        self._num_gone = 0
+        for lane, heap in list(self._lanes.items()):
+            heap[:] = [entry for entry in heap if not entry[2].gone]
+            heapify(heap)
+            if not heap:
+                del self._lanes[lane]
