@@ -1,16 +1,27 @@
-"""Answers as OpenAI spells them. Per chunk only the text is encoded: what surrounds it is made once per request."""
+"""What the answers of completions and chats have in common. Per chunk of mere text only the text is encoded: what surrounds it
+is made once per choice.
 
-from collections.abc import Mapping
+One `AnswerFormat` writes a request's answer, with one `ChoiceFormat` for each of its choices. A choice's format is where text
+becomes fields: it sees every piece of the choice's text once, in order, and may keep some back for the next.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
+from phalanx_frontend.logprobs import Spelling
 from phalanx_frontend.reply import Reply
+from phalanx_frontend.shown import Echo, ShownToken, Wants
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended well."""
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see that the connection lives."""
+
+Usage = Mapping[str, Any]
+"""Token counts, as `usage` of an answer."""
 
 
 def event(document: bytes) -> bytes:
@@ -18,123 +29,95 @@ def event(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
-def usage(num_prompt_tokens: int, reply: Reply) -> dict[str, Any]:
-    """Token counts of a request."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": num_prompt_tokens + reply.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a choice's text, and the tokens to be shown with it, if any are."""
+
+    text: str
+    tokens: Sequence[ShownToken] = ()
 
 
-class Format(Protocol):
-    """How one request's answer is written."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands before the choices of every chunk: the answer's id, when it was made, the model's name. `wants` and `spelling`
+    say what is shown of tokens and how."""
+
+    id: str
+    created: int
+    model: str
+    has_usage: bool
+    spelling: Spelling
+    wants: Wants = field(default_factory=Wants)
+
+
+class ChoiceFormat(Protocol):
+    """How one choice of an answer is written. Streamed: `opening`, `piece`s, `ending`; else `whole`."""
 
     def opening(self) -> bytes:
         """Events before the first text."""
         ...
 
-    def text(self, text: str) -> bytes:
-        """The event of a piece of text."""
+    def piece(self, piece: Piece, usage: Usage | None) -> bytes:
+        """The event of a piece, with the counts so far if each chunk shall have them. Empty when it waits for the next."""
         ...
 
-    def ending(self, text: str, reply: Reply) -> bytes:
-        """The event of the last piece of text, with the reason."""
+    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
+        """The events of the last piece, with the reason."""
         ...
 
-    def counts(self, usage: Mapping[str, Any]) -> bytes:
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        """The choice in an answer that is not streamed."""
+        ...
+
+
+class AnswerFormat(Protocol):
+    """How one request's answer is written."""
+
+    def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> ChoiceFormat:
+        """The format of one choice. `echo` is shown before its own text."""
+        ...
+
+    def counts(self, usage: Usage) -> bytes:
         """The event with the usage, asked for by stream_options.include_usage."""
         ...
 
-    def whole(self, text: str, reply: Reply, usage: Mapping[str, Any]) -> bytes:
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
         """The document of an answer that is not streamed."""
         ...
 
 
-class _Surroundings:
-    """What completions and chat share: the outer document, split where the text goes."""
+class Envelope:
+    """The outer document of a chunk, split where the choice goes."""
 
-    def __init__(self, id: str, kind: str, created: int, model: str, has_usage: bool) -> None:
-        self._head = {"id": id, "object": kind, "created": created, "model": model}
+    def __init__(self, head: Head, kind: str) -> None:
+        self._fields = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
         # {"id":...,"model":"m" without the closing brace: choices follow.
-        self._opened = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
-        self._closed = (b'],"usage":null}' if has_usage else b"]}") + b"\n\n"
+        self._opened = b"data: " + orjson.dumps(self._fields)[:-1] + b',"choices":['
+        self._closed = (b'],"usage":null}' if head.has_usage else b"]}") + b"\n\n"
 
-    def choice(self, choice: Mapping[str, Any]) -> bytes:
-        return self._opened + orjson.dumps(choice) + self._closed
+    def chunk(self, choice: Mapping[str, Any], usage: Usage | None) -> bytes:
+        """An event with one choice in it."""
+        closed = self._closed if usage is None else b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        return self._opened + orjson.dumps(choice) + closed
 
     def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """The bytes before and after what varies in a choice that is written by hand."""
         return self._opened + before, after + self._closed
 
-    def counts(self, usage: Mapping[str, Any]) -> bytes:
-        return event(orjson.dumps({**self._head, "choices": [], "usage": usage}))
+    def counts(self, usage: Usage) -> bytes:
+        """An event with no choice, only the usage."""
+        return event(orjson.dumps({**self._fields, "choices": [], "usage": usage}))
 
-    def whole(self, kind: str, choice: Mapping[str, Any], usage: Mapping[str, Any]) -> bytes:
-        return orjson.dumps({**self._head, "object": kind, "choices": [choice], "usage": usage})
-
-
-class CompletionFormat:
-    """Answers of /v1/completions."""
-
-    def __init__(self, id: str, created: int, model: str, has_usage: bool) -> None:
-        self._outer = _Surroundings(id, "text_completion", created, model, has_usage)
-        self._before, self._after = self._outer.around(b'{"index":0,"text":', b',"logprobs":null,"finish_reason":null}')
-
-    def opening(self) -> bytes:
-        """Nothing: the first chunk has text."""
-        return b""
-
-    def text(self, text: str) -> bytes:
-        """The event of a piece of text."""
-        return self._before + orjson.dumps(text) + self._after
-
-    def ending(self, text: str, reply: Reply) -> bytes:
-        """The event of the last piece of text, with the reason."""
-        return self._outer.choice(self._choice(text, reply))
-
-    def counts(self, usage: Mapping[str, Any]) -> bytes:
-        """The event with the usage."""
-        return self._outer.counts(usage)
-
-    def whole(self, text: str, reply: Reply, usage: Mapping[str, Any]) -> bytes:
+    def whole(self, kind: str, choices: Sequence[Mapping[str, Any]], usage: Usage, **more: Any) -> bytes:
         """The document of an answer that is not streamed."""
-        return self._outer.whole("text_completion", self._choice(text, reply), usage)
-
-    def _choice(self, text: str, reply: Reply) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reply.finish, "stop_reason": reply.stop_reason}
+        return orjson.dumps({**self._fields, "object": kind, "choices": choices, "usage": usage, **more})
 
 
-class ChatFormat:
-    """Answers of /v1/chat/completions."""
-
-    def __init__(self, id: str, created: int, model: str, has_usage: bool) -> None:
-        self._outer = _Surroundings(id, "chat.completion.chunk", created, model, has_usage)
-        self._before, self._after = self._outer.around(
-            b'{"index":0,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
-        )
-
-    def opening(self) -> bytes:
-        """The role, before any text."""
-        delta = {"role": "assistant", "content": ""}
-        return self._outer.choice({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
-
-    def text(self, text: str) -> bytes:
-        """The event of a piece of text."""
-        return self._before + orjson.dumps(text) + self._after
-
-    def ending(self, text: str, reply: Reply) -> bytes:
-        """The event of the last piece of text, with the reason."""
-        return self._outer.choice({"index": 0, "delta": {"content": text} if text else {}, **self._end(reply)})
-
-    def counts(self, usage: Mapping[str, Any]) -> bytes:
-        """The event with the usage."""
-        return self._outer.counts(usage)
-
-    def whole(self, text: str, reply: Reply, usage: Mapping[str, Any]) -> bytes:
-        """The document of an answer that is not streamed."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._outer.whole("chat.completion", {"index": 0, "message": message, **self._end(reply)}, usage)
-
-    def _end(self, reply: Reply) -> dict[str, Any]:
-        return {"logprobs": None, "finish_reason": reply.finish, "stop_reason": reply.stop_reason}
+def token_fields(tokens: Sequence[ShownToken], wants: Wants) -> dict[str, Any]:
+    """What both endpoints show of tokens beside logprobs: their ids and gaps."""
+    fields: dict[str, Any] = {}
+    if wants.token_ids:
+        fields["token_ids"] = [token.id for token in tokens]
+    if wants.gaps:
+        fields["gaps"] = [None if token.detail is None else token.detail.gap for token in tokens]
+    return fields

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_body_bytes` of a request; `max_stops` stop strings of up to `max_stop_chars` each, searched at every token.
+    """`max_body_bytes` of a request; `max_stops` stop strings of up to `max_stop_chars` each, searched at every token;
+    `max_choices` of one answer, over all its prompts: each is a request of its own in the engine.
 
     Too low refuses honest clients; too high lets one client hold the door's memory and processor.
     """
@@ -18,6 +19,7 @@ class Limits:
     max_body_bytes: int = 32 * 1024 * 1024
     max_stops: int = 64
     max_stop_chars: int = 1024
+    max_choices: int = 1024
 
 
 class BodyLimit:

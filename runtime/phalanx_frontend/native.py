@@ -10,12 +10,13 @@ from phalanx_api import wire
 from phalanx_api.account import MemoryAccount
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.caller import Caller
+from phalanx_frontend.door import Door
 from phalanx_frontend.errors import ApiError, invalid, of_backend
 from phalanx_frontend.metrics import RequestMeter
 from phalanx_frontend.native_answer import BatchAnswer, Entry, Generation, NativeAnswer
 from phalanx_frontend.native_schemas import BatchRequest, GenerateRequest
 from phalanx_frontend.reply import Reply
-from phalanx_frontend.routes import Asker, Door
+from phalanx_frontend.routes import Asker
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.validation import of_validation

@@ -15,7 +15,8 @@ from phalanx_frontend.errors import ApiError, error_body, error_detail, error_re
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
 from phalanx_frontend.reply import Reply, StreamBroken
-from phalanx_frontend.sse import close, run_while_connected
+from phalanx_frontend.siblings import close
+from phalanx_frontend.sse import run_while_connected
 
 log = logging.getLogger(__name__)
 

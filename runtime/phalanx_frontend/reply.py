@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
+from phalanx_frontend.shown import NOTHING, ShownToken, ShownTokens, Wants
 from phalanx_frontend.text.detokenize import Detokenizer
 from phalanx_frontend.text.stop import StopStrings
 
@@ -17,7 +18,10 @@ class StreamBroken(Exception):
 
 
 class Reply:
-    """One request's answer so far. `finish` is None while it goes on; `stop_reason` is the stop string or stop token."""
+    """One request's answer so far. `finish` is None while it goes on; `stop_reason` is the stop string or stop token.
+
+    A silent one (`max_tokens` 0: only the prompt was of interest) ends at the first token and shows none.
+    """
 
     def __init__(
         self,
@@ -26,6 +30,8 @@ class Reply:
         stops: Sequence[str] = (),
         named_stop_ids: Sequence[int] = (),
         include_stop: bool = False,
+        wants: Wants = NOTHING,
+        is_silent: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_ids = frozenset(sampling.stop_token_ids)
@@ -33,6 +39,10 @@ class Reply:
         self._min_tokens = sampling.min_tokens
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._include_stop = include_stop
+        self._shown = ShownTokens() if wants.tokens else None
+        self._needs_details = wants.details
+        self._is_silent = is_silent
+        self.prompt_details: list[wire.TokenDetail] = []
         self.finish: wire.FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.completion_tokens = 0
@@ -40,36 +50,59 @@ class Reply:
 
     def feed(self, delta: Delta) -> str:
         """The text that these tokens make certain. Raises StreamBroken."""
+        if delta.prompt_details:
+            self.prompt_details.extend(delta.prompt_details)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if self._is_silent:
+            self.finish = "length" if delta.tokens or delta.finish is not None else None
+            return ""
         if delta.tokens and delta.index != self.completion_tokens:
             raise StreamBroken(f"token {delta.index} came where {self.completion_tokens} was next")
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         text = ""
-        for token in delta.tokens:
-            text += self._feed_token(token)
+        for position, token in enumerate(delta.tokens):
+            made = self._feed_token(token)
+            if self._shown is not None:
+                self._shown.add(token, self._detail(delta, position), len(made))
+            text += self._through_stops(made)
             if self.finish is not None:
                 return text
         if delta.finish is None:
             return text
-        text += self._through_stops(self._detokenizer.end())
-        if self._stops is not None and self._stops.found is None:
-            text += self._stops.end()
+        text += self._end()
         self.finish = self.finish or delta.finish
         return text
 
+    def shown(self, text: str) -> list[ShownToken]:
+        """The tokens that leave with this text of the last `feed`, if any are to be shown."""
+        return [] if self._shown is None else self._shown.take(len(text), self.finish is not None)
+
+    def _detail(self, delta: Delta, position: int) -> wire.TokenDetail | None:
+        if not self._needs_details:
+            return None
+        detail = delta.details[position] if position < len(delta.details) else None
+        if detail is None:
+            raise StreamBroken(f"nothing was told of token {delta.index + position}, though it was asked for")
+        return detail
+
     def _feed_token(self, token: int) -> str:
+        """The text that this token makes certain, before any stop string is looked for."""
         self.completion_tokens += 1
         if token in self._stop_ids and self.completion_tokens >= self._min_tokens:
             self.stop_reason = token if token in self._named_stop_ids else None
             if not self._include_stop:
                 return ""
-        text = self._detokenizer.feed(token)
-        if self._stops is None or not text:
-            return text
-        # Text of the first min_tokens tokens never ends a request.
-        return text if self.completion_tokens <= self._min_tokens else self._through_stops(text)
+        return self._detokenizer.feed(token)
+
+    def _end(self) -> str:
+        """What was held back, once the backend has said that no more comes."""
+        text = self._through_stops(self._detokenizer.end())
+        if self._stops is not None and self._stops.found is None:
+            text += self._stops.end()
+        return text
 
     def _through_stops(self, text: str) -> str:
-        if self._stops is None or not text:
+        # Text of the first min_tokens tokens never ends a request.
+        if self._stops is None or not text or self.completion_tokens <= self._min_tokens:
             return text
         text = self._stops.feed(text)
         if self._stops.found is not None:

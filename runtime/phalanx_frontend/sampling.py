@@ -12,7 +12,8 @@ from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import INT64_MAX
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.schemas import ChatRequest, GenerationRequest
+from phalanx_frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phalanx_frontend.shown import NOTHING, Wants
 from phalanx_frontend.unsupported import refuse_unsupported
 
 COMPLETION_TOKENS = 16
@@ -50,6 +51,12 @@ def check_fields(body: GenerationRequest, limits: Limits) -> None:
     refuse_unsupported(body.model_extra or {})
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not available when stream is true")
+    if isinstance(body, CompletionRequest) and body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens may only be 0 with echo: nothing would be answered")
+    if isinstance(body, ChatRequest) and body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     if len(body.stop) > limits.max_stops:
         raise invalid("stop", f"at most {limits.max_stops} stop strings are allowed")
     if any(len(stop) > limits.max_stop_chars for stop in body.stop):
@@ -66,7 +73,7 @@ def output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len
     if room < 1 or (asked is not None and asked > room):
         raise context_exceeded(max_model_len, num_prompt_tokens, asked, "messages" if is_chat else "prompt")
     if asked is not None:
-        return asked
+        return max(asked, 1)  # of an echo alone, whose one token nobody sees
     bound = room if is_chat else min(room, COMPLETION_TOKENS)
     return bound if defaults.max_tokens is None else min(bound, defaults.max_tokens)
 
@@ -90,6 +97,7 @@ def sampling_of(
     drawn_seed: int,
     bad_words: Sequence[list[int]] = (),
     grammar: wire.Grammar | None = None,
+    wants: Wants = NOTHING,
 ) -> wire.Sampling:
     """What the backend needs to know. `drawn_seed` is used when the request brings none."""
     min_tokens = body.min_tokens or 0
@@ -115,7 +123,33 @@ def sampling_of(
         allowed_token_ids=body.allowed_token_ids,
         bad_words=list(bad_words),
         grammar=grammar,
+        logprobs=0 if wants.logprobs is None and wants.gaps else wants.logprobs,
+        prompt_logprobs=asked_of_prompt(body, wants),
+        return_gaps=wants.gaps,
     )
+
+
+def wants_of(body: GenerationRequest) -> Wants:
+    """What the client asked to see of tokens."""
+    logprobs = None
+    if isinstance(body, CompletionRequest):
+        logprobs = body.logprobs
+    elif isinstance(body, ChatRequest) and body.logprobs:
+        logprobs = body.top_logprobs or 0
+    return Wants(
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        gaps=bool(body.return_gaps),
+        token_ids=bool(body.return_token_ids),
+        as_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+def asked_of_prompt(body: GenerationRequest, wants: Wants) -> int | None:
+    """How many of the most probable tokens the backend tells of each prompt token: an echo shows them like the output's."""
+    echoed = wants.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    asked = [count for count in (echoed, wants.prompt_logprobs) if count is not None]
+    return max(asked, default=None)
 
 
 def _first(value: float | None, otherwise: float) -> float:

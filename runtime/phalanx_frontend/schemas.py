@@ -19,7 +19,11 @@ from phalanx_frontend.fields import (
     ShortText,
     Stops,
     TokenIds,
+    TopCount,
 )
+
+MAX_CHOICES = 128
+"""OpenAI's bound of `n`."""
 
 
 class _Strict(BaseModel):
@@ -27,10 +31,10 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a streamed answer."""
+    """Options of a streamed answer. `continuous_usage_stats` puts the counts so far into every chunk."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(_Strict):
@@ -63,6 +67,7 @@ class GenerationRequest(_Strict):
     """What completions and chat have in common: sampling, ends, what the output must match, urgency, shape of the answer."""
 
     model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
@@ -87,6 +92,10 @@ class GenerationRequest(_Strict):
     guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
     guided_grammar: str | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: TopCount | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_gaps: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -99,9 +108,12 @@ class GenerationRequest(_Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """POST /v1/completions. `max_tokens` may be 0 with `echo`: then only the prompt is of interest."""
 
     prompt: Prompts
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: TopCount | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
@@ -118,6 +130,8 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions. `chat_template_kwargs` are more variables for the template, as in vLLM."""
 
     messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None

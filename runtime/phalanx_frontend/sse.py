@@ -1,46 +1,33 @@
 """The answer to one request, streamed or whole, as a bare ASGI response: a frame less per token than a framework's.
 
-Each delta leaves as one chunk, however many tokens it holds. Whenever the client goes away the backend's iterator is closed,
-which aborts the request; the same for a stop string, an error, a server that shuts down.
+Each delta leaves as one chunk, however many tokens it holds. Whenever the client goes away the backend's iterators are closed,
+which aborts their requests; the same for a stop string, an error, a server that shuts down. A failure of one choice ends all.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_headers, internal_error, of_backend
-from phalanx_frontend.formats import DONE, KEEP_ALIVE, Format, event, usage
-from phalanx_frontend.metrics import DoorMetrics, RequestMeter
-from phalanx_frontend.reply import Reply, StreamBroken
+from phalanx_frontend.formats import DONE, KEEP_ALIVE, Piece, event
+from phalanx_frontend.job import Choice, Job
+from phalanx_frontend.metrics import DoorMetrics
+from phalanx_frontend.siblings import Siblings
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One accepted request: what to generate, and how to write it."""
-
-    request: wire.Request
-    reply: Reply
-    format: Format
-    is_streamed: bool
-    has_usage: bool
 
 
 class Answer(Response):
     """Runs a job against the backend while the client is there."""
 
-    def __init__(self, job: Job, backend: Backend, meter: RequestMeter, metrics: DoorMetrics, route: str) -> None:
+    def __init__(self, job: Job, backend: Backend, metrics: DoorMetrics, route: str) -> None:
         super().__init__()
         self._job = job
         self._backend = backend
-        self._meter = meter
         self._metrics = metrics
         self._route = route
         self._has_started = False
@@ -51,69 +38,66 @@ class Answer(Response):
         try:
             await run_while_connected(receive, self._send_answer(send))
         finally:
-            self._meter.end(self._outcome, self._job.reply.cached_tokens)
+            for choice in self._job.choices:
+                choice.meter.end(choice.reply.finish or self._outcome, choice.reply.cached_tokens)
 
     async def _send_answer(self, send: Send) -> None:
-        stream = self._backend.generate(self._job.request)
+        siblings = Siblings([self._backend.generate(choice.request) for choice in self._job.choices])
         try:
-            await (self._send_stream if self._job.is_streamed else self._send_whole)(stream, send)
-            self._outcome = self._job.reply.finish or "error"
+            await (self._send_stream if self._job.is_streamed else self._send_whole)(siblings, send)
         except BackendError as error:
             await self._send_error(of_backend(error), send)
         except Exception:
             # Unforeseen: a bug of ours or of the backend. The client gets an end, the log gets the cause.
-            log.exception("request failed", extra={"request": self._job.request.id})
+            log.exception("request failed", extra={"request": self._job.id})
             await self._send_error(internal_error(), send)
         finally:
-            await close(stream)
+            await siblings.close()
 
-    async def _send_stream(self, stream: AsyncIterator[Delta | KeepAlive], send: Send) -> None:
-        job, reply = self._job, self._job.reply
-        opening = job.format.opening()
-        async for item in stream:
+    async def _send_stream(self, siblings: Siblings, send: Send) -> None:
+        job = self._job
+        openings = [choice.format.opening() for choice in job.choices]
+        left = len(openings)
+        async for index, item in siblings:
             if not self._has_started:
                 await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
             if isinstance(item, KeepAlive):
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 continue
-            text = self._take(item)
-            if reply.finish is not None:
-                last = opening + job.format.ending(text, reply) + self._counts() + DONE
-                # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
-                await close(stream)
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-                return
-            if text:
-                await send({"type": "http.response.body", "body": opening + job.format.text(text), "more_body": True})
-                opening = b""
-        raise StreamBroken("the backend's stream ended without a reason")
-
-    async def _send_whole(self, stream: AsyncIterator[Delta | KeepAlive], send: Send) -> None:
-        job, reply, texts = self._job, self._job.reply, []
-        async for item in stream:
-            if isinstance(item, KeepAlive):
+            choice = job.choices[index]
+            text = _take(choice, item)
+            if choice.reply.finish is None and not text:
                 continue
-            texts.append(self._take(item))
-            if reply.finish is not None:
-                await close(stream)
-                counts = usage(len(job.request.prompt), reply)
-                body = job.format.whole("".join(texts), reply, counts)
-                await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
-                await send({"type": "http.response.body", "body": body, "more_body": False})
-                return
-        raise StreamBroken("the backend's stream ended without a reason")
+            piece, usage = Piece(text, choice.reply.shown(text)), job.usage() if job.has_running_usage else None
+            if choice.reply.finish is None:
+                body = choice.format.piece(piece, usage)
+            else:
+                body = choice.format.ending(piece, usage)
+                left -= 1
+                # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
+                await siblings.end(index)
+            if body:
+                body, openings[index] = openings[index] + body, b""
+            if not left:
+                body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
-    def _take(self, delta: Delta) -> str:
-        before = self._job.reply.completion_tokens
-        text = self._job.reply.feed(delta)
-        if count := self._job.reply.completion_tokens - before:
-            self._meter.tokens(count)
-        return text
-
-    def _counts(self) -> bytes:
-        if not self._job.has_usage:
-            return b""
-        return self._job.format.counts(usage(len(self._job.request.prompt), self._job.reply))
+    async def _send_whole(self, siblings: Siblings, send: Send) -> None:
+        choices = self._job.choices
+        texts: list[list[str]] = [[] for _ in choices]
+        async for index, item in siblings:
+            if isinstance(item, Delta):
+                texts[index].append(_take(choices[index], item))
+                if choices[index].reply.finish is not None:
+                    await siblings.end(index)
+        documents = []
+        for choice, parts in zip(choices, texts, strict=True):
+            text = "".join(parts)
+            documents.append(choice.format.whole(Piece(text, choice.reply.shown(text))))
+        body = self._job.format.whole(documents, self._job.usage())
+        await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
         self._outcome = "error"
@@ -132,11 +116,13 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def close(stream: AsyncIterator[Delta | KeepAlive]) -> None:
-    """Ends a stream early, which aborts its request. A stream that ended already stays so."""
-    aclose = getattr(stream, "aclose", None)
-    if aclose is not None:
-        await aclose()
+def _take(choice: Choice, delta: Delta) -> str:
+    """The text that a delta adds to a choice."""
+    before = choice.reply.completion_tokens
+    text = choice.reply.feed(delta)
+    if count := choice.reply.completion_tokens - before:
+        choice.meter.tokens(count)
+    return text
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:

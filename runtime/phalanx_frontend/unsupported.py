@@ -14,15 +14,11 @@ _ZERO = (None, 0, 0.0)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI, both endpoints
-    "n": (None, 1),
     "service_tier": (None, "auto", "default"),
     # OpenAI completions
     "best_of": (None, 1),
-    "echo": _OFF,
     "suffix": (None, ""),
     # OpenAI chat
-    "logprobs": _OFF,
-    "top_logprobs": _ZERO,
     "tools": _EMPTY_LIST,
     "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY_LIST,
@@ -35,18 +31,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # vLLM
     "length_penalty": (None, 1, 1.0),
     "use_beam_search": _OFF,
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
     "guided_json_object": _OFF,
     "structural_tag": (None,),
     "guided_whitespace_pattern": (None,),
-    "return_token_ids": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "continue_final_message": _OFF,
     "chat_template": (None,),
     "documents": _EMPTY_LIST,
-    "return_gaps": _OFF,
 }
 
 

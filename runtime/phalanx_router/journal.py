@@ -30,6 +30,7 @@ class Journal:
         self._request = request
         self._fresh = True
         """Whether nothing of this epoch was delivered yet."""
+        self._prompt_told = 0
 
     @property
     def is_fresh(self) -> bool:
@@ -46,14 +47,31 @@ class Journal:
         self._fresh = False
         return Verdict.DELIVER
 
+    def accept_prompt(self, told: wire.PromptDetails) -> list[wire.TokenDetail] | None:
+        """The part of these details that is new, each prompt token's once whatever groups tell; None: some before are missing."""
+        if told.epoch != self.epoch:
+            return []
+        known = self._prompt_told + 1 - told.start
+        if known < 0:
+            return None
+        new = told.details[known:]
+        self._prompt_told += len(new)
+        return new
+
     def next_epoch(self) -> None:
         """Ends the current epoch: nothing that its group still says is delivered."""
         self.epoch += 1
         self._fresh = True
 
     def replay(self) -> wire.Request:
-        """The request for the group that takes the stream now: it continues after the delivered tokens."""
-        return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered))
+        """The request for the group that takes the stream now: it continues after the delivered tokens.
+
+        Nothing is asked again about a prompt of which all was told.
+        """
+        sampling = self._request.sampling
+        if sampling.prompt_logprobs is not None and self._prompt_told >= len(self._request.prompt) - 1:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling)
 
     def end(self) -> wire.FinishReason | None:
         """Why the delivered tokens already end the request, or None: its group may be lost between last token and end.

@@ -37,8 +37,12 @@ class LinkBroken(Exception):
 class Sink(Protocol):
     """Takes what a group says of one request. Called on the event loop; never blocks."""
 
-    def token(self, epoch: int, index: int, token: int) -> None:
-        """One token."""
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        """One token, with what was asked about it."""
+        ...
+
+    def prompt_told(self, told: wire.PromptDetails) -> None:
+        """What was asked about tokens of the prompt, before the first token."""
         ...
 
     def finished(self, end: wire.Finished) -> None:
@@ -250,11 +254,17 @@ class LeaderLink:
     def _give_tokens(self, frame: wire.Tokens) -> None:
         """The hot loop of a router: once per token of all its streams."""
         sinks = self._sinks
+        for told in frame.prompt_details:
+            entry = sinks.get(told.handle)
+            if entry is not None:
+                entry[0].prompt_told(told)
+        details = frame.details or [None] * len(frame.tokens)
         try:
-            for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
+            told_of = zip(frame.handles, frame.epochs, frame.indices, frame.tokens, details, strict=True)
+            for handle, epoch, index, token, detail in told_of:
                 entry = sinks.get(handle)
                 if entry is not None:
-                    entry[0].token(epoch, index, token)
+                    entry[0].token(epoch, index, token, detail)
         except ValueError as error:
             raise LinkBroken("the lists of a Tokens frame differ in length") from error
         for end in frame.finished:

@@ -28,18 +28,32 @@ class Stream:
     def __init__(self, request: wire.Request) -> None:
         self.journal = Journal(request)
         self._start = len(self.journal.delivered)
+        sampling = request.sampling
+        self._has_details = sampling.logprobs is not None or sampling.return_gaps
+        self._details: list[wire.TokenDetail | None] = []
+        self._prompt_details: list[wire.TokenDetail] = []
         self._end: wire.Finished | None = None
         self._setback: Setback | None = None
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None
 
-    def token(self, epoch: int, index: int, token: int) -> None:
-        """One token of the stream's group."""
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        """One token of the stream's group, with what was asked about it."""
         verdict = self.journal.accept(epoch, index, token)
         if verdict is Verdict.DELIVER:
+            if self._has_details:
+                self._details.append(detail)
             self._wake()
         elif verdict is Verdict.GAP:
             self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did")
+
+    def prompt_told(self, told: wire.PromptDetails) -> None:
+        """What was asked about tokens of the prompt: they leave with the next token, so nobody wakes for them."""
+        new = self.journal.accept_prompt(told)
+        if new is None:
+            self.lost(told.epoch, f"details of the prompt before token {told.start} never came")
+        else:
+            self._prompt_details += new
 
     def finished(self, end: wire.Finished) -> None:
         """The request ended by itself."""
@@ -83,10 +97,19 @@ class Stream:
         delivered = self.journal.delivered
         start, self._start = self._start, len(delivered)
         if self._end is not None:
-            return Delta(start, delivered[start:], self._end.reason, self._end.cached_tokens)
+            return self._delta(start, self._end.reason, self._end.cached_tokens)
         if len(delivered) > start:
             if self._setback is not None:
                 self._wake()
-            return Delta(start, delivered[start:])
+            return self._delta(start)
         setback, self._setback = self._setback, None
         return setback
+
+    def _delta(self, start: int, reason: wire.FinishReason | None = None, cached_tokens: int = 0) -> Delta:
+        """All tokens from this index on, with what was told of them and of the prompt since the last delta."""
+        delta = Delta(
+            start, self.journal.delivered[start:], reason, cached_tokens, self._details or (), self._prompt_details or ()
+        )
+        if self._details or self._prompt_details:
+            self._details, self._prompt_details = [], []
+        return delta

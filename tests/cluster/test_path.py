@@ -19,7 +19,8 @@ from bench.equality import compare
 from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
 from tests.cluster.reference import PROMPTS, Reference, greedy
-from tests.frontend.openai_suite import OpenAISuite, Target
+from tests.frontend.openai_suite import OpenAISuite
+from tests.frontend.openai_target import Target
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster

@@ -2,4 +2,5 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.frontend.openai_suite")
+for module in ("openai_suite", "openai_target", "openai_choices", "openai_tokens"):
+    pytest.register_assert_rewrite(f"tests.frontend.{module}")

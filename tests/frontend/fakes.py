@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -123,6 +124,32 @@ def _draw(prompt: Sequence[int], seed: int, index: int) -> int:
     return choices[int.from_bytes(digest[:4], "big") % len(choices)]
 
 
+def detail_of(request: wire.Request, token: int) -> wire.TokenDetail | None:
+    """What a backend would tell of an output token: the most probable one, with those after it as the next best."""
+    sampling = request.sampling
+    if sampling.logprobs is None and not sampling.return_gaps:
+        return None
+    return _detail(token, sampling.logprobs or 0, 0.5 if sampling.return_gaps else None)
+
+
+def prompt_details_of(request: wire.Request) -> list[wire.TokenDetail]:
+    """What a backend would tell of the prompt."""
+    count = request.sampling.prompt_logprobs
+    return [] if count is None else [_detail(token, count, None) for token in request.prompt[1:]]
+
+
+def _detail(token: int, count: int, gap: float | None) -> wire.TokenDetail:
+    best = [(token + step) % tiny_tokenizer().get_vocab_size() for step in range(count)]
+    return wire.TokenDetail(-0.25, 0, best, [-0.25 - step for step in range(count)], gap)
+
+
+def told(request: wire.Request, delta: Delta) -> Delta:
+    """The delta with everything that the request asked about its tokens, and about the prompt if it is the first."""
+    details = [detail for token in delta.tokens if (detail := detail_of(request, token)) is not None]
+    prompt_details = prompt_details_of(request) if delta.index == 0 else []
+    return replace(delta, details=delta.details or details, prompt_details=delta.prompt_details or prompt_details)
+
+
 class FakeBackend:
     """Plays a script for each request. `requests` are those it was given, `aborts` the ids of those closed early."""
 
@@ -146,7 +173,7 @@ class FakeBackend:
                     raise step
                 else:
                     has_ended = isinstance(step, Delta) and step.finish is not None
-                    yield step
+                    yield told(request, step) if isinstance(step, Delta) else step
             has_ended = True
         finally:
             if not has_ended:

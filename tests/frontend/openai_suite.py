@@ -8,135 +8,35 @@
     class TestMyServer(OpenAISuite):
         ...  # everything in the suite
 
-`Target.is_exact` says that equal requests give equal tokens (fp32); without it the tests that compare texts are skipped.
+`Target.is_exact` says that equal requests give equal tokens (fp32); without it the tests that compare texts are skipped;
+`Target.is_model` that a model stands behind it, whose logprobs mean something.
 A request for `long_tokens` must still run when the client has seen its first token. Only one server process may stand
 behind the URL: the tests of aborts read its /metrics.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-PROMPT = "Once upon a time"
-PATIENCE_S = 60.0
-"""Bound of any one wait: a hang fails, a slow machine does not."""
+from tests.frontend.openai_choices import ChoiceSuite
+from tests.frontend.openai_target import (
+    PROMPT,
+    Target,
+    complete,
+    complete_streamed,
+    metric,
+    raw_request,
+    until_metric,
+)
+from tests.frontend.openai_tokens import TokenSuite
 
 
-@dataclass(frozen=True)
-class Target:
-    """A server under test. `base_url` has no /v1."""
-
-    base_url: str
-    model: str
-    has_chat: bool = True
-    is_exact: bool = True
-    long_tokens: int = 220
-    metrics_prefix: str = "phalanx"
-
-    def client(self) -> AsyncOpenAI:
-        """The real client, without retries."""
-        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        return AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S, http_client=http)
-
-    def http(self) -> httpx.AsyncClient:
-        """A plain HTTP client, for what the real one hides."""
-        return httpx.AsyncClient(base_url=self.base_url, timeout=PATIENCE_S, verify=False, trust_env=False)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An answer to its end, streamed or not."""
-
-    text: str
-    finish: str | None
-    prompt_tokens: int
-    completion_tokens: int
-
-
-async def complete(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
-    """A completion, not streamed."""
-    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
-    answer = await client.completions.create(model=target.model, **fields)
-    assert answer.usage is not None
-    choice = answer.choices[0]
-    return Ended(choice.text, choice.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens)
-
-
-async def complete_streamed(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
-    """The same completion, streamed and put together."""
-    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
-    stream = await client.completions.create(model=target.model, stream=True, stream_options={"include_usage": True}, **fields)
-    text, finish, usage = "", None, None
-    async for chunk in stream:
-        assert finish is None or not chunk.choices, "a chunk with text came after the one with the reason"
-        for choice in chunk.choices:
-            text += choice.text
-            finish = choice.finish_reason
-        usage = chunk.usage
-    assert usage is not None
-    return Ended(text, finish, usage.prompt_tokens, usage.completion_tokens)
-
-
-async def metric(target: Target, name: str, **labels: str) -> float:
-    """Sum of a family's samples that have these labels."""
-    async with target.http() as http:
-        lines = (await http.get("/metrics")).text.splitlines()
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
-
-
-async def until_metric(target: Target, at_least: float, name: str, **labels: str) -> None:
-    """Returns once the metric has got there; TimeoutError when it never does."""
-    async with asyncio.timeout(PATIENCE_S):
-        while await metric(target, name, **labels) < at_least:
-            pass
-
-
-@asynccontextmanager
-async def raw_request(target: Target, fields: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """A completion over a socket of its own, cut without any farewell at the end of the block."""
-    url = httpx.URL(target.base_url)
-    reader, writer = await asyncio.open_connection(url.host, url.port or 80)
-    body = json.dumps({"model": target.model, "prompt": PROMPT, "ignore_eos": True, **fields}).encode()
-    head = [
-        "POST /v1/completions HTTP/1.1",
-        f"host: {url.host}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-    ]
-    writer.write("\r\n".join([*head, "", ""]).encode() + body)
-    try:
-        yield reader
-    finally:
-        writer.transport.abort()
-
-
-class OpenAISuite:
+class OpenAISuite(ChoiceSuite, TokenSuite):
     """Give it a `target` fixture."""
-
-    @pytest.fixture
-    async def client(self, target: Target) -> AsyncIterator[AsyncOpenAI]:
-        async with target.client() as client:
-            yield client
-
-    @pytest.fixture
-    def exact(self, target: Target) -> None:
-        if not target.is_exact:
-            pytest.skip("equal requests need not give equal tokens on this target")
-
-    @pytest.fixture
-    def chat(self, target: Target) -> None:
-        if not target.has_chat:
-            pytest.skip("the model has no chat template")
 
     async def test_models_lists_the_served_name_and_its_context(self, target: Target, client: AsyncOpenAI) -> None:
         cards = {card.id: card async for card in client.models.list()}
@@ -218,8 +118,12 @@ class OpenAISuite:
             ({"top_p": 0}, "top_p"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"stop": ""}, "stop"),
-            ({"logprobs": 1}, "logprobs"),
-            ({"n": 2}, "n"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"n": 0}, "n"),
+            ({"n": 129}, "n"),
+            ({"n": 128, "prompt": ["x"] * 9}, "prompt"),
+            ({"suffix": "x"}, "suffix"),
+            ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
             ({"presence_penalty": 2.5}, "presence_penalty"),
             ({"frequency_penalty": -2.5}, "frequency_penalty"),
             ({"logit_bias": {"1": 101}}, "logit_bias"),
@@ -232,16 +136,14 @@ class OpenAISuite:
             ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type"),
             ({"extra_body": {"guided_regex": "(a|b"}}, "guided_regex"),
             ({"extra_body": {"structured_outputs": {"json": {"type": "objekt"}}}}, "structured_outputs.json"),
-            ({"prompt": ""}, None),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": ["x", []]}, "prompt"),
         ],
         ids=lambda value: str(value),
     )
     async def test_a_field_that_cannot_be_obeyed_is_named(
-        self, target: Target, client: AsyncOpenAI, fields: dict[str, Any], param: str | None
+        self, target: Target, client: AsyncOpenAI, fields: dict[str, Any], param: str
     ) -> None:
-        if "prompt" in fields:
-            fields = {"prompt": []}
-            param = "prompt"
         with pytest.raises(openai.BadRequestError) as caught:
             await complete(client, target, **fields)
         assert caught.value.param == param

@@ -21,7 +21,7 @@ from phalanx_frontend.limits import Limits
 from phalanx_frontend.model import KEPT_MODELS, Models
 from phalanx_frontend.vitals import Health
 from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, saying, tiny_assets, token_ids
-from tests.frontend.openai_suite import Target, raw_request
+from tests.frontend.openai_target import Target, raw_request
 from tests.frontend.serving import served
 
 FULL = BackendError(429, "queue_full", "too many requests wait", retry_after_s=2.2)

@@ -6,7 +6,8 @@ import pytest
 
 from phalanx_frontend.app import create_app
 from tests.frontend.fakes import FakeBackend
-from tests.frontend.openai_suite import OpenAISuite, Target
+from tests.frontend.openai_suite import OpenAISuite
+from tests.frontend.openai_target import Target
 from tests.frontend.serving import served_apart
 
 

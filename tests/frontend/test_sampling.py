@@ -99,7 +99,7 @@ def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"echo": 1}, {"n": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"store": 0}, {"use_beam_search": 0}, {"best_of": True}], ids=str)
 def test_zero_and_false_are_not_the_same(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError):
         check_fields(completion(**fields), Limits())
@@ -141,7 +141,7 @@ def test_a_prompt_is_text_or_ids(prompt: object, expected: object) -> None:
         {"prompt": None},
         {"prompt": "\ud800"}, {"stop": [1]}, {"stop": [""]}, {"stop": ["\ud800"]}, {"max_tokens": "3"}, {"max_tokens": True},
         {"temperature": float("nan")}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": -0.1}, {"seed": 2**63}, {"stream": 1},
-        {"stop_token_ids": [-1]}, {"stream_options": {"continuous_usage_stats": True}},
+        {"stop_token_ids": [-1]}, {"stream_options": {"continuous_usage_stats": 1}},
     ],
     ids=str,
 )  # fmt: skip

@@ -18,6 +18,7 @@ from phalanx_router.endpoints import Endpoint
 from phalanx_router.fleet import Fleet, FleetSettings
 from phalanx_router.link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
+from tests.frontend.fakes import detail_of, prompt_details_of
 
 TOKEN = "secret of the service"
 ASSETS = wire.make_assets({"tokenizer.json": b"{}"}, ["tiny"], 4096, [0])
@@ -238,11 +239,17 @@ class FakeLeader:
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
-            frame.tokens.append(self.script.draw(request, index))
+            token = self.script.draw(request, index)
+            frame.tokens.append(token)
+            frame.details.append(detail_of(request, token))
+            if index == 0 and (prompt_details := prompt_details_of(request)):
+                frame.prompt_details.append(wire.PromptDetails(handle, request.epoch, 1, prompt_details))
             if index + 1 >= request.sampling.max_tokens:
                 del running[handle]
                 if self.script.finish:
                     frame.finished.append(wire.Finished(handle, request.epoch, "length", 5))
+        if not any(frame.details):
+            frame.details.clear()
         return frame
 
 

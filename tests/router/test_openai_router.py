@@ -12,7 +12,8 @@ from phalanx_api import wire
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import Leaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
-from tests.frontend.openai_suite import OpenAISuite, Target
+from tests.frontend.openai_suite import OpenAISuite
+from tests.frontend.openai_target import Target
 from tests.frontend.serving import served_apart
 from tests.router.fakes import FakeLeader, Script, make_settings
 

@@ -13,7 +13,8 @@ import pytest
 
 from bench.programs import Program, running
 from tests.cluster.service import metric, stream_all
-from tests.frontend.openai_suite import OpenAISuite, Target
+from tests.frontend.openai_suite import OpenAISuite
+from tests.frontend.openai_target import Target
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -54,7 +55,7 @@ def router_flags(runtimes: list[Program], token: Path) -> list[str]:
 def target(request: pytest.FixtureRequest, world: World) -> Target:
     program = world.runtimes[0] if request.param == "runtime" else world.router
     prefix = "phalanx" if request.param == "runtime" else "phalanx_router"
-    return Target(program.base_url, "tiny", long_tokens=1000, metrics_prefix=prefix)
+    return Target(program.base_url, "tiny", long_tokens=1000, is_model=True, metrics_prefix=prefix)
 
 
 class TestOpenAI(OpenAISuite):

@@ -6,11 +6,14 @@ when one byte of it is wrong; a stream cannot take back what it sent, so here th
 """
 
 import codecs
+from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx_frontend.text.pieces import PieceRule
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
+CONTEXT_TOKENS = 8
+"""Tokens of the text before that are decoded again as context: enough for any character and word start."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -26,24 +29,27 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True) -> Detokenizer:
-    """A detokenizer for one request, the fastest that this tokenizer allows."""
+def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+    """A detokenizer for one request, the fastest that this tokenizer allows.
+
+    `after` are tokens whose text was told before: what a decoder drops at the start of a text it then keeps.
+    """
     if tokenizer.rule is None:
-        return WindowDetokenizer(tokenizer, skip_special_tokens)
-    return PieceDetokenizer(tokenizer, tokenizer.rule, skip_special_tokens)
+        return WindowDetokenizer(tokenizer, skip_special_tokens, after)
+    return PieceDetokenizer(tokenizer, tokenizer.rule, skip_special_tokens, bool(after))
 
 
 class PieceDetokenizer:
     """One look-up per token; a UTF-8 decoder holds incomplete characters."""
 
-    def __init__(self, tokenizer: TextTokenizer, rule: PieceRule, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, rule: PieceRule, skip_special_tokens: bool, is_continued: bool = False) -> None:
         self._tokenizer = tokenizer
         self._rule = rule
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_incomplete = False
-        self._strip_left = rule.strip_left
-        self._bare_first = rule.bare_first
+        self._strip_left = 0 if is_continued else rule.strip_left
+        self._bare_first = rule.bare_first and not is_continued
 
     def feed(self, token: int) -> str:
         """The text that is now certain. Empty while a character is incomplete."""
@@ -78,11 +84,11 @@ class PieceDetokenizer:
 class WindowDetokenizer:
     """Decodes the tokens since the last certain text, with those before it as context. For decoders without a piece rule."""
 
-    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # [context, certain) was sent and is decoded again as context · [certain, ...) is not sent yet.
-        self._context: list[int] = []
+        self._context: list[int] = list(after[-CONTEXT_TOKENS:])
         self._fresh: list[int] = []
 
     def feed(self, token: int) -> str:

@@ -52,3 +52,12 @@ class TextTokenizer:
                 piece = raw
             self._pieces[id] = piece
         return piece
+
+    def token_bytes(self, id: int) -> bytes | None:
+        """What a token alone spells, special ones as they are written; None for an id that has no token."""
+        token = self.token(id)
+        if token is None:
+            return None
+        if id in self.special_ids:
+            return token.encode()
+        return self.decode([id], False).encode() if self.rule is None else self.rule.piece(token)

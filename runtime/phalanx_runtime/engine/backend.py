@@ -21,6 +21,8 @@ class _Mailbox:
 
     index: int
     tokens: list[int] = field(default_factory=list)
+    details: list[wire.TokenDetail | None] = field(default_factory=list)
+    prompt_details: list[wire.TokenDetail] = field(default_factory=list)
     finished: wire.Finished | None = None
     error: BackendError | None = None
     reader: asyncio.Future[None] | None = None
@@ -35,9 +37,12 @@ class _Mailbox:
     def take(self) -> Delta:
         """Everything that waits, as one delta."""
         end = self.finished
-        delta = Delta(self.index, self.tokens) if end is None else Delta(self.index, self.tokens, end.reason, end.cached_tokens)
+        reason, cached = (None, 0) if end is None else (end.reason, end.cached_tokens)
+        delta = Delta(self.index, self.tokens, reason, cached, self.details or (), self.prompt_details or ())
         self.index += len(self.tokens)
         self.tokens = []
+        if self.details or self.prompt_details:
+            self.details, self.prompt_details = [], []
         return delta
 
     async def wait(self, timeout_s: float) -> None:
@@ -99,6 +104,12 @@ class LocalBackend:
             mailbox = mailboxes[handle]
             mailbox.tokens.append(token)
             mailbox.wake()
+        if frame.details:
+            for handle, detail in zip(frame.handles, frame.details, strict=True):
+                if detail is not None:  # every token of a request that asked has one
+                    mailboxes[handle].details.append(detail)
+        for told in frame.prompt_details:  # nobody wakes for these: they leave with the first token
+            mailboxes[told.handle].prompt_details.extend(told.details)
         for finished in frame.finished:
             mailbox = mailboxes[finished.handle]
             mailbox.finished = finished

@@ -304,6 +304,7 @@ class EngineClient:
                 self._meter.next_token(now - request.last)
             request.last = now
             request.tokens += 1
+        self._route_details(frame, parts)
         for end in frame.finished:
             request = self._open.pop(end.handle, None)
             if request is None:
@@ -315,6 +316,18 @@ class EngineClient:
         self._meter.step(len(frame.handles))
         for sink, part in parts.values():
             sink.tokens(part)
+
+    def _route_details(self, frame: wire.Tokens, parts: dict[int, tuple[Sink, wire.Tokens]]) -> None:
+        """What was told of tokens, parallel to each part's tokens, and of prompts."""
+        if frame.details:
+            for handle, detail in zip(frame.handles, frame.details, strict=True):
+                request = self._open.get(handle)
+                if request is not None:
+                    _part(parts, request.sink).details.append(detail)
+        for told in frame.prompt_details:
+            request = self._open.get(told.handle)
+            if request is not None:
+                _part(parts, request.sink).prompt_details.append(told)
 
 
 def _part(parts: dict[int, tuple[Sink, wire.Tokens]], sink: Sink) -> wire.Tokens:

@@ -211,8 +211,9 @@ class _Link:
         """Tokens of one step, with the engine's handles."""
         names = self._handles
         handles = [names[handle] for handle in frame.handles]
+        told = [msgspec.structs.replace(prompt, handle=names[prompt.handle]) for prompt in frame.prompt_details]
         finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
-        self._add_tokens(wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished))
+        self._add_tokens(wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished, frame.details, told))
 
     def refused(self, frame: wire.Refused) -> None:
         """A request that does not run, with the engine's handle."""
@@ -226,9 +227,13 @@ class _Link:
 
     def _add_tokens(self, frame: wire.Tokens) -> None:
         """Queues a frame; one that directly follows another that still waits is joined to it."""
-        self._waiting_tokens += len(frame.handles)
+        self._waiting_tokens += len(frame.handles) + sum(len(told.details) for told in frame.prompt_details)
         last = self._waiting[-1] if self._waiting else None
         if isinstance(last, wire.Tokens):
+            if last.details or frame.details:
+                last.details.extend([None] * (len(last.handles) - len(last.details)))
+                last.details.extend(frame.details or [None] * len(frame.handles))
+            last.prompt_details.extend(frame.prompt_details)
             last.handles.extend(frame.handles)
             last.epochs.extend(frame.epochs)
             last.indices.extend(frame.indices)

@@ -1,0 +1,141 @@
+"""From a checked body to a job for the backend: prompts, sampling, and one choice of the answer for each sequence."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_api.seeds import mix
+from phalanx_frontend.caller import Caller
+from phalanx_frontend.chat_format import ChatFormat
+from phalanx_frontend.completion_format import CompletionFormat
+from phalanx_frontend.door import Door
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.formats import AnswerFormat, Head
+from phalanx_frontend.job import Choice, Job
+from phalanx_frontend.logprobs import Spelling
+from phalanx_frontend.model import DoorModel
+from phalanx_frontend.prompt import bad_word_ids, chat_prompts, completion_prompts
+from phalanx_frontend.reply import Reply
+from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of, wants_of
+from phalanx_frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phalanx_frontend.shown import Echo, Wants
+from phalanx_frontend.sse import Answer
+from phalanx_frontend.structured import grammar_of
+from phalanx_frontend.text.detokenize import make_detokenizer
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """Where completions and chat differ: how prompts are made and how the answer is written."""
+
+    route: str
+    id_prefix: str
+    prompts: Callable[[Body, DoorModel], Awaitable[list[list[int]]]]
+    format: Callable[[Head], AnswerFormat]
+
+
+COMPLETIONS: Endpoint[CompletionRequest] = Endpoint("/v1/completions", "cmpl-", completion_prompts, CompletionFormat)
+CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompts, ChatFormat)
+
+
+async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
+    """The answer to a request that can be served. Raises ApiError, BackendError."""
+    arrived_s = door.seconds()
+    model = await door.model()
+    name = model.name_for(body.model)
+    check_fields(body, door.limits)
+    prompts = await endpoint.prompts(body, model)
+    per_prompt = body.n or 1
+    if len(prompts) * per_prompt > door.limits.max_choices:
+        raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {door.limits.max_choices} choices")
+    id, wants = endpoint.id_prefix + caller.request_id, wants_of(body)
+    has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
+    requests = await requests_of(door, body, caller, model, prompts, id)
+    head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
+    format = endpoint.format(head)
+    choices = []
+    for index, request in enumerate(requests):
+        reply = make_reply(body, model, request, wants)
+        echo = echo_of(body, model, request.prompt, index // per_prompt, wants)
+        meter = door.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, door.seconds)
+        choices.append(Choice(request, reply, format.choice(index, request.prompt, echo, reply), meter))
+    job = Job(id, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
+    return Answer(job, door.backend, door.metrics, endpoint.route)
+
+
+async def requests_of(
+    door: Door, body: GenerationRequest, caller: Caller, model: DoorModel, prompts: list[list[int]], id: str
+) -> list[wire.Request]:
+    """What the backend is asked: for each prompt its choices, which differ in their seeds. Raises ApiError."""
+    bad_words, grammar = await changed_scores(body, model)
+    wants, per_prompt = wants_of(body), body.n or 1
+    requests: list[wire.Request] = []
+    for prompt in prompts:
+        max_tokens = output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
+        eos, seed = model.assets.eos_token_ids, door.draw_seed()
+        sampling = sampling_of(body, max_tokens, model.defaults, eos, seed, bad_words, grammar, wants)
+        for choice in range(per_prompt):
+            own = msgspec.structs.replace(sampling, seed=mix(sampling.seed, choice))
+            name = id if len(prompts) * per_prompt == 1 else f"{id}-{len(requests)}"
+            requests.append(wire_request(name, prompt, own, body, caller))
+    return requests
+
+
+async def changed_scores(body: GenerationRequest, model: DoorModel) -> tuple[list[list[int]], wire.Grammar | None]:
+    """Sequences of `bad_words` and the grammar, checked against the model, as are all token ids. Raises ApiError 400."""
+    model.checked_ids(list(body.logit_bias), "logit_bias")
+    model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
+    asked = grammar_of(body)
+    if asked is not None:
+        await model.grammars.check(*asked)
+    return await bad_word_ids(body.bad_words or [], model), None if asked is None else asked[1]
+
+
+def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
+    """What the backend is asked: with the caller's tenant and a priority that the caller may have."""
+    return wire.Request(
+        id,
+        0,
+        prompt,
+        [],
+        sampling,
+        priority=caller.priority(body.priority),
+        tenant=caller.tenant(body.tenant, body.user),
+        cache_salt=body.cache_salt or "",
+        ttft_target_ms=body.ttft_target_ms,
+        tpot_target_ms=body.tpot_target_ms,
+        deadline_ms=body.deadline_ms,
+    )
+
+
+def make_reply(body: GenerationRequest, model: DoorModel, request: wire.Request, wants: Wants) -> Reply:
+    """An empty reply that ends where the request says. The text of a completion goes on from its prompt's."""
+    is_completion = isinstance(body, CompletionRequest)
+    return Reply(
+        make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, request.prompt if is_completion else ()),
+        request.sampling,
+        body.stop,
+        body.stop_token_ids or (),
+        bool(body.include_stop_str_in_output),
+        wants,
+        is_silent=body.max_tokens == 0,
+    )
+
+
+def echo_of(body: GenerationRequest, model: DoorModel, prompt: list[int], position: int, wants: Wants) -> Echo | None:
+    """The prompt as it is shown again, if it is: as it was written, or as its ids spell."""
+    if not (isinstance(body, CompletionRequest) and body.echo):
+        return None
+    detokenizer = make_detokenizer(model.tokenizer, body.skip_special_tokens is not False)
+    pieces = [detokenizer.feed(token) for token in prompt]
+    written = body.prompt[position]
+    text = written if isinstance(written, str) else "".join(pieces) + detokenizer.end()
+    starts = accumulate((len(piece) for piece in pieces[:-1]), initial=0)
+    return Echo(text, [min(start, len(text)) for start in starts] if wants.logprobs is not None else ())

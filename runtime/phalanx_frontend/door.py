@@ -1,0 +1,36 @@
+"""What the routes of a door stand on."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx_frontend.backend import Backend, BackendError
+from phalanx_frontend.draw import draw_seed
+from phalanx_frontend.limits import Limits
+from phalanx_frontend.metrics import Clock, DoorMetrics
+from phalanx_frontend.model import DoorModel, Models
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What the routes stand on. `seconds` is a monotonic clock, `unix_s` the time of day."""
+
+    backend: Backend
+    metrics: DoorMetrics
+    limits: Limits
+    models: Models = field(default_factory=Models)
+    seconds: Clock = time.perf_counter
+    unix_s: Clock = time.time
+    draw_seed: Callable[[], int] = draw_seed
+
+    async def model(self) -> DoorModel:
+        """The model that is served now. Raises BackendError 503 while none is known."""
+        return await self.models.get(self.backend.assets())
+
+    async def warm(self) -> None:
+        """Loads the model if one is known, so that no request waits for it. A router may be ready before it knows any."""
+        try:
+            assets = self.backend.assets()
+        except BackendError:
+            return
+        await self.models.get(assets)
