@@ -39,6 +39,9 @@ imports:
 unit:
 	@v=$(VENV); rm -f .coverage .coverage.*; $$v/bin/python -m pytest $(UNIT) -q --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
+api-check:  ## schemathesis over /openapi.json and a fuzz of malformed requests, against a real runtime
+	@$(VENV)/bin/python -m pytest tests/system/test_api.py tests/frontend/test_malformed.py -q
+
 golden:  ## rewrite the golden files and generated files; read the diff before you commit
 	@$(VENV)/bin/python -m pytest tests/control tests/golden tests/architecture -q --golden-update
 
@@ -56,4 +59,4 @@ cluster-down:  ## ends it; nothing is left behind but the cache
 clean: cluster-down  ## cluster-down, and removes build leftovers of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo test test-all check format-check lint types imports unit golden requirements cluster-up cluster-down clean
+.PHONY: help demo test test-all check format-check lint types imports unit api-check golden requirements cluster-up cluster-down clean

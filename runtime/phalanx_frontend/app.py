@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from phalanx_api.account import MemoryAccount
+from phalanx_frontend.answers import ERRORS
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.caller import Gate, caller_of
 from phalanx_frontend.door import Door
@@ -69,9 +70,9 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Gate, keys=keys)
     vitals = vitals if vitals is not None else DoorVitals(door)
-    app.include_router(health_routes(vitals.health, registry, warm=door.warm))
-    app.include_router(native_routes(door, vitals))
-    app.include_router(openai_routes(door))
+    app.include_router(health_routes(vitals.health, registry, warm=door.warm), responses=ERRORS)
+    app.include_router(native_routes(door, vitals), responses=ERRORS)
+    app.include_router(openai_routes(door), responses=ERRORS)
     return app
 
 
@@ -82,7 +83,7 @@ def create_health_app(
     registry = registry if registry is not None else CollectorRegistry()
     app = _make_app(response_counter(registry, "phalanx"), lifespan)
     app.add_middleware(Gate)
-    app.include_router(health_routes(health, registry))
+    app.include_router(health_routes(health, registry), responses=ERRORS)
     return app
 
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import JSONResponse, Response
 
+from phalanx_frontend.answers import EXPOSITION
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.vitals import Health
 
@@ -49,7 +50,7 @@ def health_routes(
         is_well = now.not_alive is None and now.not_ready is None
         return JSONResponse(health_document(now), 200 if is_well else 503)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=Response, responses=EXPOSITION)
     async def metrics(request: Request) -> Response:
         """Metrics, in the text form that the scraper asks for."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from phalanx_api import wire
 from phalanx_api.account import MemoryAccount
+from phalanx_frontend.answers import STREAMED
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.door import Door
@@ -29,7 +30,7 @@ def native_routes(door: Door, vitals: Vitals) -> APIRouter:
     """/v1/generate, /v1/batch, /v1/metrics."""
     routes = APIRouter(tags=["native"])
 
-    @routes.post(GENERATE, response_model=None)
+    @routes.post(GENERATE, response_model=None, responses=STREAMED)
     async def generate(body: GenerateRequest, caller: Asker) -> NativeAnswer:
         """Generates from a prompt or from token ids."""
         generation = await accept_native(door, body, caller, caller.request_id, door.seconds())

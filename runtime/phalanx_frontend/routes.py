@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends
 
 from phalanx_api import wire
 from phalanx_frontend.accept import CHAT, COMPLETIONS, accept
+from phalanx_frontend.answers import STREAMED
 from phalanx_frontend.caller import Caller, caller_of
 from phalanx_frontend.door import Door
 from phalanx_frontend.prompt import tokenize_prompt
@@ -19,12 +20,12 @@ def openai_routes(door: Door) -> APIRouter:
     """/v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize."""
     routes = APIRouter(tags=["openai"])
 
-    @routes.post(COMPLETIONS.route, response_model=None)
+    @routes.post(COMPLETIONS.route, response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, caller: Asker) -> Answer:
         """Completes a prompt."""
         return await accept(door, COMPLETIONS, body, caller)
 
-    @routes.post(CHAT.route, response_model=None)
+    @routes.post(CHAT.route, response_model=None, responses=STREAMED)
     async def chat_completions(body: ChatRequest, caller: Asker) -> Answer:
         """Answers a conversation."""
         return await accept(door, CHAT, body, caller)

@@ -49,7 +49,7 @@ class Answer(Response):
             await self._send_error(of_backend(error), send)
         except Exception:
             # Unforeseen: a bug of ours or of the backend. The client gets an end, the log gets the cause.
-            log.exception("request failed", extra={"request": self._job.id})
+            log.exception("request failed", extra={"request_id": self._job.id})
             await self._send_error(internal_error(), send)
         finally:
             await siblings.close()

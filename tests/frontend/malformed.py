@@ -1,0 +1,168 @@
+"""Requests that no door may serve, drawn from a seed: every one of them is wrong in at least one way."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+JSON = "application/json"
+HUGE = 10**400
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """One request, and what is wrong with it."""
+
+    why: str
+    path: str
+    body: bytes
+    method: str = "POST"
+    headers: dict[str, str] = field(default_factory=lambda: {"content-type": JSON})
+
+
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "once", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
+    "/v1/generate": {"prompt": "once", "max_tokens": 2},
+    "/v1/batch": {"requests": [{"prompt": "once", "max_tokens": 2}]},
+    "/tokenize": {"prompt": "once"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+_SAMPLING: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.5, "5", True, [], {}, HUGE, -HUGE, 10**9],
+    "temperature": [-1, -0.001, "hot", [], {}, True, float("nan"), float("inf"), -HUGE],
+    "top_p": [0, -1, 1.01, "x", [], float("nan"), HUGE],
+    "top_k": [-2, 1.5, "x", 2**40, HUGE, []],
+    "min_p": [-0.1, 2, "x", {}],
+    "seed": [2**70, -(2**70), 1.5, "x", [], HUGE],
+    "stop": [[1], {"a": 1}, 5, "", [""], ["\ud800"], [None], ["s"] * 65, "x" * 2000],
+    "stop_token_ids": [[-1], ["x"], 5, [2**40], [1.5], [[]], [1] * 129],
+    "ignore_eos": ["yes", 1, [], {}],
+    "min_tokens": [-1, "x", 1.5, HUGE],
+    "model": [5, [], {}, "no such model", "", "\u0000"],
+    "stream": ["yes", 1, {}, []],
+    "priority": ["high", 1.5, 2**40, -HUGE, []],
+    "deadline_ms": [0, -1, "soon", [], float("inf")],
+    "tenant": [5, [], {}],
+}
+_OPENAI: dict[str, list[Any]] = {
+    "user": [5, [], {}],
+    "n": [0, -1, "x", 1.5, HUGE],
+    "stream_options": [5, "x", []],
+    "presence_penalty": ["x", [], 100, float("nan")],
+    "logit_bias": ["x", 5, [1]],
+}
+_PROMPT = [5, 1.5, True, {}, {"a": "b"}, [1.5], [-5], [10**9], [HUGE], [None], ["a", 1], [[["x"]]], "\ud800", "once " * 5000, ""]
+# fmt: off
+BAD: dict[str, dict[str, list[Any]]] = {
+    "/v1/completions": {**_SAMPLING, **_OPENAI, "prompt": [*_PROMPT[:-1], None]},
+    "/v1/chat/completions": {
+        **_SAMPLING,
+        **_OPENAI,
+        "messages": [
+            [], "x", 5, {}, [1], ["x"], [{}], [{"role": 1}], [{"role": ""}], [{"role": "user", "content": 5}], None,
+            [{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "once " * 5000}],
+        ],
+    },
+    "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},
+    "/v1/batch": {"requests": [[], "x", 5, {}, None, [{}] * 257], "unknown": [1]},
+    "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
+    "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},
+}
+# fmt: on
+
+
+def malformed(seed: int, max_body_bytes: int) -> Iterator[Malformed]:
+    """Without end. A body of more than `max_body_bytes` is among what is wrong."""
+    draw = random.Random(seed)
+    ways: list[Callable[[random.Random, str], Malformed]] = [
+        _bad_field, _bad_field, _bad_field, _bad_field, _bad_fields, _missing, _no_object, _cut, _noise, _no_utf8, _deep,
+        _wrong_type, _wrong_place, _bad_id,
+    ]  # fmt: skip
+    while True:
+        path = draw.choice(list(VALID))
+        if draw.random() < 0.01:
+            yield Malformed("too large", path, b'{"prompt": "' + b"x" * max_body_bytes + b'"}')
+        else:
+            yield draw.choice(ways)(draw, path)
+
+
+def _encoded(document: object) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _bad_field(draw: random.Random, path: str) -> Malformed:
+    name = draw.choice(list(BAD[path]))
+    value = draw.choice(BAD[path][name])
+    return Malformed(f"{name} is {str(value)[:40]!r}", path, _encoded({**VALID[path], name: value}))
+
+
+def _bad_fields(draw: random.Random, path: str) -> Malformed:
+    names = draw.sample(list(BAD[path]), min(3, len(BAD[path])))
+    body = {**VALID[path], **{name: draw.choice(BAD[path][name]) for name in names}}
+    return Malformed(f"{names} are wrong", path, _encoded(body))
+
+
+def _missing(draw: random.Random, path: str) -> Malformed:
+    return Malformed("what is asked is missing", path, _encoded({"max_tokens": 2} if draw.random() < 0.5 else {}))
+
+
+def _no_object(draw: random.Random, path: str) -> Malformed:
+    body = draw.choice([[], [1], "text", 5, 1.5, None, True, [VALID[path]], HUGE])
+    return Malformed("no object", path, _encoded(body))
+
+
+def _cut(draw: random.Random, path: str) -> Malformed:
+    whole = _encoded(VALID[path])
+    return Malformed("cut", path, whole[: draw.randrange(len(whole))])
+
+
+def _noise(draw: random.Random, path: str) -> Malformed:
+    whole = _encoded(VALID[path])
+    return draw.choice(
+        [
+            Malformed("bytes of nothing", path, b"\xff" + draw.randbytes(draw.randrange(1, 300))),
+            Malformed("more after the end", path, whole + draw.choice([b"}", b"{}", b",", b"\x00", b"x"])),
+            Malformed("single quotes", path, whole.replace(b'"', b"'")),
+            Malformed("a comma too many", path, whole[:-1] + b",}"),
+            Malformed("no colon", path, whole.replace(b":", b" ", 1)),
+        ]
+    )
+
+
+def _no_utf8(draw: random.Random, path: str) -> Malformed:
+    bad = draw.choice([b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x80"])
+    return Malformed("no UTF-8", path, b'{"prompt": "' + bad + b'", "requests": [], "tokens": "", "messages": []}')
+
+
+def _deep(draw: random.Random, path: str) -> Malformed:
+    depth = draw.choice([200, 5_000, 50_000])
+    opening, closing = draw.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    name = draw.choice([b"prompt", b"messages", b"tokens", b"requests", b"stop"])
+    inner = b"1" if draw.random() < 0.5 else b""
+    return Malformed("deep", path, b'{"model": 5, "' + name + b'": ' + opening * depth + inner + closing * depth + b"}")
+
+
+def _wrong_type(draw: random.Random, path: str) -> Malformed:
+    kind = draw.choice(
+        ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "image/png", "x", ""]
+    )
+    return Malformed(f"content type {kind}", path, _encoded(VALID[path]), headers={"content-type": kind})
+
+
+def _wrong_place(draw: random.Random, path: str) -> Malformed:
+    return draw.choice(
+        [
+            Malformed("no such path", f"{path}/{draw.randrange(9**9)}", _encoded(VALID[path])),
+            Malformed("no such path", f"/v2{path}", b"", "GET"),
+            Malformed("no such method", path, _encoded(VALID[path]), draw.choice(["PUT", "DELETE", "PATCH", "GET"])),
+            Malformed("no such model", "/v1/models/%00%ff", b"", "GET"),
+        ]
+    )
+
+
+def _bad_id(draw: random.Random, path: str) -> Malformed:
+    id = draw.choice(["a b", "x" * 200, "{}", '"', "a;b", "<script>"])
+    return Malformed("a bad request id", path, _encoded(VALID[path]), headers={"content-type": JSON, "x-request-id": id})
