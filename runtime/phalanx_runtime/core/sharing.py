@@ -67,6 +67,7 @@ class Sharing:
             self._copy_beginning(request, len(run), draft)
         self._note_hits(request, before)
         self._publish(request, keys)
+        self._offer_tail(request)
 
     def skip(self, request: Request, draft: Draft) -> bool:
         """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
@@ -98,6 +99,8 @@ class Sharing:
             page = request.pages[i]
             self.pool.mark_written(page, min(size, chunk.end - i * size))
             draft.fresh.add(page)
+        if chunk.count > 1:
+            self._offer_tail(request)
 
     def goes_on(self, chunk: Chunk) -> bool:
         """Whether nobody wrote what follows the chunk, so that it may be made longer."""
@@ -145,12 +148,19 @@ class Sharing:
             self._copy(source, own, draft)
             request.computed += len(tail[1])
             return True
-        if own not in self._tail_of:
-            if source is not None:
-                del self._tail_of[source]
-            self._tails[tail] = own
-            self._tail_of[own] = tail
+        if source is not None:
+            del self._tail_of[source], self._tails[tail]
+        self._offer_tail(request)
         return True
+
+    def _offer_tail(self, request: Request) -> None:
+        """Lets equal requests copy the tail of this one, unless they have one to copy already."""
+        full = self._full(request)
+        if self._is_on and full * self.pool.page_size < len(request.tokens) - 1:
+            tail, own = self._tail(request), request.pages[full]
+            if tail not in self._tails and own not in self._tail_of:
+                self._tails[tail] = own
+                self._tail_of[own] = tail
 
     def _copy_beginning(self, request: Request, position: int, draft: Draft) -> None:
         """Copies what a cached page has in common with the first page that was not found."""

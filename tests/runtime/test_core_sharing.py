@@ -1,0 +1,168 @@
+"""What requests share: equal prompts of one burst are computed once, pages of others by salt never."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduler import Scheduler
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+PROMPT = [(7 * i * i) % 50 for i in range(39)]
+
+
+class Engine:
+    """A scheduler with its fake ranks, run to the end, and what they computed."""
+
+    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS, rules: Rules | None = None) -> None:
+        self.runner = FakeRunner(num_pages, 4)
+        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, rules or Rules(eviction_policy="lru"))
+        self.finished: dict[int, wire.Finished] = {}
+        self.outputs: dict[int, list[int]] = {}
+
+    def serve(self, requests: dict[int, wire.Request]) -> None:
+        for handle, request in requests.items():
+            assert self.scheduler.submit(handle, request) is None
+        while not self.scheduler.is_idle():
+            self.step()
+        assert {handle: self.outputs[handle] for handle in requests} == {h: expected_output(r) for h, r in requests.items()}
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        frame = self.scheduler.commit(self.runner.run(plan))
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            self.outputs.setdefault(handle, []).append(token)
+        self.finished |= {end.handle: end for end in frame.finished}
+        assert self.scheduler.check() == []
+
+    @property
+    def computed(self) -> int:
+        return sum(sum(plan.counts) for plan in self.runner.plans)
+
+    @property
+    def copies(self) -> int:
+        return sum(len(plan.copies) for plan in self.runner.plans)
+
+
+def siblings(count: int, prompt: list[int] = PROMPT, max_tokens: int = 3) -> dict[int, wire.Request]:
+    return {seed: make_request(prompt, max_tokens, seed=seed) for seed in range(count)}
+
+
+@pytest.mark.parametrize(
+    "length", [39, 37, 36, 3, 1], ids=["tail of 3", "no tail", "last page full", "less than a page", "one token"]
+)
+@pytest.mark.parametrize("budget", [64, 13, 8], ids=["one step", "three steps", "five steps"])
+def test_equal_prompts_of_one_burst_are_computed_once(length: int, budget: int) -> None:
+    engine = Engine(limits=replace(LIMITS, max_num_batched_tokens=budget))
+    engine.serve(siblings(4, PROMPT[:length]))
+    decodes = 4 * 2
+    assert engine.computed - decodes == length + 3, "all of the prompt once, and its last token for each of the others"
+    assert engine.scheduler.sharing.hit_tokens == 3 * (length - 1)
+    assert sum(end.cached_tokens for end in engine.finished.values()) == 3 * (length - 1)
+
+
+def test_a_burst_with_a_shared_prefix_computes_the_prefix_once() -> None:
+    engine = Engine()
+    engine.serve({i: make_request([*PROMPT[:32], 40 + i, 41 + i], 3, seed=i) for i in range(4)})
+    assert engine.computed - 4 * 2 == 32 + 4 * 2
+
+
+def test_sharers_in_the_step_of_the_writer_wait_for_nothing() -> None:
+    engine = Engine()
+    engine.serve({i: make_request([*PROMPT[:32], 40 + i], 1, seed=i) for i in range(4)})
+    assert [len(plan.rows) for plan in engine.runner.plans] == [4]
+
+
+def test_a_finished_prompt_is_found_later_and_says_how_much() -> None:
+    engine = Engine()
+    engine.serve({1: make_request(PROMPT, 6)})
+    computed = engine.computed
+    engine.serve({2: make_request([*PROMPT, *engine.outputs[1], 5], 4)})
+    assert engine.finished[2].cached_tokens == 44, "11 full pages of prompt and output"
+    assert engine.computed - computed == 46 - 44 + 3
+    assert engine.scheduler.load().prefix_hit_tokens == 44
+    assert engine.scheduler.load().pages_reused == 11
+
+
+def test_a_prompt_that_leaves_another_inside_a_page_copies_what_is_common() -> None:
+    engine = Engine()
+    engine.serve({1: make_request(PROMPT, 6)})
+    engine.serve({2: make_request([*PROMPT[:34], 1, 2, 3], 2)})
+    assert engine.finished[2].cached_tokens == 34
+    assert engine.copies == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        ({}, {}, True),
+        ({"tenant": "a"}, {"tenant": "b"}, False),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, False),
+        ({"tenant": "a", "cache_salt": "b"}, {"tenant": "a", "cache_salt": "b"}, True),
+        ({"tenant": "ab"}, {"tenant": "a", "cache_salt": "b"}, False),
+    ],
+    ids=["no salt", "other tenant", "other salt", "same salt", "salt and tenant are told apart"],
+)
+@pytest.mark.parametrize("length", [39, 3], ids=["pages", "a tail alone"])
+def test_pages_are_shared_within_equal_salt_only(
+    first: dict[str, str], second: dict[str, str], shared: bool, length: int
+) -> None:
+    engine = Engine()
+    requests = [make_request(PROMPT[:length], 3, seed=seed) for seed in range(2)]
+    salted = [msgspec.structs.replace(request, **salt) for request, salt in zip(requests, (first, second), strict=True)]
+    engine.serve(dict(enumerate(salted)))
+    assert engine.finished[1].cached_tokens == (length - 1 if shared else 0)
+
+
+def test_a_request_for_details_of_its_prompt_computes_all_of_it_and_others_share_its_pages() -> None:
+    engine = Engine()
+    engine.serve({1: make_request(PROMPT, 2)})
+    told = make_request(PROMPT, 2)
+    told = msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, prompt_logprobs=1))
+    computed = engine.computed
+    engine.serve({2: told})
+    assert engine.computed - computed == 39 + 1
+    assert engine.finished[2].cached_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    engine = Engine(rules=Rules(prefix_caching=False))
+    engine.serve(siblings(3))
+    assert (engine.scheduler.sharing.hit_tokens, engine.copies) == (0, 0)
+    assert engine.computed == 3 * (39 + 2)
+
+
+def test_what_a_preempted_request_had_computed_is_no_hit_of_the_cache() -> None:
+    engine = Engine(num_pages=12, limits=replace(LIMITS, max_num_seqs=3))
+    engine.serve({i: make_request([i, *PROMPT[:10]], 20, seed=i) for i in range(3)})
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.sharing.hit_tokens == 0
+    assert [end.cached_tokens for end in engine.finished.values()] == [0, 0, 0]
+
+
+def test_the_next_of_the_burst_writes_what_its_dead_writer_did_not() -> None:
+    engine = Engine(limits=replace(LIMITS, max_num_batched_tokens=8))
+    for handle, request in siblings(3).items():
+        engine.scheduler.submit(handle, request)
+    engine.step()
+    engine.scheduler.abort(0)
+    while not engine.scheduler.is_idle():
+        engine.step()
+    assert {h: engine.outputs[h] for h in (1, 2)} == {h: expected_output(r) for h, r in siblings(3).items() if h}
+    assert engine.computed == 39 + 1 + 2 * 2, "no token of the prompt is computed twice, but for its last"
+
+
+def test_events_of_pages_replay_to_what_the_cache_finds() -> None:
+    engine = Engine(num_pages=14)
+    for seed in range(4):
+        engine.serve({seed: make_request([seed, *PROMPT], 3, seed=seed)})
+    keys: set[bytes] = set()
+    for event in engine.scheduler.pool.events.drain():
+        (keys.add if event.is_added else keys.remove)(event.key)
+    assert keys == set(engine.scheduler.pool.snapshot()[1])
+    assert engine.scheduler.load().pages_evicted > 0
