@@ -57,7 +57,7 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     id, wants = endpoint.id_prefix + caller.request_id, wants_of(body)
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
-    requests = await requests_of(door, body, caller, model, prompts, id)
+    requests = await requests_of(door.draw_seed, body, caller, model, prompts, id)
     head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
     format = endpoint.format(head)
     choices = []
@@ -71,7 +71,12 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
 
 
 async def requests_of(
-    door: Door, body: GenerationRequest, caller: Caller, model: DoorModel, prompts: list[list[int]], id: str
+    draw_seed: Callable[[], int],
+    body: GenerationRequest,
+    caller: Caller,
+    model: DoorModel,
+    prompts: list[list[int]],
+    id: str,
 ) -> list[wire.Request]:
     """What the backend is asked: for each prompt its choices, which differ in their seeds. Raises ApiError."""
     bad_words, grammar = await changed_scores(body, model)
@@ -79,7 +84,7 @@ async def requests_of(
     requests: list[wire.Request] = []
     for prompt in prompts:
         max_tokens = output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
-        eos, seed = model.assets.eos_token_ids, door.draw_seed()
+        eos, seed = model.assets.eos_token_ids, draw_seed()
         sampling = sampling_of(body, max_tokens, model.defaults, eos, seed, bad_words, grammar, wants)
         for choice in range(per_prompt):
             own = msgspec.structs.replace(sampling, seed=mix(sampling.seed, choice))

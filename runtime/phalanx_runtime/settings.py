@@ -96,9 +96,13 @@ class ConvertSettings:
     folder: Path
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeSettings | ConvertSettings:
-    """What the flags say. Exits with code 2, name and value when one cannot be used."""
-    parser = _make_parser()
+def read_settings(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> ServeSettings | ConvertSettings:
+    """What the flags say. When one cannot be used, the parser's `error`: it exits with code 2, the name and the value."""
+    parser = _make_parser(parser_class)
     flags = parser.parse_args(arguments)
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
@@ -138,8 +142,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     )
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("phalanx-runtime", description="Serve a language model from this machine or pod.")
+def _make_parser(parser_class: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = serve.add_argument

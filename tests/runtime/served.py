@@ -26,12 +26,12 @@ class Served:
 
 
 class Watched:
-    """A StepRunner that counts how often rows were admitted."""
+    """A StepRunner that counts rows that were admitted and tokens that were computed."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
         self.num_admitted = 0
-        self.largest_step = 0
+        self.num_computed = 0
 
     @property
     def pool(self) -> PoolShape:
@@ -39,7 +39,7 @@ class Watched:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_admitted += len(plan.admitted)
-        self.largest_step = max(self.largest_step, len(plan.tokens))
+        self.num_computed += len(plan.tokens)
         return self._inner.run(plan)
 
 

@@ -111,13 +111,20 @@ def test_prompt_logprobs_come_once_and_are_the_same_in_other_steps(folder: Path)
                 assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
 
 
-def test_siblings_of_one_prompt_draw_what_each_draws_alone(folder: Path) -> None:
-    """n = 4: four requests of one prompt with seeds of their own."""
-    one = requests()[3]
-    siblings = [
-        wire.Request(str(seed), 1, one.prompt, [], wire.Sampling(NUM_TOKENS, seed, 1.0, presence_penalty=0.5))
-        for seed in range(4)
-    ]
-    together = [answer.tokens for answer in answers(folder, siblings)]
-    assert together == [answers(folder, [sibling])[0].tokens for sibling in siblings]
-    assert len({tuple(tokens) for tokens in together}) == 4
+@pytest.mark.parametrize("told", [None, 0], ids=["prompt computed once", "prompt told by each"])
+def test_siblings_of_one_prompt_draw_what_each_draws_alone(folder: Path, told: int | None) -> None:
+    """n = 4: four requests of one prompt with seeds of their own share its pages, unless each wants its prompt's logprobs."""
+    prompt = requests()[7].prompt
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "prompt_logprobs": told}
+    siblings = [wire.Request(str(seed), 1, prompt, [], wire.Sampling(NUM_TOKENS, seed, 1.0, **fields)) for seed in range(4)]
+
+    def work(runner: ModelRunner) -> tuple[list[Served], int]:
+        watched = Watched(runner)
+        return serve(watched, siblings, ROOMY), watched.num_computed
+
+    together, num_computed = on_ranks(folder, (1,), Build(torch.float64, num_pages=200), work)
+    assert [answer.tokens for answer in together] == [answers(folder, [sibling])[0].tokens for sibling in siblings]
+    assert len({tuple(answer.tokens) for answer in together}) == 4
+    whole = 4 * (len(prompt) + NUM_TOKENS - 1)
+    assert num_computed == whole if told is not None else num_computed <= whole - 3 * (len(prompt) // PAGE_SIZE) * PAGE_SIZE
+    assert [sorted(answer.prompt_details) for answer in together] == [[] if told is None else [*range(1, len(prompt))]] * 4

@@ -1,0 +1,104 @@
+"""A group of ranks that belongs to this process: the server's supervisor and engine client, in a thread of their own."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from phalanx_frontend.metrics import Tally
+from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.server.metrics import EngineMetrics
+from phalanx_runtime.server.ranks import RANK_COMMAND
+from phalanx_runtime.server.serve import make_parts
+from phalanx_runtime.server.supervisor import LeaderSupervisor, Place
+from phalanx_runtime.settings import ServeSettings
+
+T = TypeVar("T")
+CLOSE_S = 10.0
+"""How long the ranks have to leave. They are killed after a second, so this bounds a bug."""
+
+
+class OwnGroup:
+    """Ranks, scheduler and engine of the server, without its HTTP. Closing it, or the end of this process, ends the ranks."""
+
+    def __init__(self, settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> None:
+        """Returns when every rank is ready. Raises ModelError when the first start fails."""
+        self.backend: LocalBackend
+        self._settings = settings
+        self._command = rank_command
+        self._ready: Future[None] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._leave = asyncio.Event()
+        self._thread = threading.Thread(target=self._live, name="phalanx engine", daemon=True)
+        self._thread.start()
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or ended by a bug."""
+        return not self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What this coroutine gives on the group's event loop. An interrupt of the waiting caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Ends the ranks and the thread. May be called again."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._leave.set)
+            self._thread.join(CLOSE_S)
+
+    def _live(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        """Runs the group until it is told to leave."""
+        settings, stop = self._settings, threading.Event()
+        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.served_names[0], Tally()))
+        self.backend = LocalBackend(client)
+        client.subscribe(lambda: self._changed(client))
+        place = Place(0, 1, settings.master_addr, settings.master_port, secrets.token_hex(32))
+        supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
+        leave = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait([supervisor, leave], return_when=asyncio.FIRST_COMPLETED)
+            if supervisor.done():
+                supervisor.result()
+        finally:
+            stop.set()
+            client.refuse("the engine was closed")
+            supervisor.cancel()
+            leave.cancel()
+            await asyncio.gather(supervisor, leave, return_exceptions=True)
+            client.close()
+
+    def _changed(self, client: EngineClient) -> None:
+        """The first start tells whether there is a group at all; later losses are its own to mend."""
+        state = client.state()
+        if self._ready.done():
+            return
+        if state.serving:
+            self._ready.set_result(None)
+        elif state.incarnation > 1:
+            self._ready.set_exception(ModelError(state.reason))

@@ -1,0 +1,83 @@
+"""What a user asks of the offline engine, in vLLM's words, and the same as the body of an HTTP request.
+
+One meaning for both doors: the body is checked and turned into sampling by what serves HTTP.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from phalanx_frontend.schemas import CompletionRequest
+from phalanx_frontend.validation import of_validation
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What the output must match, one of: JSON schema, regular expression, list of texts, Lark grammar, any JSON object."""
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends; the names and defaults are vLLM's.
+
+    `top_k` 0 or -1 keeps every token. `max_tokens` None goes on to the end of the context. `seed` None draws one. `logprobs` k
+    tells each token's logprob and those of the k most probable ones; `prompt_logprobs` those of the prompt.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Sequence[str] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+
+
+def body_of(prompt: str | Sequence[int], params: SamplingParams) -> CompletionRequest:
+    """The HTTP body that asks for the same. Raises ValueError with the field's name."""
+    body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if isinstance(value, StructuredOutputsParams):
+            given = {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+            value = {name: item for name, item in given.items() if item is not None}
+        if value is not None:
+            body[field.name] = _plain(value)
+    if params.logit_bias is not None:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    try:
+        return CompletionRequest.model_validate(body)
+    except ValidationError as error:
+        raise ValueError(of_validation(error.errors(), ()).message) from error
+
+
+def _plain(value: Any) -> Any:
+    """Lists for sequences and dicts for mappings, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
