@@ -138,29 +138,31 @@ def test_leaf_pages_are_evicted_first() -> None:
     assert pool.counters.evicted == 2
 
 
-def test_pages_behind_a_page_that_another_published_are_found_too() -> None:
+def test_a_page_whose_key_is_taken_ends_its_chain() -> None:
     pool = PagePool(8, 4)
     first, second = begin(pool, list(range(8))), begin(pool, list(range(8)))
     assert second[1] != first[1], "the last token is left to compute"
-    write(pool, first, 8)
-    more = keys_of(list(range(12)))
-    grown = pool.take(1)
-    assert grown is not None and pool.publish(grown[0], more[2], second[1])
-    assert pool.match(more) == [*first, *grown]
-    pool.give_back(first)
-    assert pool.unheld(first) == 0, "a chain is held from its root"
-    assert pool.check([second + grown]) == []
+    grown, more = pool.take(1), keys_of(list(range(12)))
+    assert grown is not None and not pool.publish(grown[0], more[2], second[1])
+    assert pool.match(more) == first
 
 
-def test_a_page_behind_one_that_its_publisher_has_not_written_yet_is_not_found() -> None:
+def test_a_page_takes_the_key_of_one_that_nobody_uses() -> None:
     pool = PagePool(8, 4)
-    begin(pool, list(range(8)))
-    second = begin(pool, list(range(8)))
+    tokens = list(range(8))
+    old = begin(pool, tokens)
+    write(pool, old, 8)
+    pool.give_back(old)
+    new = begin(pool, tokens)
+    assert new[0] == old[0] and new[1] != old[1]
+    assert pool.match(keys_of(tokens)) == new
     grown = pool.take(1)
-    assert grown is not None and not pool.publish(grown[0], keys_of(list(range(12)))[2], second[1])
+    assert grown is not None and pool.publish(grown[0], keys_of(list(range(12)))[2], new[1])
+    assert pool.check([new + grown]) == []
+    assert [event.is_added for event in pool.events.drain()] == [True, True, False, True, True]
 
 
-def test_a_prefix_that_ends_inside_a_page_is_begun_by_a_copy() -> None:
+def test_a_page_that_begins_alike_is_found_as_far_as_it_is_written() -> None:
     pool = PagePool(3, 4)
     pages = begin(pool, [0, 1, 2, 3, 4, 5, 6, 7])
     pool.mark_written(pages[0], 4)
@@ -168,23 +170,6 @@ def test_a_prefix_that_ends_inside_a_page_is_begun_by_a_copy() -> None:
     pool.mark_written(pages[1], 4)
     assert pool.match_beginning(pages[0], [4, 5, 9]) == (pages[1], 2)
     assert pool.match_beginning(pages[0], [5]) is None
-    pool.give_back(pages)
-    pool.share(pages[:1])
-    assert pool.copy(pages[1]) == 2
-    assert pool.copy(pages[1]) is None, "the source is never its own target"
-    assert pool.match_beginning(pages[0], [4]) == (pages[1], 1)
-    assert pool.counters.copied == 1
-
-
-def test_siblings_write_to_pages_of_their_own() -> None:
-    pool = PagePool(4, 4)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.share(pages)
-    own = pool.make_writable(pages[0])
-    assert own is not None and own != pages[0]
-    assert pool.make_writable(pages[0]) == pages[0], "the other is alone with it now"
-    assert pool.check([pages, [own]]) == []
 
 
 def test_events_tell_what_can_be_found() -> None:

@@ -21,7 +21,8 @@ plans made so far: a chunk scheduled with or after them may read those slots. No
 to schedule a chunk there writes it, all its other holders skip to `written`. So a writer that leaves needs no hand-over; the
 pages that nobody holds and nobody wrote become free. Pages are written in the order of their chain, given back together.
 
-A key that finds another page already is not published again; the pages after it still are, behind the one that it finds.
+A key that finds another page already is not published again, nor are the pages after it: they would keep that other page in
+use. If nobody holds the other page and none follows it, the newcomer takes its place.
 The pool's counters and events are for others to read; `match` counts nothing, so a request that waits may look every step.
 """
 
@@ -60,13 +61,13 @@ class PagePool:
         self.events = PageEvents(event_log)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
-        """Holders of a page, and published pages that follow it and are held themselves: a chain is held from its root."""
+        """Holders of a page. Who holds a published page holds those before it, so an idle chain is idle to its end."""
         self._written = array("q", bytes(8 * num_pages))
         self._keys: list[bytes | None] = [None] * num_pages
-        """Key of what the page holds; it finds the page if no other page had the key before."""
+        """The key that finds the page."""
         self._page_of: dict[bytes, int] = {}
         self._published = bytearray(num_pages)
-        """1: the page's key finds it."""
+        """1: a key finds the page."""
         self._parents: list[int | None] = [None] * num_pages
         self._children = array("q", bytes(8 * num_pages))
         """Published pages that follow a page."""
@@ -102,20 +103,24 @@ class PagePool:
         for page in pages:
             self._refs[page] = 1
             self._written[page] = 0
-            self._keys[page] = None
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds a holder to pages that are held or cached, in the order of their chain."""
         for page in pages:
-            assert self._refs[page] > 0 or self._published[page], f"page {page} is free and cannot be shared"
-            self._hold(page)
+            if not self._refs[page]:
+                assert self._published[page], f"page {page} is free and cannot be shared"
+                self._num_cached -= 1
+                self._idle[page] = 0
+            self._refs[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes one holder off each page; those without any are free again. The last page goes first, to be taken last."""
         for page in reversed(pages):
             assert self._refs[page] > 0, f"page {page} is given back once too often"
-            self._let_go(page)
+            self._refs[page] -= 1
+            if not self._refs[page]:
+                self._let_go(page)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the longest run of keys, from the first, that all find a page. Some may not be written yet."""
@@ -143,27 +148,28 @@ class PagePool:
             self._policy.on_hit(page)
 
     def publish(self, page: int, key: bytes, parent: int | None, tokens: Sequence[int] = ()) -> bool:
-        """Whether `key` finds this held page from now on; not when another page has the key, or when its chain is broken.
+        """Whether `key` finds this held page from now on; not when another page in use has the key, or its parent is not found.
 
         parent: the page before it in the same request, None for the first. tokens: what the page holds, for `match_beginning`.
         """
-        assert self._refs[page] > 0 and self._keys[page] is None, (
-            f"page {page} is published while it is free or for a second time"
-        )
-        self._keys[page] = key
-        before = None if parent is None else self._published_for(parent)
-        if key in self._page_of or (parent is not None and before is None):
+        assert self._refs[page] > 0 and not self._published[page], f"page {page} is free or published already"
+        if parent is not None and not self._published[parent]:
             return False
+        other = self._page_of.get(key)
+        if other is not None:
+            if not self._idle[other]:
+                return False
+            self._drop(other)
         self._page_of[key] = page
+        self._keys[page] = key
         self._published[page] = 1
-        self._parents[page] = before
-        if before is not None:
-            self._children[before] += 1
-            self._hold(before)
+        self._parents[page] = parent
+        if parent is not None:
+            self._children[parent] += 1
             if tokens:
-                self._beginnings.add(page, before, tokens)
+                self._beginnings.add(page, parent, tokens)
         self.counters.published += 1
-        self.events.append(True, key, None if before is None else self._keys[before])
+        self.events.append(True, key, None if parent is None else self._keys[parent])
         self._policy.on_insert(page, int.from_bytes(key[:8], "little"))
         return True
 
@@ -187,29 +193,6 @@ class PagePool:
         same = min(same, self._written[page])
         return (page, same) if same else None
 
-    def copy(self, page: int) -> int | None:
-        """A page of one holder, to become a bit-copy of `page` before the step; None when no other page is free."""
-        self._hold(page)
-        if self._published[page]:
-            self._policy.on_hit(page)
-        target = self.take(1)
-        self._let_go(page)
-        if target is None:
-            return None
-        self.counters.copied += 1
-        return target[0]
-
-    def make_writable(self, page: int) -> int | None:
-        """Where a holder of this page may write: the page itself when nobody else can see it, else a copy that it now holds
-        instead. None, and nothing changed, when no page is free. A result other than `page` belongs into the plan's copies.
-        """
-        if self._refs[page] == 1 and not self._published[page]:
-            return page
-        target = self.copy(page)
-        if target is not None:
-            self._let_go(page)
-        return target
-
     def snapshot(self) -> tuple[int, list[bytes]]:
         """The number of the next event, and every key that finds a page now."""
         return self.events.next_number, list(self._page_of)
@@ -231,55 +214,31 @@ class PagePool:
         )
         return find_wrong(state, held)
 
-    def _published_for(self, page: int) -> int | None:
-        """The page found by the key of this one: itself, or another that is wholly written; else None."""
-        if self._published[page]:
-            return page
-        key = self._keys[page]
-        found = None if key is None else self._page_of.get(key)
-        return None if found is None or self._written[found] < self.page_size else found
-
-    def _hold(self, page: int | None) -> None:
-        """Adds a holder; a cached page that wakes holds the one before it."""
-        refs = self._refs
-        while page is not None:
-            refs[page] += 1
-            if refs[page] > 1:
-                return
-            self._num_cached -= 1
-            self._idle[page] = 0
-            page = self._parents[page]
-
-    def _let_go(self, page: int | None) -> None:
-        """Takes a holder off; a published page without any lets go of the one before it."""
-        refs = self._refs
-        while page is not None:
-            refs[page] -= 1
-            if refs[page]:
-                return
-            if not self._published[page]:
-                self._free.append(page)
-                return
-            parent = self._parents[page]
-            if self._written[page] < self.page_size:
-                self._unpublish(page)
-                self._free.append(page)
-            else:
-                self._num_cached += 1
-                self._releases += 1
-                self._policy.on_release(page, self._releases)
-                if not self._children[page]:
-                    self._idle[page] = 1
-                    self._policy.on_idle(page)
-            page = parent
+    def _let_go(self, page: int) -> None:
+        """What becomes of a page that lost its last holder: wholly written and findable it is cached, else free."""
+        if not self._published[page]:
+            self._free.append(page)
+        elif self._written[page] < self.page_size:
+            self._unpublish(page)
+            self._free.append(page)
+        else:
+            self._num_cached += 1
+            self._releases += 1
+            self._policy.on_release(page, self._releases)
+            if not self._children[page]:
+                self._idle[page] = 1
+                self._policy.on_idle(page)
 
     def _evict(self) -> None:
-        """Frees the idle page that the policy names; the page before it may become idle."""
-        page = self._policy.victim()
+        """Frees the idle page that the policy names."""
+        self.counters.evicted += 1
+        self._drop(self._policy.victim())
+
+    def _drop(self, page: int) -> None:
+        """Frees an idle page; the page before it may become idle."""
         parent = self._parents[page]
         self._idle[page] = 0
         self._num_cached -= 1
-        self.counters.evicted += 1
         self._unpublish(page)
         self._free.append(page)
         if parent is not None and not self._children[parent] and not self._refs[parent]:
