@@ -1,0 +1,131 @@
+"""Tools of a chat: what a request may say of them, what the template sees, what the answer must look like when a call is forced.
+
+tool_choice   none: no calls, the template sees no tools · auto: calls are read where the model writes them
+              required, or one function by name: a grammar lets the model write nothing but calls, in its own format
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from phalanx_api import wire
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.fields import whole_text
+
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Text = Annotated[str, AfterValidator(whole_text)]
+
+
+class Function(_Strict):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """One tool. OpenAI's API has other types; a model only knows functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedChoice(_Strict):
+    """This function must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+class CalledFunction(_Strict):
+    """A call that the model made earlier; `arguments` is JSON text."""
+
+    name: FunctionName
+    arguments: Text
+
+
+class PastCall(_Strict):
+    """A call in an assistant's message."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+    """Raises ApiError 400 for a choice without tools, a function that is not among them, or one that is there twice."""
+    names = [tool.function.name for tool in tools]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise invalid(f"tools[{position}].function.name", f"the function {name} is given twice")
+    if not tools and choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "tool_choice needs tools")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        raise invalid("tool_choice.function.name", f"there is no function {choice.function.name} in tools")
+
+
+def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[str, Any]]:
+    """What the chat template sees of the tools: all of them, the chosen one, or none."""
+    if choice == "none":
+        return []
+    wanted = choice.function.name if isinstance(choice, NamedChoice) else None
+    return [tool.model_dump(exclude_none=True) for tool in tools if wanted in (None, tool.function.name)]
+
+
+def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> wire.Grammar | None:
+    """The grammar of answers that are calls and nothing else; None when no call is forced.
+
+    One call when a function was named or `parallel_tool_calls` is false, else one or more. In each the name comes first.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    called = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
+    key = "parameters" if format == "llama" else "arguments"
+    schema = json.dumps({"anyOf": [_call_schema(tool.function, key) for tool in called]}, ensure_ascii=False)
+    call, between = ("body", '"; "') if format == "llama" else (r'"<tool_call>\n" body "\n</tool_call>"', r'"\n"')
+    more = "" if isinstance(choice, NamedChoice) or not parallel else f" ({between} call)*"
+    return wire.Grammar("lark", f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")
+
+
+def _call_schema(function: Function, key: str) -> dict[str, Any]:
+    parameters = function.parameters or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, key: parameters},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:
+    """Earlier calls as templates read them: arguments as an object, not as text. Raises ApiError 400 for broken JSON."""
+    shown = []
+    for position, call in enumerate(calls):
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{param}[{position}].function.arguments", f"arguments are no JSON: {error}") from error
+        shown.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+    return shown

@@ -1,0 +1,103 @@
+"""Tools of a chat: what is refused, what the template sees, what a forced call must look like."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.text.grammar import check_grammar, grammar_source
+from phalanx_frontend.tools import (
+    CalledFunction,
+    Function,
+    NamedChoice,
+    NamedFunction,
+    PastCall,
+    Tool,
+    ToolChoice,
+    check_tools,
+    forced_calls,
+    shown_calls,
+    shown_tools,
+)
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+TOOLS = [
+    Tool(type="function", function=Function(name="weather", description="of a city", parameters=CITY)),
+    Tool(type="function", function=Function(name="now")),
+]
+NAMED = NamedChoice(type="function", function=NamedFunction(name="weather"))
+PARIS = '{"name": "weather", "arguments": {"city": "Paris"}}'
+LLAMA = PARIS.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([], "required", "tool_choice"),
+        ([], NAMED, "tool_choice"),
+        (TOOLS[1:], NAMED, "tool_choice.function.name"),
+        ([*TOOLS, TOOLS[0]], None, "tools[2].function.name"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(tools: list[Tool], choice: ToolChoice | None, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_tools(tools, choice)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(("choice", "names"), [("none", []), ("auto", ["weather", "now"]), (NAMED, ["weather"])])
+def test_the_template_sees_the_tools_that_may_be_called(choice: ToolChoice, names: list[str]) -> None:
+    check_tools(TOOLS, choice)
+    shown = shown_tools(TOOLS, choice)
+    assert [tool["function"]["name"] for tool in shown] == names
+    if shown:
+        assert shown[0] == {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+
+
+def follows(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(tokenizer, grammar)
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("format", "choice", "parallel", "text", "expected"),
+    [
+        ("hermes", "required", True, f"<tool_call>\n{PARIS}\n</tool_call>", True),
+        ("hermes", "required", True, f"<tool_call>\n{PARIS}\n</tool_call>\n<tool_call>\n{PARIS}\n</tool_call>", True),
+        ("hermes", "required", False, f"<tool_call>\n{PARIS}\n</tool_call>\n<tool_call>\n{PARIS}\n</tool_call>", False),
+        ("hermes", "required", True, '<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>', True),
+        ("hermes", NAMED, True, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', False),
+        ("hermes", NAMED, True, '<tool_call>\n{"name": "weather", "arguments": {"city": 3}}\n</tool_call>', False),
+        ("hermes", "required", True, "It is sunny.", False),
+        ("llama", "required", True, f"{LLAMA}; {LLAMA}", True),
+        ("llama", NAMED, True, LLAMA, True),
+        ("llama", NAMED, True, PARIS, False),
+    ],
+)
+def test_a_forced_answer_is_calls_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, format: str, choice: ToolChoice, parallel: bool, text: str, expected: bool
+) -> None:
+    from tests.runtime.tiny import save_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    grammar = forced_calls(format, TOOLS, choice, parallel)
+    assert grammar is not None
+    check_grammar(grammar)
+    assert follows(LLTokenizer((folder / "tokenizer.json").read_text()), grammar_source(grammar), text) is expected
+
+
+def test_nothing_is_forced_unless_asked() -> None:
+    assert forced_calls("hermes", TOOLS, "auto", True) is None
+    assert forced_calls("hermes", TOOLS, None, True) is None
+
+
+def test_earlier_calls_reach_the_template_as_objects() -> None:
+    call = PastCall(id="call_1", function=CalledFunction(name="weather", arguments='{"city": "Paris"}'))
+    assert json.dumps(shown_calls([call], "messages[1].tool_calls")[0]["function"]) == PARIS
+    broken = PastCall(id="call_1", function=CalledFunction(name="weather", arguments="{"))
+    with pytest.raises(ApiError) as caught:
+        shown_calls([broken], "messages[1].tool_calls")
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
