@@ -10,7 +10,7 @@ import msgspec
 from phalanx_api import wire
 from phalanx_api.seeds import mix
 from phalanx_frontend.caller import Caller
-from phalanx_frontend.chat_format import ChatFormat
+from phalanx_frontend.chat_parts import chat_format
 from phalanx_frontend.completion_format import CompletionFormat
 from phalanx_frontend.door import Door
 from phalanx_frontend.errors import invalid
@@ -24,8 +24,9 @@ from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of, 
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.shown import Echo, Wants
 from phalanx_frontend.sse import Answer
-from phalanx_frontend.structured import grammar_of
+from phalanx_frontend.structured import Asked, grammar_of, only_one
 from phalanx_frontend.text.detokenize import make_detokenizer
+from phalanx_frontend.tools import forced_calls
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
@@ -37,11 +38,13 @@ class Endpoint(Generic[Body]):
     route: str
     id_prefix: str
     prompts: Callable[[Body, DoorModel], Awaitable[list[list[int]]]]
-    format: Callable[[Head], AnswerFormat]
+    format: Callable[[Head, Body, DoorModel], AnswerFormat]
 
 
-COMPLETIONS: Endpoint[CompletionRequest] = Endpoint("/v1/completions", "cmpl-", completion_prompts, CompletionFormat)
-CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompts, ChatFormat)
+COMPLETIONS: Endpoint[CompletionRequest] = Endpoint(
+    "/v1/completions", "cmpl-", completion_prompts, lambda head, body, model: CompletionFormat(head)
+)
+CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompts, chat_format)
 
 
 async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
@@ -59,7 +62,7 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     requests = await requests_of(door.draw_seed, body, caller, model, prompts, id)
     head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
-    format = endpoint.format(head)
+    format = endpoint.format(head, body, model)
     choices = []
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, wants)
@@ -97,10 +100,19 @@ async def changed_scores(body: GenerationRequest, model: DoorModel) -> tuple[lis
     """Sequences of `bad_words` and the grammar, checked against the model, as are all token ids. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
-    asked = grammar_of(body)
+    asked = only_one([grammar_of(body), forced_by_tools(body, model)])
     if asked is not None:
         await model.grammars.check(*asked)
     return await bad_word_ids(body.bad_words or [], model), None if asked is None else asked[1]
+
+
+def forced_by_tools(body: GenerationRequest, model: DoorModel) -> Asked | None:
+    """The grammar of calls that a chat must make."""
+    if not isinstance(body, ChatRequest) or not body.tools or isinstance(model.template, str):
+        return None
+    format, parallel = model.template.tool_format, body.parallel_tool_calls is not False
+    forced = forced_calls(format, body.tools, body.tool_choice, parallel) if format is not None else None
+    return None if forced is None else ("tool_choice", forced)
 
 
 def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:

@@ -1,30 +1,39 @@
 """Answers of /v1/chat/completions, as OpenAI spells them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from phalanx_frontend.formats import Envelope, Head, Piece, Usage, token_fields
+from phalanx_frontend.formats import ChoiceFormat, Envelope, Head, Piece, Usage, token_fields
 from phalanx_frontend.logprobs import chat_logprobs, prompt_logprobs
 from phalanx_frontend.reply import Reply
-from phalanx_frontend.shown import Echo
+from phalanx_frontend.shown import Echo, ShownToken
+
+
+class MakeChoice(Protocol):
+    """Makes the format of one choice."""
+
+    def __call__(self, head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
+        """The format of choice `index` of an answer to this prompt."""
+        ...
 
 
 class ChatFormat:
     """One answer. Its choices have one prompt, so what is shown of that stands beside them."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, make_choice: MakeChoice) -> None:
         self._head = head
+        self._make_choice = make_choice
         self._outer = Envelope(head, "chat.completion.chunk")
         self._prompt: Sequence[int] = ()
         self._first: Reply | None = None
 
-    def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> "ChatChoice":
+    def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> ChoiceFormat:
         """The format of one choice. A chat echoes nothing."""
         if self._first is None:
             self._prompt, self._first = prompt, reply
-        return ChatChoice(self._head, self._outer, index, prompt, reply)
+        return self._make_choice(self._head, self._outer, index, prompt, reply)
 
     def counts(self, usage: Usage) -> bytes:
         """The event with the usage."""
@@ -65,24 +74,25 @@ class ChatChoice:
         if self._is_plain and usage is None:
             return self._before + orjson.dumps(piece.text) + self._after
         delta = {"content": piece.text}
-        return self._outer.chunk({"index": self._index, "delta": delta, **self._shown(piece), "finish_reason": None}, usage)
+        return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), "finish_reason": None}, usage)
 
     def ending(self, piece: Piece, usage: Usage | None) -> bytes:
         """The event of the last piece of text, with the reason."""
         delta = {"content": piece.text} if piece.text else {}
-        return self._outer.chunk({"index": self._index, "delta": delta, **self._shown(piece), **self._end()}, usage)
+        return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), **self._end()}, usage)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """The choice in an answer that is not streamed."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": self._index, "message": message, **self._shown(piece), **self._end()}
+        return {"index": self._index, "message": message, **self.shown(piece.tokens), **self._end()}
 
-    def _shown(self, piece: Piece) -> dict[str, Any]:
+    def shown(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """What is shown of these tokens."""
         wants = self._head.wants
         logprobs = None
         if wants.logprobs is not None:
-            logprobs = chat_logprobs(piece.tokens, wants, self._head.spelling)
-        return {"logprobs": logprobs, **token_fields(piece.tokens, wants)}
+            logprobs = chat_logprobs(tokens, wants, self._head.spelling)
+        return {"logprobs": logprobs, **token_fields(tokens, wants)}
 
     def _end(self) -> dict[str, Any]:
         return {"finish_reason": self._reply.finish, "stop_reason": self._reply.stop_reason}

@@ -7,6 +7,7 @@ from phalanx_frontend.errors import invalid
 from phalanx_frontend.model import DoorModel
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from phalanx_frontend.text.chat import ChatTemplateError
+from phalanx_frontend.tools import check_tools, shown_calls, shown_tools
 
 
 async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[list[int]]:
@@ -28,11 +29,23 @@ async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
+    if body.tools or body.tool_choice:
+        options |= tool_options(body, model)
     text = render(model, body.messages, body.add_generation_prompt is not False, options)
     ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages")
     return [ids]
+
+
+def tool_options(body: ChatRequest, model: DoorModel) -> dict[str, Any]:
+    """The variable by which templates learn of tools. Raises ApiError 400 for tools that cannot be called."""
+    tools = body.tools or []
+    check_tools(tools, body.tool_choice)
+    shown = shown_tools(tools, body.tool_choice)
+    if shown and not isinstance(model.template, str) and model.template.tool_format is None:
+        raise invalid("tools", "this model's chat template knows no tools, or a format of calls that is not supported")
+    return {"tools": shown} if shown else {}
 
 
 async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
@@ -69,13 +82,18 @@ def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt:
 
 
 def _plain(message: Message, position: int) -> dict[str, object]:
-    """What the template sees: the fields that were given. Raises ApiError 400 for tool calls, which are not implemented."""
-    for name in ("tool_calls", "function_call", "tool_call_id"):
-        if message.model_extra and message.model_extra.get(name):
-            raise invalid(f"messages[{position}].{name}", f"{name} is not supported yet", "unsupported_parameter")
+    """What the template sees: the fields that were given. Raises ApiError 400 for calls that cannot be shown."""
+    if message.model_extra and message.model_extra.get("function_call"):
+        raise invalid(
+            f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
+        )
     fields: dict[str, object] = {"role": message.role, "content": message.content or ""}
     if message.name is not None:
         fields["name"] = message.name
     if message.reasoning_content is not None:
         fields["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        fields["tool_calls"] = shown_calls(message.tool_calls, f"messages[{position}].tool_calls")
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
     return fields

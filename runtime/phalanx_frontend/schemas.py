@@ -21,6 +21,7 @@ from phalanx_frontend.fields import (
     TokenIds,
     TopCount,
 )
+from phalanx_frontend.tools import PastCall, ToolChoice, Tools
 
 MAX_CHOICES = 128
 """OpenAI's bound of `n`."""
@@ -124,6 +125,8 @@ class Message(_Strict):
     content: Content = None
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -137,6 +140,9 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(_Strict):

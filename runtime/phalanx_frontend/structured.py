@@ -6,7 +6,7 @@ A grammar that llguidance cannot read, or that costs more than its limits to sta
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -28,7 +28,12 @@ Asked = tuple[str, wire.Grammar]
 
 def grammar_of(body: GenerationRequest) -> Asked | None:
     """The one grammar that a request asks for, with the field's name. Raises ApiError 400 for several, or a malformed one."""
-    asked = list(_asked(body))
+    return only_one(list(_asked(body)))
+
+
+def only_one(found: Sequence[Asked | None]) -> Asked | None:
+    """The one that is there. Raises ApiError 400 for several, or one that is too large to be read."""
+    asked = [one for one in found if one is not None]
     if len(asked) > 1:
         raise invalid(asked[1][0], f"{asked[1][0]} cannot be used with {asked[0][0]}: the output can only have one form")
     if asked and len(asked[0][1].text) > MAX_GRAMMAR_CHARS:

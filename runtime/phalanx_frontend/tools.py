@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from phalanx_api import wire
 from phalanx_frontend.errors import invalid
@@ -22,7 +22,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
+"""OpenAI's names of functions, and the dot that MCP servers use."""
+FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 Text = Annotated[str, AfterValidator(whole_text)]
 
 
@@ -55,7 +57,24 @@ class NamedChoice(_Strict):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+def parse_choice(value: object) -> str | NamedChoice:
+    """One of three words, or a function by name."""
+    if value in ("none", "auto", "required"):
+        return str(value)
+    try:
+        return NamedChoice.model_validate(value)
+    except ValidationError as error:
+        raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}') from error
+
+
+_BY_NAME = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": NAME_PATTERN}}}
+_FUNCTION = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": _BY_NAME},
+}
+_CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION]}
+ToolChoice = Annotated[str | NamedChoice, PlainValidator(parse_choice), WithJsonSchema(_CHOICE)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 

@@ -19,8 +19,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     # OpenAI chat
-    "tools": _EMPTY_LIST,
-    "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY_LIST,
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),

@@ -15,6 +15,9 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from phalanx_frontend.text.reasoning import END
+from phalanx_frontend.text.tool_calls import format_of
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -47,7 +50,8 @@ def utc_now() -> datetime:
 
 
 class ChatTemplate:
-    """One model's template, compiled once."""
+    """One model's template, compiled once. `tool_format` is the format of tool calls that it asks for, `can_reason` whether it
+    knows of reasoning between `<think>` and `</think>`."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = utc_now) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -57,6 +61,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._tokens = dict(tokens)
+        self.tool_format = format_of(source)
+        self.can_reason = END in source
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:

@@ -1,0 +1,117 @@
+"""Chat answers whose text has parts: reasoning, tool calls, content. Each goes into its own field of the message or delta."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from phalanx_frontend.chat_format import ChatChoice, ChatFormat
+from phalanx_frontend.draw import draw_id
+from phalanx_frontend.formats import AnswerFormat, ChoiceFormat, Envelope, Head, Piece, Usage
+from phalanx_frontend.model import DoorModel
+from phalanx_frontend.reply import Reply
+from phalanx_frontend.schemas import ChatRequest
+from phalanx_frontend.shown import ShownToken
+from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ToolCall
+from phalanx_frontend.text.reasoning import BEGIN, ReasoningParser
+from phalanx_frontend.text.tool_calls import PARSERS
+from phalanx_frontend.tools import NamedChoice
+
+PROMPT_END = 8
+"""Tokens of the prompt's end that are read to learn whether the answer begins within the reasoning."""
+
+
+def chat_format(head: Head, body: ChatRequest, model: DoorModel) -> AnswerFormat:
+    """How this chat is answered: in parts where the model's template knows reasoning or the request has tools to call."""
+    if isinstance(model.template, str):
+        return ChatFormat(head, ChatChoice)
+    can_reason = model.template.can_reason
+    calls = model.template.tool_format if body.tools and body.tool_choice != "none" else None
+    if not can_reason and calls is None:
+        return ChatFormat(head, ChatChoice)
+    ends_with_calls = not isinstance(body.tool_choice, NamedChoice)
+
+    def make_choice(head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
+        parsers: list[PartParser] = []
+        if can_reason:
+            end = model.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+            parsers.append(ReasoningParser(inside=end.rstrip().endswith(BEGIN)))
+        if calls is not None:
+            parsers.append(PARSERS[calls]())
+        parser = parsers[0] if len(parsers) == 1 else Chain(*parsers)
+        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser, ends_with_calls)
+
+    return ChatFormat(head, make_choice)
+
+
+class PartsChoice:
+    """One choice whose text goes through a parser. `ends_with_calls`: an answer that made calls ends for the reason "tool_calls";
+    one whose function was named does not, as at OpenAI."""
+
+    def __init__(
+        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, ends_with_calls: bool
+    ) -> None:
+        self._plain = plain
+        self._outer = outer
+        self._index = index
+        self._reply = reply
+        self._parser = parser
+        self._ends_with_calls = ends_with_calls
+        self._has_calls = False
+        self._tokens: list[ShownToken] = []
+
+    def opening(self) -> bytes:
+        """The role, before any text."""
+        return self._plain.opening()
+
+    def piece(self, piece: Piece, usage: Usage | None) -> bytes:
+        """The event of the parts that this piece makes certain; nothing while it is held back. Its tokens wait with it."""
+        self._tokens += piece.tokens
+        delta = self._delta(self._parser.feed(piece.text))
+        if not delta and usage is None:
+            return b""
+        return self._chunk(delta, {"finish_reason": None}, usage)
+
+    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
+        """The event of the last parts, with the reason."""
+        self._tokens += piece.tokens
+        delta = self._delta([*self._parser.feed(piece.text), *self._parser.end()])
+        return self._chunk(delta, self._end(), usage)
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        """The choice in an answer that is not streamed."""
+        message = self._delta([*self._parser.feed(piece.text), *self._parser.end()])
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        empty = None if self._has_calls else ""
+        message = {"role": "assistant", "content": empty, "refusal": None, **message}
+        return {"index": self._index, "message": message, **self._plain.shown(piece.tokens), **self._end()}
+
+    def _chunk(self, delta: dict[str, Any], end: dict[str, Any], usage: Usage | None) -> bytes:
+        tokens, self._tokens = self._tokens, []
+        return self._outer.chunk({"index": self._index, "delta": delta, **self._plain.shown(tokens), **end}, usage)
+
+    def _delta(self, parts: Iterable[Part]) -> dict[str, Any]:
+        """Fields of a delta or message that hold these parts. A call's id is drawn when it begins."""
+        delta: dict[str, Any] = {}
+        for part in parts:
+            match part:
+                case Content(text):
+                    delta["content"] = delta.get("content", "") + text
+                case Reasoning(text):
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case ToolCall(index, name):
+                    self._has_calls = True
+                    function = {"name": name, "arguments": ""}
+                    calls = delta.setdefault("tool_calls", [])
+                    calls.append({"index": index, "id": draw_id("call_"), "type": "function", "function": function})
+                case Arguments(index, text):
+                    calls = delta.setdefault("tool_calls", [])
+                    if not calls or calls[-1]["index"] != index:
+                        calls.append({"index": index, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+        return delta
+
+    def _end(self) -> dict[str, Any]:
+        finish: str | None = self._reply.finish
+        if finish == "stop" and self._has_calls and self._ends_with_calls:
+            finish = "tool_calls"
+        return {"finish_reason": finish, "stop_reason": self._reply.stop_reason}
