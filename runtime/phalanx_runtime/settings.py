@@ -42,7 +42,8 @@ class ServeSettings:
     max_num_seqs: int
     """Requests in one step. More use more memory for scores; fewer waste the weights' reading."""
     max_num_batched_tokens: int
-    """Tokens in one step. More make prompts faster and running streams slower, which wait for the whole step."""
+    """Tokens in one step. More make prompts faster, and slow down running streams, which wait for the whole step, and the start,
+    which runs one such step to measure its memory."""
     page_size: int
     """Tokens in a page of the KV cache."""
     kv_cache_memory_bytes: int | None

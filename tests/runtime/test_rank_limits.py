@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
-from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request
+from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
 from phalanx_runtime.rank.threads import rank_threads
 
 GIB = 1 << 30
@@ -69,6 +69,20 @@ def test_the_pool_takes_a_share_of_the_memory_and_no_more_than_the_most() -> Non
     assert cpu_pool_bytes(100 * GIB, 1) == CPU_POOL_BYTES
     assert cpu_pool_bytes(100 * GIB, 2) == CPU_POOL_BYTES // 2
     assert cpu_pool_bytes(4 * GIB, 1) == int(0.3 * 4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("usable", "taken", "most", "expected"),
+    [(10 * GIB, 2 * GIB, 4 * GIB, 4 * GIB), (10 * GIB, 8 * GIB, 4 * GIB, 2 * GIB), (10, 9, 20, 1)],
+    ids=["enough", "what is left", "little is left"],
+)
+def test_the_pool_takes_what_weights_and_the_largest_step_leave(usable: int, taken: int, most: int, expected: int) -> None:
+    assert pool_bytes(usable, taken, most, "") == expected
+
+
+def test_a_rank_without_memory_for_a_pool_says_what_to_do() -> None:
+    with pytest.raises(ModelError, match=r"take 3072 MiB of the 2048 MiB.*: raise the limit, or lower max_num_batched_tokens"):
+        pool_bytes(2 * GIB, 3 * GIB, GIB, "raise the limit")
 
 
 def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:

@@ -15,12 +15,12 @@ import zmq
 from phalanx_api import wire
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.cgroup import System, memory_limit
 from phalanx_runtime.rank.group import join_group, place_of
 from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
-from tests.runtime.ranks import Asked, Build, Driver, on_ranks
-from tests.runtime.tiny import save_tiny
+from tests.runtime.ranks import PAGE_SIZE, Asked, Build, Driver, on_ranks
+from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(30))
@@ -90,7 +90,10 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
         lines = [msgspec.json.encode(spec(folder, rank, 2, endpoint if rank == 0 else "")) for rank in (0, 1)]
         with process(lines[0]) as first, process(lines[1]) as second:
             ready = [said(first), said(second)]
-            assert ready[0] == ready[1] and ready[0].max_model_len == 128 and ready[0].page_size == 16
+            assert ready[0].num_pages == ready[1].num_pages and ready[0].max_model_len == 128 and ready[0].page_size == 16
+            accounts = [rank.memory for rank in ready]
+            assert [account.rank for account in accounts if account is not None] == [0, 1]
+            assert [account.kv_bytes_per_token for account in accounts if account is not None] == [2 * 3 * 1 * 16 * 4] * 2
             engine.send(wire.encode(wire.Submit(5, request)))
             assert tokens_of(engine) == expected
             assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)
@@ -147,13 +150,33 @@ def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> No
     _, asked = load_rank(spec(folder), SoloCollective(), cpu, System())
     assert asked.num_pages == (1 << 20) // page_bytes
     own = msgspec.structs.replace(spec(folder), kv_cache_memory_bytes=None, max_model_len=None)
-    (tmp_path / "meminfo").write_text("MemTotal: 100000 kB\n")
-    small = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
-    _, shared = load_rank(own, SoloCollective(), cpu, small)
-    assert shared.num_pages == int(0.3 * 100_000 * 1024) // page_bytes
+    (tmp_path / "meminfo").write_text("MemTotal: 10000000 kB\n")
+    machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
+    _, shared = load_rank(own, SoloCollective(), cpu, machine)
+    assert shared.num_pages == int(0.3 * 10_000_000 * 1024) // page_bytes
     assert shared.max_model_len == 256
     with pytest.raises(ModelError, match="single page"):
-        load_rank(msgspec.structs.replace(own, kv_cache_memory_bytes=5), SoloCollective(), cpu, small)
+        load_rank(msgspec.structs.replace(own, kv_cache_memory_bytes=5), SoloCollective(), cpu, machine)
+    (tmp_path / "meminfo").write_text("MemTotal: 10000 kB\n")
+    with pytest.raises(ModelError, match="raise the pod's memory limit"):
+        load_rank(own, SoloCollective(), cpu, machine)
+
+
+def test_the_memory_of_the_largest_step_is_measured_and_changes_no_token(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", max_position_embeddings=4096)
+    cpu = torch.device("cpu")
+    large = msgspec.structs.replace(spec(folder), max_num_batched_tokens=4096, max_num_seqs=4096, page_size=PAGE_SIZE)
+    runner, ready = load_rank(large, SoloCollective(), cpu, System())
+    account = ready.memory
+    assert account is not None
+    assert account.weights_bytes >= sum(path.stat().st_size for path in folder.glob("*.safetensors")) - 100_000
+    assert account.activations_bytes > 4096 * 2 * 96 * 4
+    assert account.logits_sampler_bytes > 4096 * VOCAB_SIZE * 4
+    assert account.kv_pool_bytes == ready.num_pages * PAGE_SIZE * account.kv_bytes_per_token <= 1 << 20
+    assert account.total_bytes == memory_limit(System())
+    asked = [Asked(PROMPT), Asked(PROMPT[:7], seed=3, temperature=1.0, top_p=0.9)]
+    plain = on_ranks(folder, [1], Build(), lambda runner: Driver(runner).generate(asked, NUM_TOKENS))
+    assert Driver(runner).generate(asked, NUM_TOKENS) == plain
 
 
 def test_the_place_of_a_rank_follows_its_spec() -> None:

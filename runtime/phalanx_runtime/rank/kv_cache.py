@@ -20,6 +20,19 @@ def cpu_pool_bytes(memory_limit: int, local_world_size: int) -> int:
     return int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * memory_limit)) // local_world_size
 
 
+def pool_bytes(usable: int, taken: int, most: int, remedy: str) -> int:
+    """Bytes of the pool: what `taken` (weights, and what the largest step needs) leaves of `usable`, but no more than `most`.
+
+    Raises ModelError when nothing is left.
+    """
+    if taken >= usable:
+        raise ModelError(
+            f"weights and the largest step take {taken >> 20} MiB of the {usable >> 20} MiB that the rank may use: "
+            f"{remedy}, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    return min(most, usable - taken)
+
+
 def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, keys and values, on this rank."""
     return 2 * kv.kv_heads * page_size * sum(kv.head_dims) * dtype.itemsize

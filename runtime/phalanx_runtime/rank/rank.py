@@ -1,15 +1,15 @@
 """A rank ready to compute: device, dtype, weights, page pool, runner."""
 
 import ctypes
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from phalanx_api import wire
+from phalanx_api.account import MemoryAccount
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.core.plan import PoolShape
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.linear import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
@@ -17,12 +17,16 @@ from phalanx_runtime.model.protocol import Form, Model, Source
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.gauge import make_gauge
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
-from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes
+from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes, pool_bytes
+from phalanx_runtime.rank.rehearsal import rehearse
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampler import Sampler
 from phalanx_runtime.rank.threads import rank_threads
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+
+log = logging.getLogger(__name__)
 
 SECOND_LAYOUT_SHARE = 0.1
 """Share of the memory limit that a second copy of the weights, for single rows, may take in a pod."""
@@ -50,13 +54,30 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     source = open_model(Path(spec.model_dir), spec.model_impl)
     form = _form(spec, source, collective, device, system)
     dtype = form.dtype
+    gauge = make_gauge(device)
+    before = gauge.held()
     model = source.load(collective, form)
-    num_pages = _agree(_own_pages(spec, model, dtype, device, system), collective, device)
+    held = gauge.held()
+    needs = rehearse(spec, model, collective, dtype, device, gauge)
+    usable = _usable_bytes(spec, device, system)
+    size = page_bytes(model.kv, spec.page_size, dtype)
+    room = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system)
+    num_pages = _agree(room // size, collective, device)
     max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
     grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device, grammars)
-    return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len)
+    account = MemoryAccount(
+        rank=spec.rank,
+        weights_bytes=max(held - before, model.num_bytes),
+        activations_bytes=needs.activations,
+        logits_sampler_bytes=needs.logits_sampler,
+        kv_pool_bytes=num_pages * size,
+        kv_bytes_per_token=size // spec.page_size,
+        total_bytes=usable,
+    )
+    log.info("memory of rank %d: %s", spec.rank, account)
+    return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account)
 
 
 def _form(spec: RankSpec, source: Source, collective: Collective, device: torch.device, system: System) -> Form:
@@ -84,41 +105,24 @@ def make_runner(
     return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective, Sampler(model.vocab_size, grammars))
 
 
-def _own_pages(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device, system: System) -> int:
-    """Pages that fit this rank's memory."""
-    size = page_bytes(model.kv, spec.page_size, dtype)
+def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:
+    """Bytes of this rank's pool: what was asked for, else what is left of its memory, on CPU within the bounds of a pod."""
     if spec.kv_cache_memory_bytes is not None:
-        return spec.kv_cache_memory_bytes // size
+        return spec.kv_cache_memory_bytes
     if device.type == "cpu":
-        return cpu_pool_bytes(memory_limit(system), spec.local_world_size) // size
-    return _gpu_pool_bytes(spec, model, dtype, device) // size
+        most = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
+        return pool_bytes(usable, taken, most, "raise the pod's memory limit")
+    return pool_bytes(usable, taken, usable, "raise gpu_memory_utilization")
 
 
-def _gpu_pool_bytes(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> int:
-    """What the share of the GPU's memory leaves after the weights and the largest step."""
-    torch.cuda.reset_peak_memory_stats(device)
-    _largest_step(spec, model, dtype, device)
+def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
+    """What this rank may use of its device: its part of the pod's limit, or the share of the GPU that others leave."""
+    if device.type == "cpu":
+        return memory_limit(system) // spec.local_world_size
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    held, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
-    others = total - free - held
-    left = int(total * spec.gpu_memory_utilization) - others - peak
-    if left <= 0:
-        raise ModelError(f"gpu_memory_utilization {spec.gpu_memory_utilization} leaves no memory for the KV cache; raise it")
-    return left
-
-
-def _largest_step(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> None:
-    """Runs one prefill of the largest step, with max_num_seqs draws' worth of scores, and forgets it."""
-    tokens = min(spec.max_num_batched_tokens, model.positions)
-    num_pages = -(-tokens // spec.page_size)
-    caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
-    builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1, model.kv.windows), dtype, device)
-    row = NewRow(0, wire.Sampling(1, 0, 0.0))
-    draws = [(0, 0)] * spec.max_num_seqs
-    plan = StepPlan(0, [row], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
-    with torch.inference_mode():
-        model.scores(model.hidden(builder.build(plan), caches))
-    torch.cuda.synchronize(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * spec.gpu_memory_utilization) - others
 
 
 def _agree(num_pages: int, collective: Collective, device: torch.device) -> int:
