@@ -58,6 +58,22 @@ def test_slices_are_read_in_the_wanted_dtype(tmp_path: Path, make: Callable[[Pat
             checkpoint.rows("a", (4, 4), Span(0, 1))
 
 
+def test_one_shard_is_mapped_at_a_time(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+
+    def mapped() -> list[str]:
+        maps = Path("/proc/self/maps").read_text()
+        return [shard for shard in ("model-1", "model-2") if f"{folder}/{shard}.safetensors" in maps]
+
+    with opened(folder) as checkpoint:
+        for _ in range(2):
+            assert torch.equal(checkpoint.vector("b", 5), B.double())
+            assert mapped() in (["model-2"], [])
+            assert torch.equal(checkpoint.rows("a", (4, 3), Span(1, 3)), A[1:3].double())
+            assert mapped() in (["model-1"], [])
+    assert mapped() == []
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no \*\.safetensors"):
         opened(tmp_path)

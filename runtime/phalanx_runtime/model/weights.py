@@ -32,7 +32,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+        self._close()
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
@@ -65,6 +65,11 @@ class Checkpoint:
         # A copy in any case: the slice may be a view of the mapped file, which closes after loading.
         return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
 
+    def _close(self) -> None:
+        """Lets go of the open file: one at a time is mapped, for what was read of it counts as this process's memory."""
+        self._open.clear()
+        self._stack.close()
+
     def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
         lazy = self._handle(name).get_slice(name)
         path = self._files[name]
@@ -78,6 +83,7 @@ class Checkpoint:
             raise ModelError(f"{self._folder}: tensor {name} is missing")
         try:
             if path not in self._open:
+                self._close()
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             self._open[path].get_slice(name)
         except (SafetensorError, OSError) as error:

@@ -41,12 +41,21 @@ def choose_device(spec: RankSpec) -> torch.device:
 
 
 def prepare_process(spec: RankSpec, system: System) -> None:
-    """Sets the threads of this rank, and keeps freed memory with the process: mapping it anew costs more than using it."""
+    """Sets the threads of this rank. What loading frees goes back at once, so that no copy of a weight outlives its use."""
     torch.set_num_threads(rank_threads(spec.num_threads, cpu_limit(system), spec.local_world_size))
+    _malloc_options((_M_MMAP_THRESHOLD, 1 << 20))
+
+
+def keep_freed_memory() -> None:
+    """From now on freed memory stays with the process: mapping it anew in every step costs more than using it."""
+    _malloc_options((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def _malloc_options(*options: tuple[int, int]) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        for name, value in options:
+            libc.mallopt(name, value)
 
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
@@ -58,6 +67,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     before = gauge.held()
     model = source.load(collective, form)
     held = gauge.held()
+    keep_freed_memory()
     needs = rehearse(spec, model, collective, dtype, device, gauge)
     usable = _usable_bytes(spec, device, system)
     size = page_bytes(model.kv, spec.page_size, dtype)

@@ -1,0 +1,113 @@
+"""While a rank loads, its memory stays under its own share of the weights plus one shard, whatever the checkpoint's size."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.model.linear import Kernels, can_pack, make_linear
+from phalanx_runtime.model.protocol import Form, Model
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.weights import INDEX
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.gauge import HostGauge
+from phalanx_runtime.rank.rank import prepare_process
+from tests.runtime.pods import make_spec
+from tests.runtime.tiny import save_tiny
+
+pytestmark = pytest.mark.system
+MIB = 1 << 20
+SHARD_BYTES = 24 * MIB
+OF_THE_PROCESS = 16 * MIB
+"""What loading takes beside: one matrix while it is packed, code that runs for the first time, angles, the kernel's rounding."""
+
+
+class OneOfTwo(SoloCollective):
+    """One of two ranks while it loads, which takes no other."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank's process says: the most that loading took, and the bytes of its weights."""
+
+    peak: int
+    share: int
+
+
+def load_and_tell(folder: Path, rank: int) -> None:
+    """In a process of its own."""
+    cpu = torch.device("cpu")
+    kernels = Kernels(packed=can_pack(torch.float32))
+    prepare_process(make_spec(folder), System())
+    make_linear(torch.zeros(64, 64), None, kernels)(torch.zeros(1, 64))  # the library's own code and threads
+    form = Form(torch.float32, cpu, kernels, 256)
+    kept: list[Model] = []
+    peak = HostGauge().peak(lambda: kept.append(open_model(folder).load(OneOfTwo(rank), form)))
+    print(json.dumps({"peak": peak, "share": kept[0].num_bytes}))
+
+
+def loaded(folder: Path, rank: int) -> Loaded:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", __name__, str(folder), str(rank)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    return Loaded(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def split(folder: Path) -> list[int]:
+    """Cuts the one file of a checkpoint into shards, and gives their sizes."""
+    whole = folder / "model.safetensors"
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    with safe_open(whole, framework="pt") as file:
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name).clone()
+            if sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes > SHARD_BYTES and shards[-1]:
+                shards.append({})
+            shards[-1][name] = tensor
+    whole.unlink()
+    names = {f"model-{at:05d}.safetensors": shard for at, shard in enumerate(shards)}
+    for file_name, shard in names.items():
+        save_file(shard, folder / file_name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: file for file, shard in names.items() for name in shard}}))
+    return [(folder / name).stat().st_size for name in names]
+
+
+def test_a_rank_loads_within_its_share_and_one_shard(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "vocab_size": 6144,
+        "head_dim": 64,
+    }
+    folder = save_tiny(tmp_path / "model", num_attention_heads=12, num_key_value_heads=4, **sizes)
+    shards = split(folder)
+    total = sum(shards)
+    assert total > 150 * MIB and max(shards) <= SHARD_BYTES + MIB and len(shards) > 5
+    for rank in (0, 1):
+        told = loaded(folder, rank)
+        assert 0.49 * total < told.share < 0.52 * total
+        assert told.share - 2 * MIB < told.peak < told.share + max(shards) + OF_THE_PROCESS, told
+
+
+if __name__ == "__main__":
+    load_and_tell(Path(sys.argv[1]), int(sys.argv[2]))
