@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,25 +46,38 @@ def running(name: str, module: str, arguments: list[str], folder: Path, ready_s:
 
     Raises RuntimeError with the end of its log when it leaves or is not ready in time.
     """
-    port, log = free_port(), folder / f"{name}.log"
+    port = free_port()
     command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with serving(name, command, port, "/readyz", folder, ready_s) as program:
+        yield program
+
+
+@contextmanager
+def serving(
+    name: str, command: list[str], port: int, ready_path: str, folder: Path, ready_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """A command that serves HTTP on `port`, once `ready_path` says 200; ended with all its children afterwards.
+
+    Raises RuntimeError with the end of its log when it leaves or is not ready in time.
+    """
+    log, whole = folder / f"{name}.log", {**os.environ, **(env or {})}
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
     program = Program(name, f"http://127.0.0.1:{port}", process, log)
     try:
-        _wait_ready(program, ready_s)
+        _wait_ready(program, ready_path, ready_s)
         yield program
     finally:
         end(process)
 
 
-def _wait_ready(program: Program, ready_s: float) -> None:
+def _wait_ready(program: Program, path: str, ready_s: float) -> None:
     deadline = time.monotonic() + ready_s
     while time.monotonic() < deadline:
         if program.process.poll() is not None:
             raise RuntimeError(f"{program.name} left with {program.process.returncode}:\n{_tail(program.log)}")
         try:
-            with urllib.request.urlopen(program.base_url + "/readyz", timeout=5):
+            with urllib.request.urlopen(program.base_url + path, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
@@ -77,12 +90,12 @@ def _tail(log: Path) -> str:
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Asks a program to leave, then ends what is left of its children. Returns once they are gone."""
-    children = {child: _started(child) for child in _descendants(process.pid)}
+    children = {child: _started(child) for child in descendants(process.pid)}
     process.terminate()
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
-        children |= {child: _started(child) for child in _descendants(process.pid)}
+        children |= {child: _started(child) for child in descendants(process.pid)}
         process.kill()
         process.wait()
     deadline = time.monotonic() + _END_S
@@ -104,7 +117,8 @@ def _lives(pid: int, started: str) -> bool:
     return bool(fields) and fields[0] != "Z" and fields[19] == started
 
 
-def _descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
+    """Processes that it started, and theirs."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = _stat(path)
@@ -120,7 +134,7 @@ def _descendants(pid: int) -> set[int]:
 def cpu_s(pid: int) -> float:
     """CPU seconds of a process and its descendants, as far as they live or were waited for."""
     ticks = 0
-    for one in {pid, *_descendants(pid)}:
+    for one in {pid, *descendants(pid)}:
         fields = _stat(Path(f"/proc/{one}/stat"))
         if fields:
             ticks += sum(int(value) for value in fields[11:15])

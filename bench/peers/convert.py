@@ -1,0 +1,89 @@
+"""The checkpoint in the formats of engines that do not read safetensors: GGUF, and OpenVINO's own."""
+
+from pathlib import Path
+
+import gguf as gguf_format
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from bench.peers.checkpoint import VOCABULARY, small
+from bench.peers.environments import REQUIREMENTS, environment
+from tools.cache import cache_root, finished, key_of
+from tools.shell import logged
+
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_HEADS = {"attn_q": 9, "attn_k": 3}
+
+
+def openvino_model(weights: str) -> Path:
+    """OpenVINO's form of the checkpoint with weights of fp16 or int8, written by its own exporter."""
+    pins = (REQUIREMENTS / "openvino-export.txt").read_text()
+
+    def make(folder: Path) -> None:
+        program = environment("openvino-export") / "bin/optimum-cli"
+        what = ("export", "openvino", "-m", str(small()), "--task", "text-generation-with-past", "--weight-format", weights)
+        logged(f"exporting to OpenVINO, {weights}", str(program), *what, str(folder), log=cache_root() / "logs/bench-export.log")
+
+    return finished(cache_root() / f"bench-openvino-{weights}-{key_of(small().name, pins)}", make)
+
+
+def gguf() -> Path:
+    """The checkpoint as one GGUF file of bf16, norms of float."""
+    return finished(cache_root() / f"bench-gguf-{key_of(small().name, '1')}", _write_gguf) / "small.gguf"
+
+
+def _write_gguf(folder: Path) -> None:
+    writer = gguf_format.GGUFWriter(folder / "small.gguf", "llama")
+    writer.add_block_count(30)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(576)
+    writer.add_feed_forward_length(1536)
+    writer.add_head_count(9)
+    writer.add_head_count_kv(3)
+    writer.add_rope_dimension_count(64)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_file_type(gguf_format.LlamaFileType.MOSTLY_BF16)
+    tokenizer = Tokenizer.from_file(str(small() / "tokenizer.json"))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([str(tokenizer.id_to_token(token)) for token in range(VOCABULARY)])
+    writer.add_token_types([gguf_format.TokenType.NORMAL] * VOCABULARY)
+    writer.add_token_merges(["t 3"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    for name, weight in load_file(small() / "model.safetensors").items():
+        _add(writer, name.removesuffix(".weight"), weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf_format.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+    if name in ("model.embed_tokens", "model.norm"):
+        new = "token_embd" if name == "model.embed_tokens" else "output_norm"
+    else:
+        layer, part = name.removeprefix("model.layers.").split(".", 1)
+        kind = _PARTS[part]
+        new = f"blk.{layer}.{kind}"
+        if kind in _HEADS:  # llama.cpp turns neighbouring dimensions, not halves
+            weight = weight.view(_HEADS[kind], 2, 32, -1).transpose(1, 2).reshape(weight.shape)
+    if weight.dim() == 1:
+        writer.add_tensor(f"{new}.weight", weight.float().numpy())
+        return
+    words = weight.contiguous().view(torch.int16).numpy().view(np.uint8)
+    writer.add_tensor(f"{new}.weight", words, raw_dtype=gguf_format.GGMLQuantizationType.BF16)

