@@ -14,7 +14,7 @@ from phalanx_frontend.keys import ApiKey, ApiKeys
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """What kubelets and scrapers read needs no key."""
 PRIORITIES = range(-(2**31), 2**31)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")

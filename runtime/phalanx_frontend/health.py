@@ -34,9 +34,10 @@ def health_routes(
             raise ApiError(503, reason, code="not_alive")
         return {"status": "ok"}
 
+    @routes.get("/health")
     @routes.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """200 while requests can be served, else 503 with the reason."""
+        """200 while requests can be served, else 503 with the reason. vLLM's clients look for it at /health."""
         reason = health().not_ready
         if reason is not None:
             raise ApiError(503, reason, code="not_ready")
