@@ -9,7 +9,7 @@ A newcomer that does not fit now stops admission: nobody overtakes it but runnin
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.admission import Admit, Limits, fits_now
 from phalanx_runtime.core.budget import decode_share, prefill_tokens, prompt_share
-from phalanx_runtime.core.draft import Chunk, Draft
+from phalanx_runtime.core.draft import Draft
 from phalanx_runtime.core.policy import Policy
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request
@@ -78,9 +78,7 @@ class Composer:
         while draft.budget > 0:
             newcomer = self._queue.first(now) if may_admit else None
             if running and (newcomer is None or self._place(running[-1], now) < self._place(newcomer, now)):
-                request = running.pop()
-                if self._sharing.skip(request, draft):
-                    self._add_prompt(draft, request)
+                self._go_on(running.pop(), draft)
             elif newcomer is None:
                 break
             else:
@@ -89,6 +87,15 @@ class Composer:
             self._queue.push(request, now)
         if not self._limits.long_prefill_tokens:
             self._lengthen(draft)
+
+    def _go_on(self, request: Request, draft: Draft) -> None:
+        """Adds more of a running prompt. What others computed for it in the meantime was charged when it started."""
+        before = request.cached_tokens
+        is_ready = self._sharing.skip(request, draft)
+        if request.cached_tokens > before:
+            self._policy.charge(request, before - request.cached_tokens, 0)
+        if is_ready:
+            self._add_prompt(draft, request)
 
     def _admit(self, request: Request, draft: Draft, put_off: list[Request]) -> bool:
         """Starts the first request of the queue, or puts it off to the next step. False when it does not fit."""
@@ -104,17 +111,19 @@ class Composer:
             return False
         self._queue.pop(request)
         self._seats.add(request)
+        is_new = not request.farthest
         self._sharing.take(request, run, draft)
+        if is_new:
+            self._policy.charge(request, max(0, request.num_prompt - request.computed), 0)
         self._add_prompt(draft, request)
         return True
 
     def _add_prompt(self, draft: Draft, request: Request) -> None:
         """Puts the next tokens of a request into the step, as many as its share and the budget allow."""
-        start = request.computed
         share = prompt_share(self._limits, draft.whole, request.missing, draft.others)
         chunk = draft.add(request, min(request.missing, share, draft.budget))
         draft.budget -= chunk.count
-        self._count(draft, chunk, start)
+        self._sharing.note_written(chunk, draft)
 
     def _lengthen(self, draft: Draft) -> None:
         """Gives what is left of the budget to prompts that were cut to their share."""
@@ -124,12 +133,4 @@ class Composer:
                 before = chunk.end
                 chunk.count += min(rest, draft.budget)
                 draft.budget -= chunk.end - before
-                self._count(draft, chunk, before)
-
-    def _count(self, draft: Draft, chunk: Chunk, start: int) -> None:
-        """Notes what the chunk writes from `start` on, and charges prompt tokens that were not computed before."""
-        request = chunk.request
-        self._sharing.note_written(chunk, draft)
-        new = min(chunk.end, request.num_prompt) - max(start, request.farthest)
-        if new > 0:
-            self._policy.charge(request, new, 0)
+                self._sharing.note_written(chunk, draft)

@@ -49,7 +49,7 @@ class Policy(Protocol):
         ...
 
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        """So many tokens were spent on the request that were not spent on it before."""
+        """The request starts to compute so many prompt tokens, or was spared them (negative), or drew so many output tokens."""
         ...
 
     def learn(self, model: StepModel) -> None:

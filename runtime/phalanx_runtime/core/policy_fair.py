@@ -1,10 +1,12 @@
 """The fair policy: tenants share the engine by virtual token counters.
 
-    counter += 1 a prompt token computed, 2 an output token drawn      the tenant with the smallest counter goes first
+    counter += 1 a prompt token to compute, when its request starts; 2 an output token drawn
+    the tenant with the smallest counter goes first
 
 Bounded unfairness: while two tenants both have requests that wait, their counters differ by at most the cost of the largest
 prompt plus that of all output that running requests may still draw, since only the smaller one is admitted from. A tenant that
-comes, new or back, starts from the smallest counter of those that wait: idle time earns nothing, being alone costs nothing.
+comes, new or back, starts from the smallest counter of those that wait, or if none does from that of who started last: idle time
+earns nothing, being alone costs nothing.
 Source: Sheng et al. 2024, "Fairness in Serving Large Language Models".
 """
 
@@ -22,14 +24,15 @@ class Fair:
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
         self._floor = 0.0
+        self._last = ""
 
     def arrive(self, request: Request, waiting: list[str]) -> None:
         """Lifts the counter of a tenant that had nothing in the queue."""
         tenant = request.wishes.tenant
         if tenant in waiting:
             return
-        if waiting:
-            self._floor = max(self._floor, min(self.rank(lane) for lane in waiting))
+        start = min(self.rank(lane) for lane in waiting) if waiting else self.rank(self._last)
+        self._floor = max(self._floor, start)
         self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
         if len(self._counters) > MAX_TENANTS:
             self._forget(keep={tenant, *waiting})
@@ -49,6 +52,8 @@ class Fair:
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         """Adds the cost of these tokens to the tenant's counter."""
         tenant = request.wishes.tenant
+        if prompt_tokens > 0:
+            self._last = tenant
         self._counters[tenant] = self.rank(tenant) + PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def learn(self, model: StepModel) -> None:

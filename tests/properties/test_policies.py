@@ -1,0 +1,210 @@
+"""What each policy promises, in simulated time: nobody starves, tenants share, deadlines are met, streams keep their pace."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.core.policy import AGING_S, POLICY_NAMES, Fcfs, PolicyName
+from phalanx_runtime.core.policy_fair import MAX_TENANTS, OUTPUT_WEIGHT, Fair
+from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.scheduler import Scheduler
+from tests.properties.simulation import LIMITS, Job, Simulation
+from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.fake_runner import make_request as asked
+
+
+def test_the_lowest_priority_number_goes_first() -> None:
+    jobs = [Job(0, 2000, 8)] + [Job(0.001, 100, 4, priority=priority) for priority in (3, -1, 0)]
+    run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
+    assert sorted(run.end_s, key=lambda number: run.end_s[number]) == [0, 2, 3, 1]
+
+
+def test_a_request_that_waited_long_goes_before_a_better_one_that_came_now() -> None:
+    old, late = Job(0.001, 100, 4, priority=1), AGING_S * 1.1
+    jobs = [Job(0, 10, 2000), *[Job(0.001, 10, 2000) for _ in range(12)], old, Job(late, 100, 4, priority=0)]
+    run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
+    assert run.first_s[12] > late, "the engine was busy for as long as it took to age"
+    assert run.first_s[13] < run.first_s[14]
+
+
+HOSTILE = [
+    ("short ones all the time", lambda at: Job(at, 60, 4)),
+    ("better priority, tight target, other tenant", lambda at: Job(at, 60, 4, priority=-3, tenant="loud", ttft_s=1.0)),
+    ("many tenants", lambda at: Job(at, 60, 4, tenant=str(at), ttft_s=3.0)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize(("claim", "other"), HOSTILE, ids=[claim for claim, _ in HOSTILE])
+def test_no_request_starves_while_others_never_stop_coming(policy: PolicyName, claim: str, other: object) -> None:
+    """The others ask for more than the engine can do, for ten minutes. The victim is a long prompt with no wish at all."""
+    assert callable(other)
+    limits = replace(LIMITS, max_num_seqs=2)
+    jobs = [Job(0.5, 1500, 50), *[other(i * 0.03) for i in range(20_000)]]
+    run = Simulation(policy, replace(limits, max_waiting=30_000)).run(jobs, until=0)
+    assert run.end_s[0] < 400, claim
+    assert len(run.scheduler._queue) > 10, "the engine was overloaded all the time"
+
+
+class FairWatch(Simulation):
+    """Notes the largest difference of what two tenants got while both had requests that waited."""
+
+    worst = 0.0
+
+    def watch(self) -> None:
+        lanes = self.scheduler._queue.lanes()
+        ranks = [self.policy.rank(lane) for lane in lanes]
+        if len(ranks) > 1:
+            self.worst = max(self.worst, max(ranks) - min(ranks))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_tenants_that_wait_differ_by_no_more_than_one_prompt_and_what_may_run(seed: int) -> None:
+    chance = random.Random(seed)
+    jobs = []
+    for tenant, rate in (("a", 0.01), ("b", 0.05), ("c", 0.3)):
+        at = chance.random()
+        while at < 2:
+            jobs.append(Job(at, chance.randrange(1, 400), chance.randrange(1, 40), tenant=tenant))
+            at += chance.expovariate(1 / rate)
+    run = FairWatch("fair").run(jobs)
+    assert 0 < run.worst <= 400 + LIMITS.max_num_seqs * 40 * OUTPUT_WEIGHT
+
+
+def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
+    flood = [Job(0, 200, 20, tenant="greedy") for _ in range(300)]
+    modest = [Job(1 + i, 50, 5, tenant="modest") for i in range(5)]
+    waits = {}
+    policies: list[PolicyName] = ["fcfs", "fair"]
+    for policy in policies:
+        run = Simulation(policy).run(flood + modest)
+        waits[policy] = max(run.first_s[300 + i] - job.at_s for i, job in enumerate(modest))
+    assert waits["fair"] < 2 < 20 < waits["fcfs"]
+
+
+def of_tenant(tenant: str, order: int) -> Request:
+    request = make_request(order, order, asked(4), 100)
+    return replace(request, wishes=replace(request.wishes, tenant=tenant))
+
+
+def test_idle_time_earns_nothing_and_being_alone_costs_nothing() -> None:
+    fair = Fair()
+    alone = of_tenant("alone", 0)
+    fair.arrive(alone, [])
+    fair.charge(alone, 1000, 500)
+    fair.arrive(of_tenant("new", 1), ["alone"])
+    assert fair.rank("new") == fair.rank("alone") == 2000
+    fair.charge(of_tenant("new", 1), 10, 0)
+    fair.arrive(alone, ["new"])
+    assert fair.rank("alone") == 2010, "back after a while, it starts where the others are"
+
+
+def test_a_tenant_that_comes_to_an_empty_queue_starts_where_the_last_one_is() -> None:
+    fair = Fair()
+    alone = of_tenant("alone", 0)
+    fair.arrive(alone, [])
+    fair.charge(alone, 1000, 500)
+    fair.arrive(of_tenant("new", 1), [])
+    assert fair.rank("new") == 2000
+
+
+def test_counters_of_tenants_that_left_are_forgotten() -> None:
+    fair = Fair()
+    for number in range(3 * MAX_TENANTS):
+        request = of_tenant(f"t{number}", number)
+        fair.arrive(request, [])
+        fair.charge(request, number % 7, 1)
+    assert len(fair._counters) <= MAX_TENANTS + 1
+
+
+@pytest.mark.parametrize("load", [0.9, 1.5], ids=["nearly full", "overloaded"])
+def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(load: float) -> None:
+    chance = random.Random(5)
+    jobs, at = [], 0.0
+    for _ in range(400):
+        at += chance.expovariate(load / 0.125)
+        prompt = chance.choice([20, 50, 100, 800])
+        jobs.append(Job(at, prompt, 10, ttft_s=0.25 if prompt < 100 else chance.choice([1.0, 8.0])))
+    met = {}
+    policies: list[PolicyName] = ["fcfs", "deadline"]
+    for policy in policies:
+        run = Simulation(policy).run(jobs)
+        met[policy] = sum(run.first_s[i] - job.at_s <= (job.ttft_s or 0) for i, job in enumerate(jobs))
+    assert met["deadline"] > 1.1 * met["fcfs"], met
+
+
+def test_a_deadline_for_the_whole_answer_goes_before_none() -> None:
+    jobs = [Job(0, 1000, 4), *[Job(0.001, 200, 10) for _ in range(20)], Job(0.002, 200, 10, deadline_s=1.0)]
+    run = Simulation("deadline", replace(LIMITS, max_num_seqs=2)).run(jobs)
+    assert run.end_s[21] < 1.1
+    assert Simulation("fcfs", replace(LIMITS, max_num_seqs=2)).run(jobs).end_s[21] > 1.5
+
+
+def streams_and_prompts(count: int = 40) -> list[Job]:
+    """A few long streams, and prompts of 600 tokens that keep coming."""
+    return [Job(0, 20, 600) for _ in range(4)] + [Job(0.5 + 0.4 * i, 600, 4) for i in range(count)]
+
+
+def long_steps(run: Simulation, limit_s: float) -> float:
+    """The share of steps with decodes, after the fit is believed, that took longer."""
+    steps = [wall_s for wall_s, _, decodes in run.steps[100:] if decodes]
+    return sum(wall_s > limit_s for wall_s in steps) / len(steps)
+
+
+def test_the_budget_follows_measured_steps_so_that_the_itl_target_holds() -> None:
+    target_s = 0.04
+    run = Simulation(limits=replace(LIMITS, itl_target_s=target_s), noise=0.03).run(streams_and_prompts())
+    assert long_steps(run, 1.1 * target_s) < 0.02
+    assert long_steps(Simulation(noise=0.03).run(streams_and_prompts()), 1.1 * target_s) > 0.2, "without a target it is exceeded"
+    assert len(run.end_s) == 44
+
+
+def test_batches_grow_where_there_is_slack() -> None:
+    def largest(target_s: float) -> int:
+        run = Simulation(limits=replace(LIMITS, itl_target_s=target_s)).run(streams_and_prompts())
+        return max(prefill for _, prefill, decodes in run.steps[100:] if decodes)
+
+    assert largest(0.03) < largest(0.06) < largest(10.0) == LIMITS.max_num_batched_tokens - 4
+
+
+def test_prompts_progress_under_a_target_that_cannot_hold() -> None:
+    run = Simulation(limits=replace(LIMITS, itl_target_s=0.001)).run(streams_and_prompts(5))
+    assert len(run.end_s) == 9
+    assert all(wall_s < 1.4 * 0.012 for wall_s, prefill, decodes in run.steps[100:] if decodes == 4)
+
+
+@pytest.mark.parametrize("threshold", [0, 50], ids=["half a step", "as told"])
+def test_a_long_prompt_leaves_room_for_a_short_one(threshold: int) -> None:
+    jobs = [Job(0, 1800, 4), Job(0.001, 60, 4)]
+    run = Simulation(limits=replace(LIMITS, long_prefill_tokens=threshold)).run(jobs)
+    assert run.first_s[1] < 0.4 < run.first_s[0]
+    alone = Simulation(limits=replace(LIMITS, long_prefill_tokens=threshold)).run(jobs[:1])
+    assert max(prefill for _, prefill, _ in alone.steps) == (threshold or 256), "alone it gets whole steps, unless told otherwise"
+
+
+class CountingFcfs(Fcfs):
+    """Counts how often the scheduler asks where a request stands."""
+
+    looks = 0
+
+    def key(self, request: Request, now: float) -> float:
+        self.looks += 1
+        return super().key(request, now)
+
+
+def test_a_step_looks_at_few_requests_while_a_thousand_wait() -> None:
+    runner, policy = FakeRunner(100, 4), CountingFcfs()
+    scheduler = Scheduler(replace(LIMITS, max_num_seqs=4), PoolShape(100, 4), policy)
+    for handle in range(1000):
+        scheduler.submit(handle, asked(5, 9, seed=handle))
+    for _ in range(20):
+        before = policy.looks
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(runner.run(plan))
+        assert policy.looks - before < 40

@@ -1,0 +1,114 @@
+"""A real tiny model under the scheduler: however requests are cut, shared, preempted and mixed, tokens are those of plain runs.
+
+In float64, where no near-tie is excused. The plain run: each request alone, its prompt in one step, nothing shared.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.tiny import VOCAB_SIZE, save_tiny
+
+BUILD = Build(dtype=torch.float64, num_pages=40)
+LIMITS = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64)
+PLAIN = Rules(prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model", "llama")
+
+
+def make_requests() -> dict[int, wire.Request]:
+    """Greedy and sampled ones; 0 to 3 are siblings of n = 4, 4 and 5 begin like them, the others are on their own."""
+    chance = random.Random(3)
+    common = [chance.randrange(VOCAB_SIZE) for _ in range(29)]
+    prompts = (
+        [common] * 4 + [[*common[:18], 1, 2, 3], [*common, 7, 8]] + [[chance.randrange(VOCAB_SIZE)] * n for n in (1, 12, 33)]
+    )
+    return {
+        i: wire.Request(f"r{i}", 0, prompt, [], wire.Sampling(14, seed=i, temperature=0.0 if i % 2 else 1.0))
+        for i, prompt in enumerate(prompts)
+    }
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """A budget of tokens a step, requests that come one every `lag` steps, and pages that go away at random steps."""
+
+    budget: int = 64
+    lag: int = 0
+    thief: int | None = None
+    policy: PolicyName = "fcfs"
+
+
+def serve(
+    runner: ModelRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
+) -> dict[int, list[int]]:
+    """Output tokens of all requests."""
+    outputs: dict[int, list[int]] = {handle: [] for handle in requests}
+    todo = list(requests.items())
+    chance = random.Random(disturbance.thief)
+    stolen: list[int] = []
+    for step in range(2000):
+        while todo and step >= disturbance.lag * (len(requests) - len(todo)):
+            handle, request = todo.pop(0)
+            assert scheduler.submit(handle, request, float(step)) is None
+        if disturbance.thief is not None:
+            scheduler.pool.give_back(stolen)
+            stolen = scheduler.pool.take(scheduler.pool.free_pages) or [] if chance.random() < 0.3 else []
+        plan = scheduler.schedule(float(step))
+        if plan is not None:
+            assert sum(plan.counts) <= disturbance.budget
+            frame = scheduler.commit(runner.run(plan))
+            for handle, token in zip(frame.handles, frame.tokens, strict=True):
+                outputs[handle].append(token)
+        if not todo and scheduler.is_idle():
+            scheduler.pool.give_back(stolen)
+            assert scheduler.check() == []
+            return outputs
+    raise AssertionError("requests that never ended")
+
+
+def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
+    """The disturbed run's scheduler, after both runs gave the same tokens."""
+    requests = make_requests()
+    plain: dict[int, list[int]] = {}
+    for handle, request in requests.items():
+        alone = make_scheduler(LIMITS, runner.pool, PLAIN)
+        plain |= serve(runner, alone, {handle: request}, Disturbance())
+    limits = Limits(128, 6, disturbance.budget)
+    disturbed = make_scheduler(limits, runner.pool, Rules(disturbance.policy))
+    assert serve(runner, disturbed, requests, disturbance) == plain
+    return disturbed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(model: Path, ranks: int) -> None:
+    scheduler = on_ranks(model, [ranks], BUILD, partial(compare_runs, Disturbance(budget=7)))
+    assert scheduler.sharing.hit_tokens > 3 * 28, "the siblings shared their prompt, and others a part of it"
+    assert scheduler.pool.counters.copied > 0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_preemption_at_random_steps_changes_no_token(model: Path, policy: PolicyName) -> None:
+    disturbance = Disturbance(budget=24, lag=2, thief=5, policy=policy)
+    scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, disturbance))
+    assert scheduler.num_preemptions > 0
+    assert scheduler.sharing.hit_tokens > 0
+
+
+def test_requests_that_come_late_join_the_batch_and_change_no_token(model: Path) -> None:
+    scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, Disturbance(lag=3)))
+    assert scheduler.sharing.hit_tokens > 0
