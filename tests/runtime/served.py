@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 
@@ -30,7 +30,7 @@ class Watched:
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
-        self.num_admitted = 0
+        self.admitted: list[NewRow] = []
         self.num_computed = 0
 
     @property
@@ -38,7 +38,7 @@ class Watched:
         return self._inner.pool
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.num_admitted += len(plan.admitted)
+        self.admitted += plan.admitted
         self.num_computed += len(plan.tokens)
         return self._inner.run(plan)
 
@@ -63,7 +63,9 @@ class _Script:
         if not isinstance(frame, wire.Tokens):
             return
         for told in frame.prompt_details:
-            self.answers[told.handle].prompt_details |= dict(enumerate(told.details, told.start))
+            known = self.answers[told.handle].prompt_details
+            assert told.start == 1 + len(known), "every prompt token is told once, in order"
+            known |= dict(enumerate(told.details, told.start))
         for place, (handle, index, token) in enumerate(zip(frame.handles, frame.indices, frame.tokens, strict=True)):
             answer = self.answers[handle]
             assert index == self._starts[handle] + len(answer.tokens), "every index once, in order"

@@ -128,6 +128,13 @@ def test_plain_rows_are_drawn_as_if_special_ones_were_not_there() -> None:
     assert outputs[1] == outputs[4] == [2] * 6
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-30, 1e-6])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    sampler = Sampler(VOCAB)
+    sampler.admit(NewRow(0, wire.Sampling(9, 5, temperature, top_p=0.9, min_p=0.1)))
+    assert sampler.draw(torch.tensor([LOGITS]), [(0, 0)]).tokens == [4]
+
+
 def test_min_tokens_keeps_every_end_away_until_then() -> None:
     """All scores but those of ends are so low that an end would come at once."""
     ends = [3, 5]

@@ -8,6 +8,7 @@ import torch
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import NewRow
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import Served, Watched, serve
@@ -78,7 +79,7 @@ def test_two_ranks_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
 def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
         watched = Watched(runner)
-        return serve(watched, requests(), Limits(72, 8, 64)), watched.num_admitted
+        return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted)
 
     served, num_admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=11), work)
     assert num_admitted > len(FIELDS), "some were preempted"
@@ -109,6 +110,25 @@ def test_prompt_logprobs_come_once_and_are_the_same_in_other_steps(folder: Path)
             assert sorted(answer.prompt_details) == list(range(1, len(one.prompt)))
             for position, detail in answer.prompt_details.items():
                 assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
+
+
+def test_a_prompt_that_is_preempted_half_way_is_told_once(folder: Path) -> None:
+    """Requests that decode take the pages of one whose long prompt comes in chunks."""
+    short = [wire.Request(str(n), 1, [n, 1], [], wire.Sampling(40, n, 0.0, return_gaps=True)) for n in range(3)]
+    long = wire.Request("long", 1, [n % 200 for n in range(60)], [], wire.Sampling(4, 9, 0.0, prompt_logprobs=1))
+
+    def work(runner: ModelRunner) -> tuple[list[Served], list[NewRow]]:
+        watched = Watched(runner)
+        return serve(watched, [*short, long], Limits(72, 4, 5)), watched.admitted
+
+    (*others, answer), admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=14), work)
+    assert [len(new.history) for new in admitted if new.num_prompt == 60] == [60, 60], "preempted before its first token"
+    assert all(one.finish == "length" and len(one.tokens) == 40 for one in others)
+    [alone] = answers(folder, [long])
+    assert sorted(answer.prompt_details) == [*range(1, 60)]
+    assert answer.tokens == alone.tokens
+    for position, detail in answer.prompt_details.items():
+        assert detail.logprob == pytest.approx(alone.prompt_details[position].logprob, abs=1e-9)
 
 
 @pytest.mark.parametrize("told", [None, 0], ids=["prompt computed once", "prompt told by each"])

@@ -32,6 +32,7 @@ class Request:
     [0, sent) of `pages` the ranks know · [0, keyed) of `pages` are in the prefix cache, or were
     offered to it until one was there already (`is_chained`). `farthest` is the highest
     value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
+    `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
     """
 
     handle: int
@@ -55,6 +56,7 @@ class Request:
     farthest: int = 0
     cached_tokens: int = 0
     lapsed_s: float | None = None
+    told: int = 0
 
     @property
     def missing(self) -> int:

@@ -155,8 +155,10 @@ class Scheduler:
         self.refused = []
         for i, start, details in result.prompt_details:
             request = draft.chunks[i].request
-            if not request.gone:
-                frame.prompt_details.append(wire.PromptDetails(request.handle, request.epoch, start, details))
+            new = details[max(0, request.told + 1 - start) :]
+            if new and not request.gone:
+                first, request.told = request.told + 1, request.told + len(new)
+                frame.prompt_details.append(wire.PromptDetails(request.handle, request.epoch, first, new))
         for position, ((i, index), token) in enumerate(zip(draft.draws, result.tokens, strict=True)):
             request = draft.chunks[i].request
             if request.gone:

@@ -26,6 +26,9 @@ from phalanx_runtime.rank.logprobs import token_details
 from phalanx_runtime.rank.row import Row
 from phalanx_runtime.rank.sampling import Draw, draw
 
+MIN_TEMPERATURE = 1e-5
+"""A lower one is greedy, as in vLLM: scores divided by it could pass what float32 holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -71,7 +74,8 @@ class Sampler:
 
 
 def _draw_of(s: wire.Sampling, index: int) -> Draw:
-    return Draw(s.seed, index, s.temperature, s.top_p, s.top_k, s.min_p)
+    temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
+    return Draw(s.seed, index, temperature, s.top_p, s.top_k, s.min_p)
 
 
 def _draw(scores: Tensor, draws: Sequence[Draw], changed: Changed | None) -> list[int]:
