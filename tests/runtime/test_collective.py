@@ -1,11 +1,13 @@
 """Our own exchange gives what gloo gives, for ranks in one pod, in several, and mixed; and it knows its peers."""
 
+import errno
 import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.shared import FRAGMENT_BYTES, Pod, SharedMemory
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.errors import PeerLost
-from tests.runtime.ranks import in_threads, make_places, with_group
+from tests.runtime.ranks import JOIN_S, in_threads, make_places, with_group
 
 GROUPS = {"shm 2": [2], "tcp 2": [1, 1], "shm 3": [3], "tcp 3": [1, 1, 1], "mixed 3": [2, 1]}
 FRAGMENT = FRAGMENT_BYTES // 4
@@ -229,3 +231,32 @@ def _pair() -> tuple[socket.socket, socket.socket]:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
     return left, right
+
+
+class ShortOfDescriptors(socket.socket):
+    """A listening socket whose first two callers find no descriptor left."""
+
+    failures = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.failures < 2:
+            self.failures += 1
+            raise OSError(errno.EMFILE, "too many open files")
+        return super().accept()
+
+
+def test_a_rank_goes_on_accepting_after_it_had_no_descriptor_left() -> None:
+    (first, open_first), (second, open_second) = make_places([1, 1])
+    short = ShortOfDescriptors(fileno=open_first.detach())
+
+    def join(place: Place, listener: socket.socket) -> float:
+        collective = connect(place, JOIN_S, listener)
+        try:
+            return float(collective.all_reduce(torch.ones(1)))
+        finally:
+            collective.close()
+
+    assert in_threads([lambda: join(first, short), lambda: join(second, open_second)]) == [2.0, 2.0]
+    assert short.failures == 2
+    short.close()
+    open_second.close()

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx_api.cost import HUNG_FACTOR, HUNG_FLOOR_S
 from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.step_time import ENOUGH_STEPS, FACTOR, FIRST_BOUND_S, MIN_BOUND_S, StepTimes, form_of
+from phalanx_runtime.core.step_time import ENOUGH_STEPS, FIRST_BOUND_S, StepTimes, form_of
 
 FORM = (3, 9)
 
@@ -16,9 +17,9 @@ FORM = (3, 9)
         ([], FIRST_BOUND_S),
         ([0.1] * (ENOUGH_STEPS - 1), FIRST_BOUND_S),
         ([100.0], 500.0),
-        ([0.1] * ENOUGH_STEPS, MIN_BOUND_S),
+        ([0.1] * ENOUGH_STEPS, HUNG_FLOOR_S),
         ([4.0] * ENOUGH_STEPS, 20.0),
-        ([90.0, *[0.1] * 100], MIN_BOUND_S),
+        ([90.0, *[0.1] * 100], HUNG_FLOOR_S),
     ],
     ids=["none", "too few", "one that took long", "quick ones", "slow ones", "one slow one long ago"],
 )
@@ -27,6 +28,18 @@ def test_bound(times: list[float], bound: float) -> None:
     for took in times:
         steps.took(FORM, took)
     assert steps.bound_s(FORM) == bound
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected_s", "bound"),
+    [(ENOUGH_STEPS, 0.1, HUNG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, FIRST_BOUND_S), (0, 100.0, 500.0)],
+    ids=["quick", "slow", "the first of its form", "the first of its form, and slow"],
+)
+def test_the_fitted_time_goes_before_what_was_seen(steps: int, expected_s: float, bound: float) -> None:
+    times = StepTimes()
+    for _ in range(steps):
+        times.took(FORM, 90.0)
+    assert times.bound_s(FORM, expected_s) == bound
 
 
 def test_a_new_form_is_not_judged_by_others() -> None:
@@ -41,7 +54,7 @@ def test_a_step_as_long_as_the_last_is_never_hung(times: list[float]) -> None:
     steps = StepTimes()
     for took in times:
         steps.took(FORM, took)
-    assert steps.bound_s(FORM) >= max(MIN_BOUND_S, FACTOR * times[-1])
+    assert steps.bound_s(FORM) >= max(HUNG_FLOOR_S, HUNG_FACTOR * times[-1])
 
 
 def test_forms_are_magnitudes_of_tokens_and_context() -> None:

@@ -2,13 +2,15 @@
 
 import threading
 
-import pytest
-
-from phalanx_runtime.core.plan import StepPlan, StepResult
-from phalanx_runtime.core.step_time import FIRST_BOUND_S, MIN_BOUND_S
-from phalanx_runtime.rank.heart import Heart, WatchedRunner
+from phalanx_api import wire
+from phalanx_api.cost import HUNG_FLOOR_S
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.step_time import FIRST_BOUND_S
+from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.rank.heart import Heart, StepWatch
 from phalanx_runtime.rank_spec import BEAT_S, Beat
-from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.fake_runner import FakeRunner, make_request
 
 
 def test_an_idle_rank_only_says_that_it_lives() -> None:
@@ -21,7 +23,7 @@ def test_a_step_grows_old_by_the_hearts_own_turns() -> None:
     assert heart.beat(1.0) == Beat(step=7, step_s=0.0, bound_s=10.0)
     assert heart.beat(1.0) == Beat(step=7, step_s=1.0, bound_s=10.0)
     assert heart.beat(3600.0) == Beat(step=7, step_s=1.0 + 2 * BEAT_S, bound_s=10.0)
-    heart.ended()
+    heart.ended(7)
     assert heart.beat(1.0) == Beat()
     heart.began(8, 10.0)
     assert heart.beat(1.0) == Beat(step=8, step_s=0.0, bound_s=10.0)
@@ -51,42 +53,66 @@ def test_the_thread_beats_until_nobody_listens() -> None:
     assert heard == [Beat(), Beat()]
 
 
-class Looking:
-    """A runner that notes what the heart says while it runs."""
-
-    def __init__(self, heart: Heart) -> None:
-        self._heart = heart
-        self._runner = FakeRunner(8, 4)
-        self.pool = self._runner.pool
-        self.said: list[Beat] = []
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.said.append(self._heart.beat(1.0))
-        return StepResult(plan.step, [])
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, [], [0], [8], [1], [[]], [5], [])
 
 
 def test_the_heart_tells_of_each_step_and_its_bound() -> None:
     heart = Heart()
-    looking = Looking(heart)
-    times = iter(float(second) for second in range(100))
-    runner = WatchedRunner(looking, heart, lambda: next(times))
-    assert runner.pool == looking.pool
-    for step in range(4):
-        runner.run(StepPlan(step, [], [0], [8], [1], [[]], [5], []))
+    watch = StepWatch(heart)
+    bounds = []
+    for step in range(5):
+        watch.began(plan(step), 4.0 if step == 4 else None)
+        said = heart.beat(1.0)
+        bounds.append((said.step, said.bound_s))
+        watch.ended(plan(step), 1.0)
         assert heart.beat(1.0) == Beat()
-    assert [(beat.step, beat.bound_s) for beat in looking.said] == [
-        *[(step, FIRST_BOUND_S) for step in range(3)],
-        (3, MIN_BOUND_S),
-    ]
+    assert bounds == [(0, FIRST_BOUND_S), (1, FIRST_BOUND_S), (2, FIRST_BOUND_S), (3, HUNG_FLOOR_S), (4, 20.0)]
 
 
-def test_a_step_that_raises_is_no_step_that_ended() -> None:
+def test_of_several_steps_the_oldest_is_told() -> None:
     heart = Heart()
+    heart.began(1, 10.0)
+    heart.began(2, 20.0)
+    assert [heart.beat(1.0).step, heart.beat(1.0).step_s] == [1, 1.0]
+    heart.ended(1)
+    assert heart.beat(1.0) == Beat(step=2, step_s=0.0, bound_s=20.0)
 
-    class Failing(Looking):
-        def run(self, plan: StepPlan) -> StepResult:
-            raise RuntimeError
 
-    with pytest.raises(RuntimeError):
-        WatchedRunner(Failing(heart), heart).run(StepPlan(3, [], [0], [8], [1], [[]], [5], []))
-    assert heart.beat(1.0).step == 3
+class Noting:
+    """A watch that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.expected: list[float | None] = []
+
+    def began(self, plan: StepPlan, expected_s: float | None) -> None:
+        self.heard.append(("began", plan.step))
+        self.expected.append(expected_s)
+
+    def ended(self, plan: StepPlan, wall_s: float) -> None:
+        self.heard.append(("ended", plan.step))
+
+
+def test_the_loop_tells_its_watch_of_every_step_and_of_the_fitted_time() -> None:
+    class Once:
+        """A channel with one request, then none."""
+
+        def __init__(self) -> None:
+            self._messages = [[wire.encode(wire.Submit(1, make_request(5, 40)))]]
+
+        def receive(self, block: bool) -> list[bytes] | None:
+            if self._messages:
+                return self._messages.pop()
+            return None if block else []
+
+        def send(self, message: bytes) -> None:
+            pass
+
+    watch = Noting()
+    now = iter(range(10_000))
+    EngineLoop(FakeRunner(64, 4), Limits(200, 8, 64), Once(), clock=lambda: float(next(now)), watch=watch).run()
+    steps = len(watch.expected)
+    assert steps >= 40 and [what for what, _ in watch.heard] == ["began", "ended"] * steps
+    assert watch.expected[0] is None
+    assert watch.expected[-1] is not None and watch.expected[-1] > 0

@@ -129,6 +129,10 @@ class _Door:
                 link, _ = self._listener.accept()
             except TimeoutError:
                 continue
+            except OSError:
+                # A caller that hung up, or no descriptor left: the next one may be let in. Who is missing shows at the deadline.
+                time.sleep(RETRY_S)
+                continue
             threading.Thread(target=self._greet, args=(link,), name="collective-greet", daemon=True).start()
 
     def _greet(self, link: socket.socket) -> None:

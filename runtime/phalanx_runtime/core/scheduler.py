@@ -122,6 +122,11 @@ class Scheduler:
         rows = {new.row for new in draft.admitted}
         return [chunk.request.handle for chunk in draft.chunks if chunk.request.row in rows]
 
+    def expected_s(self) -> float | None:
+        """How long the latest plan should take; None before enough steps were measured."""
+        model = self.fit.model()
+        return None if model is None else model.predict(self._flights[-1].work)
+
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         return not self._requests and not self._seats.running

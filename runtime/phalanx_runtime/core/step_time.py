@@ -1,6 +1,7 @@
-"""How long a step may take before it counts as hung, from the times of steps like it.
+"""How long a step may take before it counts as hung.
 
-    bound = max(10 s, 5 x expected)      expected: the longest of recent steps of the same form
+    bound = max(10 s, 5 x expected)      expected: by the fitted step-time function (`phalanx_api.cost`), before there is one
+                                         the longest of recent steps of the same form
 
 Steps of one form have about as many tokens and about as much context. The first ones of a form may compile kernels or touch
 memory for the first time, so their bound is `FIRST_BOUND_S`. Pure: times are arguments.
@@ -8,10 +9,9 @@ memory for the first time, so their bound is `FIRST_BOUND_S`. Pure: times are ar
 
 from dataclasses import dataclass
 
+from phalanx_api.cost import hung_after_s
 from phalanx_runtime.core.plan import StepPlan
 
-MIN_BOUND_S = 10.0
-FACTOR = 5.0
 FIRST_BOUND_S = 300.0
 """Bound of a form's first steps. A step that hangs then is noticed late; one that compiles is never taken for hung."""
 ENOUGH_STEPS = 3
@@ -39,12 +39,14 @@ class StepTimes:
     def __init__(self) -> None:
         self._seen: dict[Form, _Seen] = {}
 
-    def bound_s(self, form: Form) -> float:
-        """Seconds after which a step of this form counts as hung."""
+    def bound_s(self, form: Form, expected_s: float | None = None) -> float:
+        """Seconds after which a step of this form counts as hung. `expected_s`: by the fitted function, None before it is one."""
         seen = self._seen.get(form)
-        if seen is None or seen.steps < ENOUGH_STEPS:
-            return max(FIRST_BOUND_S, FACTOR * seen.longest_s if seen else 0.0)
-        return max(MIN_BOUND_S, FACTOR * seen.longest_s)
+        if expected_s is None and seen is not None:
+            expected_s = seen.longest_s
+        bound_s = hung_after_s(expected_s)
+        is_known = seen is not None and seen.steps >= ENOUGH_STEPS
+        return bound_s if is_known else max(FIRST_BOUND_S, bound_s)
 
     def took(self, form: Form, wall_s: float) -> None:
         """A step of this form ended after so long."""

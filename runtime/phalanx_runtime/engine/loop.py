@@ -14,7 +14,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.channel import ZmqChannel
-from phalanx_runtime.engine.ports import Channel, StepRunner
+from phalanx_runtime.engine.ports import Channel, StepRunner, Watch
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,13 @@ class EngineLoop:
         channel: Channel,
         clock: Callable[[], float] = time.monotonic,
         rules: Rules = DEFAULT_RULES,
+        watch: Watch | None = None,
     ) -> None:
         self._scheduler = make_scheduler(limits, runner.pool, rules)
         self._runner = runner
         self._channel = channel
         self._clock = clock
+        self._watch = watch
         self._load_due = 0.0
         self._said_idle = False
         self._tokens_per_s = 0.0
@@ -67,8 +69,12 @@ class EngineLoop:
         if plan is None:
             return True
         queue_times_s = self._left_queue(started) if plan.admitted else []
+        if self._watch is not None:
+            self._watch.began(plan, self._scheduler.expected_s())
         result = self._runner.run(plan)
         now = self._clock()
+        if self._watch is not None:
+            self._watch.ended(plan, now - started)
         tokens = self._scheduler.commit(result, now - started)
         tokens.queue_times_s.extend(queue_times_s)
         self._measure(len(plan.tokens), now - started)
@@ -135,10 +141,12 @@ class EngineLoop:
             log.error("page pool is wrong: %s", what)
 
 
-def run_engine(runner: StepRunner, limits: Limits, endpoint: str, rules: Rules = DEFAULT_RULES) -> None:
+def run_engine(
+    runner: StepRunner, limits: Limits, endpoint: str, rules: Rules = DEFAULT_RULES, watch: Watch | None = None
+) -> None:
     """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
     channel = ZmqChannel(endpoint)
     try:
-        EngineLoop(runner, limits, channel, rules=rules).run()
+        EngineLoop(runner, limits, channel, rules=rules, watch=watch).run()
     finally:
         channel.close()

@@ -18,6 +18,18 @@ class StepRunner(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Hears of every step. Implemented by `phalanx_runtime.rank.heart`."""
+
+    def began(self, plan: StepPlan, expected_s: float | None) -> None:
+        """A step begins, which should take so long if that is known."""
+        ...
+
+    def ended(self, plan: StepPlan, wall_s: float) -> None:
+        """It took so long."""
+        ...
+
+
 class Channel(Protocol):
     """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
 

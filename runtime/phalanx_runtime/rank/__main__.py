@@ -46,7 +46,7 @@ def _serve(spec: RankSpec) -> None:
     """Loads and computes. torch is loaded only here, after the parent is watched."""
     from phalanx_runtime.rank.cgroup import System
     from phalanx_runtime.rank.group import join_group
-    from phalanx_runtime.rank.heart import Heart, WatchedRunner, say
+    from phalanx_runtime.rank.heart import Heart, StepWatch, say
     from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
 
     heart = Heart()
@@ -74,7 +74,7 @@ def _serve(spec: RankSpec) -> None:
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, spec.model_name)
-    run_engine(WatchedRunner(runner, heart), limits, spec.engine_socket, rules)
+    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart))
 
 
 def _leave_with_parent() -> None:

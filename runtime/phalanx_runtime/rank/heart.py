@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.step_time import StepTimes, form_of
-from phalanx_runtime.engine.ports import StepRunner
 from phalanx_runtime.rank_spec import BEAT_S, Beat, RankSays
 
 _encode = msgspec.json.Encoder().encode
@@ -39,7 +38,7 @@ class Heart:
 
     def __init__(self, tell: Callable[[Beat], None] = say) -> None:
         self._tell = tell
-        self._step: _Step | None = None
+        self._steps: dict[int, _Step] = {}
         self._counted: _Step | None = None
         self._step_s = 0.0
 
@@ -49,17 +48,18 @@ class Heart:
 
     def began(self, number: int, bound_s: float) -> None:
         """A step began; longer than `bound_s` it counts as hung."""
-        self._step = _Step(number, bound_s)
+        self._steps[number] = _Step(number, bound_s)
 
-    def ended(self) -> None:
+    def ended(self, number: int) -> None:
         """The step ended."""
-        self._step = None
+        self._steps.pop(number, None)
 
     def beat(self, passed_s: float) -> Beat:
-        """What is said now, so long after the last beat. A step that began since then is told with no time."""
-        step = self._step
-        if step is None:
+        """What is said now, so long after the last beat, of the oldest step. One that began since then is told with no time."""
+        running = list(self._steps.values())
+        if not running:
             return Beat()
+        step = running[0]
         self._step_s = self._step_s + min(passed_s, 2 * BEAT_S) if step is self._counted else 0.0
         self._counted = step
         return Beat(step=step.number, step_s=round(self._step_s, 3), bound_s=step.bound_s)
@@ -76,26 +76,18 @@ class Heart:
             time.sleep(BEAT_S)
 
 
-class WatchedRunner:
-    """A runner whose steps the heart tells of. Implements `engine.ports.StepRunner`."""
+class StepWatch:
+    """Tells the heart of every step, and how long it may take. Implements `engine.ports.Watch`."""
 
-    def __init__(self, runner: StepRunner, heart: Heart, clock: Callable[[], float] = time.monotonic) -> None:
-        self._runner = runner
+    def __init__(self, heart: Heart) -> None:
         self._heart = heart
-        self._clock = clock
         self._times = StepTimes()
 
-    @property
-    def pool(self) -> PoolShape:
-        """The page pool that every rank made."""
-        return self._runner.pool
+    def began(self, plan: StepPlan, expected_s: float | None) -> None:
+        """A step begins."""
+        self._heart.began(plan.step, self._times.bound_s(form_of(plan), expected_s))
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """The tokens drawn by this step. Raises PeerLost."""
-        form = form_of(plan)
-        self._heart.began(plan.step, self._times.bound_s(form))
-        started = self._clock()
-        result = self._runner.run(plan)
-        self._times.took(form, self._clock() - started)
-        self._heart.ended()
-        return result
+    def ended(self, plan: StepPlan, wall_s: float) -> None:
+        """The step ended."""
+        self._times.took(form_of(plan), wall_s)
+        self._heart.ended(plan.step)
