@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -14,7 +14,7 @@ from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 
 Step = Delta | KeepAlive | asyncio.Event | Exception
 """Given out, waited for, or raised."""
-Script = Callable[[wire.Request], Sequence[Step]]
+Script = Callable[[wire.Request], Iterable[Step]]
 
 EOS = "<eos>"
 CHAT_TEMPLATE = (

@@ -3,11 +3,13 @@
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_frontend.backend import Delta
 from phalanx_router.journal import Journal, Verdict
 from phalanx_router.stream import Lost, Stream
 from tests.router.fakes import expected, make_request, token_at
@@ -100,3 +102,54 @@ async def test_what_an_older_epoch_says_is_not_heard() -> None:
     stream.refused(wire.Refused(1, 0, 503, "c", "m"))
     stream.lost(0, "gone")
     assert stream.take() is None
+
+
+def told_of(count: int) -> list[wire.TokenDetail]:
+    """Details of prompt tokens 1 to `count`."""
+    return [wire.TokenDetail(-float(position), 0, [], []) for position in range(1, count + 1)]
+
+
+@given(
+    length=st.integers(1, 30),
+    groups=st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(1, 8), max_size=8)), max_size=5),
+)
+def test_details_of_a_prompt_are_taken_once_however_often_it_is_computed(
+    length: int, groups: list[tuple[int, list[int]]]
+) -> None:
+    """Each group tells chunks from token 1 on and is lost after some of them; late chunks of former groups are dropped."""
+    request = msgspec.structs.replace(make_request([1] * (length + 1)), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
+    journal, taken, every = Journal(request), [], told_of(length)
+    for lost_after, sizes in [*groups, (length, [length])]:
+        assert journal.accept_prompt(wire.PromptDetails(1, journal.epoch - 1, 1, every)) == []
+        start = 1
+        for size in sizes:
+            if start > min(lost_after, length):
+                break
+            new = journal.accept_prompt(wire.PromptDetails(1, journal.epoch, start, every[start - 1 : start - 1 + size]))
+            assert new is not None
+            taken += new
+            start += size
+        asked = journal.replay().sampling.prompt_logprobs
+        assert (asked is None) == (len(taken) == length), "a group is asked again as long as something is missing"
+        journal.next_epoch()
+    assert taken == every
+
+
+def test_details_that_skip_a_prompt_token_are_a_loss() -> None:
+    request = msgspec.structs.replace(make_request([1, 2, 3]), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
+    stream = Stream(request)
+    stream.prompt_told(wire.PromptDetails(1, 0, 2, told_of(1)))
+    assert isinstance(stream.take(), Lost)
+
+
+def test_details_leave_with_their_tokens() -> None:
+    detail, late = wire.TokenDetail(-1.0, 0, [7], [-1.0]), wire.TokenDetail(-2.0, 0, [8], [-2.0])
+    stream = Stream(msgspec.structs.replace(make_request([1, 2]), sampling=wire.Sampling(4, 0, logprobs=1, prompt_logprobs=0)))
+    stream.prompt_told(wire.PromptDetails(1, 0, 1, told_of(1)))
+    assert stream.take() is None, "nothing leaves before the first token"
+    stream.token(0, 0, 7, detail)
+    stream.token(0, 0, 7, late)
+    stream.token(0, 1, 8, late)
+    assert stream.take() == Delta(0, [7, 8], None, 0, [detail, late], told_of(1))
+    stream.token(0, 2, 9, detail)
+    assert stream.take() == Delta(2, [9], None, 0, [detail])

@@ -130,6 +130,22 @@ async def test_one_frame_carries_the_tokens_of_a_step_with_the_handles_of_the_ro
         assert [end.handle for end in frame.finished] == [7, 8, 9]
 
 
+async def test_details_stay_beside_their_tokens_when_frames_are_joined() -> None:
+    engine, detail = FakeEngine(), wire.TokenDetail(-1.0, 0, [], [])
+    async with opened(engine) as (connection, _):
+        for handle in (7, 8):
+            await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
+        await until(lambda: len(engine.submitted) == 2)
+        sink = engine.submitted[1000][1]
+        sink.tokens(wire.Tokens([1000], [0], [0], [5], []))
+        told = [wire.PromptDetails(1001, 0, 1, [detail])]
+        sink.tokens(wire.Tokens([1001], [0], [0], [6], [], details=[detail], prompt_details=told))
+        sink.tokens(wire.Tokens([1000], [0], [1], [7], []))
+        frame = await receive(connection, wire.Tokens)
+        assert (frame.handles, frame.tokens, frame.details) == ([7, 8, 7], [5, 6, 7], [None, detail, None])
+        assert frame.prompt_details == [wire.PromptDetails(8, 0, 1, [detail])]
+
+
 async def test_tokens_that_wait_together_leave_together() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):

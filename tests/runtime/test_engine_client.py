@@ -133,6 +133,30 @@ async def test_each_sink_gets_its_tokens_of_a_step_in_one_call(rig: Rig) -> None
     assert await two.next() == wire.Tokens([b], [1], [0], [11], [])
 
 
+async def test_details_go_to_the_sink_that_asked_beside_its_tokens(rig: Rig) -> None:
+    one, two, detail = ListSink(), ListSink(), wire.TokenDetail(-1.0, 0, [], [])
+    a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
+    told = [wire.PromptDetails(a, 0, 1, [detail])]
+    await rig.engine.say(wire.Tokens([], [], [], [], [], prompt_details=told))
+    assert await one.next() == wire.Tokens([], [], [], [], [], prompt_details=told)
+    await rig.engine.say(wire.Tokens([a, b, c], [0, 0, 0], [0, 0, 0], [1, 2, 3], [], details=[None, None, detail]))
+    assert await one.next() == wire.Tokens([a, c], [0, 0], [0, 0], [1, 3], [], details=[None, detail])
+    assert await two.next() == wire.Tokens([b], [0], [0], [2], [], details=[None])
+
+
+async def test_details_wait_in_the_mailbox_for_their_tokens(rig: Rig) -> None:
+    detail = wire.TokenDetail(-1.0, 0, [], [])
+    stream = LocalBackend(rig.client).generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([], [], [], [], [], prompt_details=[wire.PromptDetails(handle, 0, 1, [detail])]))
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], [], details=[detail]))
+    assert await first == Delta(0, [5], None, 0, [detail], [detail])
+    await rig.engine.say(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")], details=[detail]))
+    assert await anext(stream) == Delta(1, [6], "stop", 0, [detail])
+    await stream.aclose()
+
+
 async def test_what_happens_is_measured(rig: Rig) -> None:
     sink = ListSink()
     handle = rig.client.submit(make_request(5), sink)

@@ -1,12 +1,15 @@
 """One OpenAI suite, two servers: the runtime asked directly, and the router before two runtimes. Real processes, a tiny model."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from bench.programs import Program, running
 from tests.cluster.service import metric, stream_all
 from tests.frontend.openai_suite import OpenAISuite
-from tests.frontend.openai_target import Target
+from tests.frontend.openai_target import PATIENCE_S, Target, raw_request
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -60,6 +63,63 @@ def target(request: pytest.FixtureRequest, world: World) -> Target:
 
 class TestOpenAI(OpenAISuite):
     """Everything in the suite, against each."""
+
+
+async def say(target: Target, **fields: Any) -> tuple[str, str]:
+    """The text of a greedy completion and why it ended."""
+    async with target.client() as client:
+        asked: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 100, "extra_body": fields}
+        choice = (await client.completions.create(**asked)).choices[0]
+        return choice.text, choice.finish_reason
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+
+
+async def test_the_output_has_the_form_that_was_asked_for(target: Target) -> None:
+    named = {"name": "answer", "schema": SCHEMA, "strict": True}
+    for fields in ({"response_format": {"type": "json_schema", "json_schema": named}}, {"structured_outputs": {"json": SCHEMA}}):
+        text, finish = await say(target, **fields)
+        assert json.loads(text)["a"] in ("x", "y") and finish == "stop"
+    assert (await say(target, structured_outputs={"regex": "[ab]{3}"}))[0] in {"".join(w) for w in product("ab", repeat=3)}
+    assert (await say(target, guided_choice=["yes", "no"]))[0] in ("yes", "no")
+    assert (await say(target, guided_grammar='start: "a" "b"'))[0] == "ab"
+
+
+async def test_wishes_change_what_is_drawn(target: Target) -> None:
+    async with target.http() as http:
+        [*_, a] = (await http.post("/tokenize", json={"prompt": "a"})).json()["tokens"]
+    fixed = {"ignore_eos": True, "max_tokens": 6}
+    assert (await say(target, allowed_token_ids=[a], **fixed))[0] == "a" * 6
+    assert (await say(target, logit_bias={str(a): 100}, **fixed))[0] == "a" * 6
+    assert "a" not in (await say(target, allowed_token_ids=[a, a + 1], bad_words=["a"], **fixed))[0]
+    assert (await say(target, logit_bias={str(a): 5}, allowed_token_ids=[a, a + 1, a + 2], presence_penalty=2, **fixed))[
+        1
+    ] == "length"
+
+
+async def test_a_client_that_leaves_a_whole_answer_frees_its_pages_at_once(world: World) -> None:
+    base_url = world.runtimes[0].base_url
+    target = Target(base_url, "tiny")
+    async with target.http() as http:
+
+        async def told(name: str) -> float:
+            return metric((await http.get("/metrics")).text, name)
+
+        async def running() -> float:
+            return await told("vllm:num_requests_running")
+
+        async with asyncio.timeout(PATIENCE_S):
+            while await running():
+                pass
+            before = await told("vllm:generation_tokens_total")
+            async with raw_request(target, {"max_tokens": 1900, "n": 2}):
+                while await running() < 2:
+                    pass
+            while await running():
+                pass
+        assert await told("vllm:kv_cache_usage_perc") == 0
+        assert await told("vllm:generation_tokens_total") - before < 2 * 1900, "they were cut, and did not end by themselves"
 
 
 def test_streams_outlive_the_runtime_that_served_them(world: World) -> None:

@@ -1,0 +1,163 @@
+"""Several choices of one answer over scripts: how their streams come together, and how they end together."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_api.seeds import mix
+from phalanx_frontend.app import create_app
+from phalanx_frontend.backend import Delta, KeepAlive
+from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, token_ids
+from tests.frontend.openai_target import Target, raw_request
+from tests.frontend.posting import FULL, PATIENCE_S, events, post
+from tests.frontend.serving import served
+
+
+def by_choice(*scripts: Sequence[Step]) -> FakeBackend:
+    """Each choice plays its own script."""
+    return FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
+
+
+async def test_each_choice_has_an_id_and_a_seed_of_its_own() -> None:
+    backend = FakeBackend()
+    await post(backend, prompt=["a", "b"], n=2, seed=9, max_tokens=1)
+    parent = backend.requests[0].id.rpartition("-")[0]
+    assert [request.id for request in backend.requests] == [f"{parent}-{index}" for index in range(4)]
+    assert [request.sampling.seed for request in backend.requests] == [9, mix(9, 1), 9, mix(9, 1)]
+    assert [request.prompt for request in backend.requests] == [[0, *token_ids(text)] for text in "aabb"]
+
+
+async def test_prompts_without_a_seed_draw_different_ones() -> None:
+    backend = FakeBackend()
+    await post(backend, prompt=["a", "a"], max_tokens=1)
+    assert len({request.sampling.seed for request in backend.requests}) == 2
+
+
+async def test_choices_leave_as_they_come() -> None:
+    first_may_go = asyncio.Event()
+
+    def second() -> Iterator[Step]:
+        yield Delta(0, token_ids("a"))
+        first_may_go.set()  # only once that has left
+        yield KeepAlive()
+        yield Delta(1, [eos_id()], "stop")
+
+    scripts: list[Iterable[Step]] = [[first_may_go, *one_by_one(token_ids("b"), "length")], second()]
+    backend = FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
+    answer = await post(backend, n=2, stream=True)
+    chunks = [json.loads(event)["choices"][0] for event in events(answer)[:-1]]
+    assert (chunks[0]["index"], chunks[0]["text"]) == (1, "a")
+    ends = {chunk["index"]: chunk["finish_reason"] for chunk in chunks[1:]}
+    assert ends == {0: "length", 1: "stop"} and len(chunks) == 3
+    assert answer.text.count(": keep-alive\n\n") == 1 and answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_failure_of_one_choice_ends_all_with_one_error(is_streamed: bool) -> None:
+    never = asyncio.Event()
+    backend = by_choice([never], [FULL], [never])
+    answer = await post(backend, n=3, stream=is_streamed)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert answer.json()["error"]["code"] == "queue_full"
+    ended = {await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) for _ in range(2)}
+    assert ended == {backend.requests[0].id, backend.requests[2].id}
+
+
+async def test_a_late_failure_of_one_choice_is_the_last_event() -> None:
+    backend = by_choice([Delta(0, token_ids("a")), asyncio.Event()], [Delta(0, token_ids("b")), FULL])
+    answer = await post(backend, n=2, stream=True)
+    told = [json.loads(event) for event in events(answer)]
+    assert answer.status_code == 200 and told[-1]["error"]["code"] == "queue_full"
+    assert sum("error" in event for event in told) == 1
+    assert await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) == backend.requests[0].id
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_client_that_leaves_aborts_every_choice(is_streamed: bool) -> None:
+    running: set[str] = set()
+    all_run = asyncio.Event()
+
+    def script(request: wire.Request) -> Sequence[Step]:
+        running.add(request.id)
+        if len(running) == 3:
+            all_run.set()
+        return [Delta(0, token_ids("a")), asyncio.Event()]
+
+    backend = FakeBackend(script)
+    async with served(create_app(backend)) as url:
+        async with raw_request(Target(url, "tiny"), {"stream": is_streamed, "n": 3}):
+            await asyncio.wait_for(all_run.wait(), PATIENCE_S)
+        assert {await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) for _ in range(3)} == running
+
+
+async def test_a_stop_string_ends_its_choice_alone() -> None:
+    endless: list[Step] = [Delta(0, token_ids("stop it")), asyncio.Event()]
+    backend = by_choice(endless, one_by_one(token_ids("go on"), "length"))
+    answer = (await post(backend, n=2, stop="it")).json()
+    assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("stop ", "stop"), ("go on", "length")]
+    assert await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) == backend.requests[0].id
+
+
+@pytest.mark.parametrize(
+    "script", [[Delta(0, token_ids("a"))], [Delta(0, token_ids("a")), RuntimeError("a bug")]], ids=["no reason", "bug"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_choice_that_breaks_off_is_an_internal_error(script: list[Step], n: int) -> None:
+    answer = await post(FakeBackend(lambda request: script), n=n)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+
+
+async def test_tokens_without_the_details_that_were_asked_for_are_an_internal_error() -> None:
+    class Forgetful(FakeBackend):
+        async def generate(self, request: wire.Request) -> Any:
+            yield Delta(0, token_ids("a"), "length")
+
+    answer = await post(Forgetful(), logprobs=1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+
+
+async def test_metrics_count_every_choice_as_a_request() -> None:
+    answer = await post(FakeBackend(), prompt=["a", "b"], n=2, max_tokens=3)
+    assert answer.json()["usage"]["completion_tokens"] == 12
+    assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
+
+
+async def test_wishes_about_urgency_reach_the_backend() -> None:
+    backend = FakeBackend()
+    wishes: dict[str, Any] = {
+        "priority": -3,
+        "tenant": "a",
+        "cache_salt": "s",
+        "deadline_ms": 900.0,
+        "ttft_target_ms": 50,
+        "tpot_target_ms": 5,
+    }
+    await post(backend, max_tokens=1, user="someone", **wishes)
+    request = backend.requests[0]
+    assert (request.priority, request.tenant, request.cache_salt) == (-3, "a", "s")
+    assert (request.deadline_ms, request.ttft_target_ms, request.tpot_target_ms) == (900.0, 50.0, 5.0)
+    await post(backend, max_tokens=1, user="someone")
+    assert (backend.requests[1].tenant, backend.requests[1].priority) == ("someone", 0)
+
+
+async def test_bad_words_are_forbidden_at_the_start_and_after_a_space() -> None:
+    backend = FakeBackend()
+    await post(backend, max_tokens=1, bad_words=["lazy dog"])
+    sequences = backend.requests[0].sampling.bad_words
+    assert token_ids("lazy dog") in sequences
+    assert all(sequence in (token_ids("lazy dog"), token_ids(" lazy dog")) for sequence in sequences)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logit_bias": {"100000": 1}}, "logit_bias"), ({"allowed_token_ids": [100000]}, "allowed_token_ids")],
+    ids=["bias", "allowed"],
+)
+async def test_ids_beyond_the_vocabulary_are_refused(fields: dict[str, Any], param: str) -> None:
+    backend = FakeBackend()
+    answer = await post(backend, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"], backend.requests) == (400, param, [])

@@ -1,0 +1,134 @@
+"""The door and the model it stands for: where it comes from, health, tokens and text, metrics."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_frontend.app import create_app, create_health_app
+from phalanx_frontend.model import KEPT_MODELS, Models
+from phalanx_frontend.vitals import Health
+from tests.frontend.fakes import FakeBackend, saying, tiny_assets, token_ids
+from tests.frontend.posting import FULL, client_of
+
+
+async def test_without_a_model_nothing_is_served_and_the_reason_is_told() -> None:
+    backend = FakeBackend(not_ready="no group serves")
+    backend.current_assets = None
+    async with client_of(backend) as client:
+        for path in ("/v1/completions", "/v1/models", "/readyz"):
+            answer = await (client.post(path, json={"prompt": "x"}) if "compl" in path else client.get(path))
+            assert answer.status_code == 503
+        assert (await client.get("/readyz")).json()["error"]["message"] == "no group serves"
+        assert (await client.get("/healthz")).status_code == 200
+        assert (await client.get("/v1/models")).headers["retry-after"] == "2"
+
+
+async def test_a_model_that_cannot_be_read_is_not_ready() -> None:
+    async with client_of(FakeBackend(assets=tiny_assets(without=["tokenizer.json"]))) as client:
+        answer = await client.get("/readyz")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_broken")
+
+
+async def test_a_backend_may_be_ready_before_it_knows_a_model() -> None:
+    backend = FakeBackend()
+    backend.current_assets = None
+    async with client_of(backend) as client:
+        assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_the_door_follows_the_model_that_is_served() -> None:
+    backend = FakeBackend()
+    async with client_of(backend) as client:
+        assert (await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})).json()["model"] == "tiny"
+        backend.current_assets = tiny_assets(names=["org/next", "next"])
+        gone = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).json()["model"] == "org/next"
+        assert (await client.post("/v1/completions", json={"model": "next", "prompt": "x"})).json()["model"] == "next"
+        assert (await client.get("/v1/models/org/next")).json()["id"] == "org/next"
+        assert (await client.get("/v1/models/tiny")).status_code == 404
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["org/next", "next"]
+
+
+async def test_a_model_is_loaded_once_and_the_longest_unused_is_forgotten() -> None:
+    models = Models()
+    every = [tiny_assets(names=[f"m{number}"]) for number in range(KEPT_MODELS + 1)]
+    first, again = await asyncio.gather(models.get(every[0]), models.get(every[0]))
+    assert first is again
+    for assets in every[1:KEPT_MODELS]:
+        await models.get(assets)
+    await models.get(every[0])
+    await models.get(every[KEPT_MODELS])
+    assert await models.get(every[0]) is first
+
+
+async def test_tokens_and_text_are_told_both_ways() -> None:
+    async with client_of(FakeBackend()) as client:
+        told = (await client.post("/tokenize", json={"prompt": "once upon", "return_token_strs": True})).json()
+        assert told["tokens"] == [0, *token_ids("once upon")] and told["max_model_len"] == 512
+        assert told["token_strs"][0] == "<bos>" and told["count"] == len(told["tokens"])
+        assert (await client.post("/detokenize", json={"tokens": told["tokens"]})).json() == {"prompt": "<bos>once upon"}
+        chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+        assert chat["tokens"] == [0, *token_ids("<|user|>hi\n<|assistant|>")] and chat["token_strs"] is None
+
+
+@pytest.mark.parametrize("prefix", ["phalanx", "phalanx_router"])
+async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> None:
+    registry = CollectorRegistry()
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    backend = FakeBackend(saying("abc", cached_tokens=1))
+    num_tokens = len(token_ids("abc"))
+    transport = httpx.ASGITransport(create_app(backend, registry=registry, metrics_prefix=prefix))
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        for is_streamed in (False, True):
+            await client.post("/v1/completions", json={"prompt": "x", "stream": is_streamed})
+        backend.script = lambda request: [FULL]
+        await client.post("/v1/completions", json={"prompt": "x"})
+        await client.post("/v1/completions", json={"prompt": 1})
+        await client.get("/nothing")
+        told = (await client.get("/metrics")).text
+    model = {"model_name": "tiny"}
+    assert value(f"{prefix}_requests_finished_total", **model, finished_reason="length") == 2
+    assert value(f"{prefix}_requests_finished_total", **model, finished_reason="error") == 1
+    assert value(f"{prefix}_prompt_tokens_total", **model) == 3 * 2
+    assert value(f"{prefix}_generation_tokens_total", **model) == 2 * num_tokens
+    assert value(f"{prefix}_prompt_tokens_cached_total", **model) == 2
+    assert value(f"{prefix}_time_to_first_token_seconds_count", **model) == 2
+    assert value(f"{prefix}_inter_token_latency_seconds_count", **model) == 2 * (num_tokens - 1)
+    assert value(f"{prefix}_request_duration_seconds_count", **model) == 3
+    assert value(f"{prefix}_request_duration_seconds_bucket", **model, le="+Inf") == 3
+    assert value(f"{prefix}_requests_in_progress", **model) == 0
+    for route, status, count in (("/v1/completions", "200", 2), ("/v1/completions", "429", 1), ("/v1/completions", "400", 1)):
+        assert value(f"{prefix}_http_responses_total", route=route, status=status) == count
+    assert value(f"{prefix}_http_responses_total", route="unknown", status="404") == 1
+    assert f'{prefix}_requests_finished_total{{finished_reason="length",model_name="tiny"}} 2.0' in told
+    families = [line.split()[2] for line in told.splitlines() if line.startswith("# TYPE")]
+    assert families and all(family.startswith(f"{prefix}_") for family in families)
+
+
+async def test_a_pod_without_a_door_has_its_health() -> None:
+    reason: list[str | None] = ["ranks load"]
+    app = create_health_app(lambda: Health(not_ready=reason[0]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as client:
+        assert (await client.get("/readyz")).status_code == 503
+        reason[0] = None
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.post("/v1/completions", json={})).status_code == 404
+
+
+def test_the_door_never_imports_torch_or_transformers() -> None:
+    code = "import sys, phalanx_frontend.app; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(root / folder) for folder in ("crds", "runtime"))
+    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr
