@@ -122,6 +122,31 @@ async def test_a_client_that_leaves_a_whole_answer_frees_its_pages_at_once(world
         assert await told("vllm:generation_tokens_total") - before < 2 * 1900, "they were cut, and did not end by themselves"
 
 
+def test_a_request_through_the_router_is_counted_once_over_the_service(world: World) -> None:
+    """Sums over the pods: the runtime that computed it has it under vLLM's names, the router under its own."""
+
+    def counts(name: str, programs: list[Program]) -> float:
+        pages = [httpx.get(f"{program.base_url}/metrics", timeout=10).text for program in programs]
+        return sum(
+            float(line.rpartition(" ")[2])
+            for page in pages
+            for line in page.splitlines()
+            if line.startswith((f"{name}{{", f"{name} "))
+        )
+
+    everyone = [*world.runtimes, world.router]
+    names = [
+        "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:request_queue_time_seconds_count",
+        "vllm:time_to_first_token_seconds_count", "phalanx_router_requests_finished_total",
+    ]  # fmt: skip
+    before = [counts(name, everyone) for name in names]
+    body = {"prompt": "counted", "max_tokens": 7, "ignore_eos": True}
+    assert httpx.post(f"{world.router.base_url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert [counts(name, everyone) - was for name, was in zip(names, before, strict=True)] == [7, 1, 1, 1, 1]
+    page = httpx.get(f"{world.router.base_url}/metrics", timeout=10).text
+    assert "vllm:" not in page
+
+
 def test_streams_outlive_the_runtime_that_served_them(world: World) -> None:
     fixed = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True}
     bodies = [{**fixed, "prompt": f"prompt {i}", "temperature": 0} for i in range(4)]

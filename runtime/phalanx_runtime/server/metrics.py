@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, Tally
-from phalanx_runtime.engine.client import Ended
+from phalanx_runtime.engine.client import NO_LOAD, Ended
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
 
@@ -40,6 +40,15 @@ class EngineMetrics:
             ["model_name"],
             registry=registry,
         ).labels(model_name)
+        self._told = {
+            "preemptions": counter("vllm:num_preemptions", "Requests that lost their pages and were computed anew."),
+            "prefix_queried_tokens": counter("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
+            "prefix_hit_tokens": counter("vllm:prefix_cache_hits", "Prompt tokens found there."),
+            "pages_reused": counter("phalanx_pages_reused", "Pages taken out of the prefix cache again."),
+            "pages_evicted": counter("phalanx_pages_evicted", "Pages that the prefix cache gave up."),
+            "leaks": counter("phalanx_page_leaks", "Pages and rows that were not accounted for when the engine was idle."),
+        }
+        self._load = NO_LOAD
         self._steps = counter("phalanx_engine_steps", "Steps that brought tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
@@ -64,7 +73,11 @@ class EngineMetrics:
         self._request_max = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
 
     def load(self, load: wire.Load) -> None:
-        """Sets the gauges."""
+        """Sets the gauges, and adds to the counters what was counted since the last report. A new engine counts from 0."""
+        for name, count in self._told.items():
+            before, now = getattr(self._load, name), getattr(load, name)
+            count.inc(now - before if now >= before else now)
+        self._load = load
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

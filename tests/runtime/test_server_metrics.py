@@ -1,0 +1,62 @@
+"""What the engine's metrics say: exact counts under vLLM's names, over incarnations."""
+
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_frontend.metrics import Tally
+from phalanx_frontend.vitals import Totals
+from phalanx_runtime.engine.client import NO_LOAD, Ended
+from phalanx_runtime.server.metrics import EngineMetrics
+
+
+def make() -> tuple[EngineMetrics, CollectorRegistry, Tally]:
+    registry, tally = CollectorRegistry(), Tally()
+    return EngineMetrics(registry, "m", tally), registry, tally
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+
+def test_what_an_engine_counts_is_added_up_over_incarnations() -> None:
+    metrics, registry, _ = make()
+    metrics.load(wire.Load(1, 2, 30, 4, 8, 2, 100, 40, 5, 1, 0))
+    metrics.load(wire.Load(1, 2, 30, 4, 8, 3, 100, 40, 5, 1, 0))
+    metrics.load(NO_LOAD)  # the incarnation ended
+    metrics.load(wire.Load(0, 0, 0, 8, 8, preemptions=1, prefix_queried_tokens=10))
+    assert value(registry, "vllm:num_preemptions_total") == 4
+    assert value(registry, "vllm:prefix_cache_queries_total") == 110
+    assert value(registry, "vllm:prefix_cache_hits_total") == 40
+    assert value(registry, "phalanx_pages_reused_total") == 5
+    assert value(registry, "phalanx_pages_evicted_total") == 1
+    assert value(registry, "phalanx_page_leaks_total") == 0
+    for prefix in ("vllm:", "phalanx_"):
+        assert value(registry, f"{prefix}kv_cache_usage_perc") == 0
+
+
+def test_a_request_is_in_every_histogram_once() -> None:
+    metrics, registry, tally = make()
+    metrics.queued(0.5)
+    metrics.first_token(10, 0.7)
+    metrics.next_token(0.1)
+    metrics.next_token(0.3)
+    metrics.step(3)
+    metrics.ended(Ended("stop", 10, 4, 3, 16, 1.1, 0.4))
+    metrics.ended(Ended("abort", 5, 0, 0, 16, 0.2, 0.0))
+    for name, count, total in [
+        ("request_queue_time_seconds", 1, 0.5),
+        ("time_to_first_token_seconds", 1, 0.7),
+        ("inter_token_latency_seconds", 2, 0.4),
+        ("request_time_per_output_token_seconds", 1, 0.2),
+        ("request_decode_time_seconds", 1, 0.4),
+        ("e2e_request_latency_seconds", 2, 1.3),
+        ("request_generation_tokens", 2, 3),
+    ]:
+        assert value(registry, f"vllm:{name}_count") == count
+        assert abs((value(registry, f"vllm:{name}_sum") or 0) - total) < 1e-9
+    assert value(registry, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(registry, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(registry, "vllm:prompt_tokens_total") == 10
+    assert value(registry, "vllm:prompt_tokens_cached_total") == 4
+    assert value(registry, "vllm:generation_tokens_total") == 3
+    assert tally.totals() == Totals(2, 15, 4, 3, tally.totals().latency_s)
