@@ -87,6 +87,7 @@ def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = token_details(scores, [1] * 7, list(range(7)))
     monkeypatch.setattr(logprobs, "PART_SCORES", 22)
     assert token_details(scores, [1] * 7, list(range(7))) == whole
+    assert token_details(scores, [1] * 3, [5, 0, 2], [5, 0, 2]) == [whole[5], whole[0], whole[2]]
     assert [len(detail.top_ids) for detail in whole] == list(range(7))
     assert token_details(scores[:1], [1], [50])[0].top_ids == scores[0].argsort(descending=True).tolist()
     assert token_details(scores.bfloat16(), [1] * 7, [0] * 7)[0].logprob == pytest.approx(whole[0].logprob, abs=0.05)

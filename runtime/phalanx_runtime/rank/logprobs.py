@@ -20,13 +20,19 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, PART_SCORES // vocab_size)
 
 
-def token_details(scores: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenDetail]:
-    """The detail of one token for each row. scores: [rows, vocabulary], raw. `tops[i]`: how many of the best beside."""
+def token_details(
+    scores: Tensor, tokens: Sequence[int], tops: Sequence[int], rows: Sequence[int] | None = None
+) -> list[TokenDetail]:
+    """The detail of one token for each row. scores: [rows, vocabulary], raw. `tops[i]`: how many of the best beside.
+
+    rows: which of the scores' rows the tokens belong to; None means all, in their order.
+    """
     size = rows_at_once(scores.shape[1])
     details: list[TokenDetail] = []
     for first in range(0, len(tokens), size):
         part = slice(first, first + size)
-        details += _part_details(scores[part], tokens[part], tops[part])
+        some = scores[part] if rows is None else scores[torch.tensor(rows[part], device=scores.device)]
+        details += _part_details(some, tokens[part], tops[part])
     return details
 
 

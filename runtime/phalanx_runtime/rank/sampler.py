@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import torch
 from torch import Tensor
 
 from phalanx_api import wire
@@ -99,9 +98,8 @@ def _details(
     if not asked:
         return []
     details: list[wire.TokenDetail | None] = [None] * len(rows)
-    told = raw.index_select(0, torch.tensor(asked, device=raw.device))
     tops = [rows[at].sampling.logprobs or 0 for at in asked]
-    for at, detail in zip(asked, token_details(told, [tokens[at] for at in asked], tops), strict=True):
+    for at, detail in zip(asked, token_details(raw, [tokens[at] for at in asked], tops, asked), strict=True):
         details[at] = detail
         if rows[at].sampling.return_gaps:
             scores = raw[at] if changed is None or at not in changed.places else changed.scores[changed.places[at]]
