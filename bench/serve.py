@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warmup", type=int, default=2, help="requests before the measurement")
     made.add_argument("--input-len", type=_positive, default=128, help="words of the longest prompt, about as many tokens")
     made.add_argument("--input-len-min", type=_positive, default=None, help="words of the shortest prompt; default: all as long")
+    made.add_argument("--shared-prefix-len", type=int, default=0, help="words before every prompt that all of them share")
     made.add_argument("--output-len", type=_positive, default=64, help="most tokens of an answer")
     made.add_argument("--ignore-eos", action="store_true", help="make every answer as long as --output-len")
     made.add_argument("--temperature", type=float, default=0.0)
@@ -136,7 +137,8 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
     url = f"{base}/v1/{'chat/completions' if args.endpoint == 'chat' else 'completions'}"
     shortest = min(args.input_len_min or args.input_len, args.input_len)
     prompts = texts(args.seed, args.warmup + args.num_requests, shortest, args.input_len)
-    bodies = [body_of(args, prompt) for prompt in prompts]
+    shared = texts(args.seed + 1, 1, args.shared_prefix_len, args.shared_prefix_len)[0]
+    bodies = [body_of(args, f"{shared} {prompt}".lstrip()) for prompt in prompts]
     if args.warmup:
         await run_load(Load(url, bodies[: args.warmup], args.concurrency, args.api_key, args.timeout_s))
     load = Load(url, bodies[args.warmup :], args.concurrency, args.api_key, args.timeout_s)

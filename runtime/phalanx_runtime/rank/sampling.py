@@ -38,7 +38,7 @@ def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """The token of each draw. logits: [draws, vocabulary]. Where a draw is None the token means nothing."""
     sampled = [(row, one) for row, one in enumerate(draws) if one is not None and one.temperature > 0]
     if not sampled:
-        return _integers(logits.argmax(-1))
+        return _integers(_best(logits))
     places, wanted = [row for row, _ in sampled], [one for _, one in sampled]
     at = torch.tensor(places, device=logits.device)
     scores = scaled(logits.index_select(0, at), wanted)
@@ -48,7 +48,12 @@ def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     chosen = scores.add_(gumbel(keys, tokens, scores.dtype)).argmax(-1)
     if len(places) == len(draws):
         return _integers(chosen)
-    return _integers(logits.argmax(-1).index_copy_(0, at, chosen))
+    return _integers(_best(logits).index_copy_(0, at, chosen))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The highest of each row. bf16 is widened first: torch compares it one number at a time."""
+    return (logits.float() if logits.dtype == torch.bfloat16 else logits).argmax(-1)
 
 
 def scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
