@@ -33,7 +33,7 @@ def reference(folder: Path, outputs: list[list[int]]) -> list[Stream]:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to("cuda").eval()
     streams = []
     for prompt, output in zip(prompts(), outputs, strict=True):
         logits = model(torch.tensor([prompt + output[:-1]], device="cuda"), use_cache=False).logits[0, len(prompt) - 1 :]

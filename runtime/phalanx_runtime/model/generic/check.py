@@ -25,6 +25,7 @@ HARMLESS = frozenset(
         "position_ids",
         "cache_position",
         "position_embeddings",
+        "logits_to_keep",
     }
 )
 """Arguments of a call to attention that we follow, or that change nothing here."""
@@ -77,6 +78,8 @@ def probe(model: nn.Module, positions: int, vocab_size: int, device: torch.devic
     calls = list(answer.calls)
     if not calls:
         raise Unsupported("its attention does not go through AttentionInterface")
+    if not _close(_forward(model, tokens, None, answer, PROBED), ours):
+        raise Unsupported("it numbers the tokens of a request otherwise than from 0")
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
     alone = _forward(model, tokens, at, attend_to_self, PAGED)
     mixed = _forward(model, tokens[order], at[order], attend_to_self, PAGED)
@@ -88,9 +91,11 @@ def probe(model: nn.Module, positions: int, vocab_size: int, device: torch.devic
     return calls
 
 
-def forward(model: nn.Module, tokens: Tensor, positions: Tensor, **options: Any) -> Tensor:
-    """Scores of these packed tokens: [tokens kept, vocabulary]."""
-    out: Tensor = model(tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options).logits
+def forward(model: nn.Module, tokens: Tensor, positions: Tensor | None, **options: Any) -> Tensor:
+    """Scores of these packed tokens: [tokens kept, vocabulary]. Without positions the model numbers them itself."""
+    if positions is not None:
+        options["position_ids"] = positions[None]
+    out: Tensor = model(tokens[None], use_cache=False, return_dict=True, **options).logits
     return out[0]
 
 
@@ -99,7 +104,7 @@ def use(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def _forward(model: nn.Module, tokens: Tensor, positions: Tensor, answer: Answer, implementation: str) -> Tensor:
+def _forward(model: nn.Module, tokens: Tensor, positions: Tensor | None, answer: Answer, implementation: str) -> Tensor:
     use(model, implementation)
     try:
         with answered_by(answer):

@@ -120,7 +120,8 @@ def check_config(config: Any) -> None:
 
 def _max_position(text: Any) -> int:
     """Positions that the model was made for, within which its rotary embedding stays what it is."""
-    longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
+    longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0)
+    longest = longest if longest > 0 else 2048
     rope = getattr(text, "rope_parameters", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type") in STRETCHING:
         longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))

@@ -1,0 +1,89 @@
+"""A tiny random model of any causal class of `transformers`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 320
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "input_embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "num_decoder_ffn_dim", "dim_ff", "d_inner"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank", "dim_head"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
+    "sliding_window": 24,
+}
+"""Fields of configs, as tiny as they may be. A window of 24 tokens shows in prompts of 40."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
+    },
+    "dots3_note": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "moshi": {"audio_vocab_size": 64},
+}
+"""What a model_type needs beside or instead."""
+
+
+def save_model(folder: Path, model_type: str) -> None:
+    """Writes a checkpoint of this model_type with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(make_config(model_type), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, which start as all the same
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+
+
+def make_config(model_type: str) -> Any:
+    """A tiny config of this model_type."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    changes = {**tiny_fields(config_class), **CHANGES.get(model_type, {})}
+    for name in dict(getattr(config_class, "sub_configs", None) or {}):
+        part: Any = getattr(config_class(), name, None)
+        if part is not None and name not in changes:
+            changes[name] = {"model_type": part.model_type, **tiny_fields(type(part))}
+    return transformers.AutoConfig.for_model(model_type, **changes)
+
+
+def tiny_fields(config_class: Any) -> dict[str, Any]:
+    """Those of the sizes that this config has, under the names that it stores."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    fields = {name: value for name, value in SIZES.items() if name in names}
+    if "kv_lora_rank" in names:  # keys are made from one latent, for each head
+        fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)
+        fields["head_dim"] = fields.get("qk_rope_head_dim", 16)
+    return fields

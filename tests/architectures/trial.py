@@ -1,0 +1,79 @@
+"""One architecture tried: a tiny random model of it through level 0, against `transformers` itself."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.source import check_config
+from tests.architectures.tiny import VOCAB_SIZE, save_model
+from tests.runtime.equal import Stream, compare
+from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+
+Status = Literal["works", "refused", "failed"]
+NUM_TOKENS = 12
+LENGTHS = (1, 6, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one class. `why` is the reason where it does not work, and the level that computes it where it does."""
+
+    status: Status
+    why: str
+
+
+def try_model(model_type: str) -> Outcome:
+    """Whether level 0 gives the greedy tokens of `transformers`, requests mixed and prompts in chunks of 7 tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_model(Path(folder), model_type)
+        except Exception as error:
+            return _judge_by_config(model_type, error)
+        try:
+            return _compare(Path(folder))
+        except ModelError as error:
+            return Outcome("refused", _line(error))
+        except Exception as error:
+            return Outcome("failed", _line(error))
+
+
+def _judge_by_config(model_type: str, error: Exception) -> Outcome:
+    """What its default config tells, where no tiny model can be made."""
+    try:
+        check_config(transformers.CONFIG_MAPPING[model_type]())
+    except ModelError as reason:
+        return Outcome("refused", _line(reason))
+    except Exception as other:
+        return Outcome("failed", _line(other))
+    return Outcome("failed", f"no tiny model: {_line(error)}")
+
+
+def _compare(folder: Path) -> Outcome:
+    chance = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCAB_SIZE, (size,), generator=chance).tolist() for size in LENGTHS]
+    asked = [Asked(prompt) for prompt in prompts]
+    build = Build(level="transformers")
+    outputs = on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=7))
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    outcome = compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
+    return Outcome("works", "") if outcome.holds else Outcome("failed", f"other tokens than transformers: {outcome}")
+
+
+@torch.inference_mode()
+def _chosen(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Stream:
+    """What transformers chooses after each prefix."""
+    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2).values
+    return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= 200 else text[:197] + "..."
