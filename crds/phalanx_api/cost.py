@@ -69,7 +69,7 @@ class StepModel:
         if each_s <= 0:
             return 10**9
         attended_s = free * self.attention_s * mean_context
-        if room_s <= attended_s:
+        if room_s < attended_s:
             return int(room_s / (self.attention_s * mean_context))
         return free + int((room_s - attended_s) / each_s)
 

@@ -28,6 +28,7 @@ def test_flags_and_environment(tmp_path: Path) -> None:
         *("--nnodes", "2", "--node-rank", "1", "--master-addr", "leader", "--token-file", str(token)),
         *("--kv-cache-memory-bytes", "1000", "--gpu-memory-utilization", "0.5", "--download-dir", str(tmp_path)),
         *("--no-enable-prefix-caching", "--prefix-eviction-policy", "w-tinylfu"),
+        *("--scheduling-policy", "fair", "--long-prefill-token-threshold", "64", "--itl-target-ms", "25.5"),
         PHALANX_GROUP="tiny-g-abcde",
         PHALANX_REVISION="r1",
         HF_TOKEN="hf",
@@ -36,6 +37,7 @@ def test_flags_and_environment(tmp_path: Path) -> None:
     assert (settings.group, settings.revision_hash, settings.hf_token) == ("tiny-g-abcde", "r1", "hf")
     assert (settings.kv_cache_memory_bytes, settings.gpu_memory_utilization, settings.download_dir) == (1000, 0.5, tmp_path)
     assert (settings.enable_prefix_caching, settings.prefix_eviction_policy) == (False, "w-tinylfu")
+    assert (settings.scheduling_policy, settings.long_prefill_token_threshold, settings.itl_target_ms) == ("fair", 64, 25.5)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,8 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
             ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
             "--max-num-batched-tokens 8 must be at least --max-num-seqs 9",
         ),
+        (["--itl-target-ms", "0"], "'0' is not a time in milliseconds above 0"),
+        (["--scheduling-policy", "lifo"], "invalid choice: 'lifo'"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

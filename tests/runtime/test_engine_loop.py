@@ -2,12 +2,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import StepPlan, StepResult
+from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop, run_engine
 from phalanx_runtime.errors import PeerLost
@@ -136,6 +138,27 @@ def test_a_leak_is_logged_when_idle_and_harms_nobody(caplog: pytest.LogCaptureFi
     loop.run()
     assert len(tokens_of(script, 1)) == 2
     assert "page 0 has 1 holders, expected 0" in caplog.text
+    assert [load.leaks for load in script.of(wire.Load)][-1] == 2, "counted each time that idleness begins"
+
+
+def test_what_the_cache_spares_is_told_at_the_end_and_in_the_load() -> None:
+    script = Script([wire.Submit(1, make_request(21, 2))], [], [], [wire.Submit(2, make_request(21, 2))])
+    run_script(script)
+    ends = [end for frame in script.sent if isinstance(frame, wire.Tokens) for end in frame.finished]
+    assert [end.cached_tokens for end in ends] == [0, 20]
+    load = script.of(wire.Load)[-1]
+    assert (load.prefix_queried_tokens, load.prefix_hit_tokens, load.preemptions) == (42, 20, 0)
+
+
+def test_the_order_is_that_of_the_policy() -> None:
+    first: list[wire.ToEngine | bytes] = [
+        wire.Submit(h, msgspec.structs.replace(make_request(3, 2), priority=-h)) for h in (1, 2, 3)
+    ]
+    script = Script(first)
+    limits = Limits(64, 1, 16)
+    EngineLoop(FakeRunner(64, 4), limits, script, Clock(0.001), Rules("priority")).run()
+    frames = [frame for frame in script.sent if isinstance(frame, wire.Tokens)]
+    assert [end.handle for frame in frames for end in frame.finished] == [3, 2, 1]
 
 
 class LostRunner(FakeRunner):

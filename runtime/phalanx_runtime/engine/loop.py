@@ -43,7 +43,7 @@ class EngineLoop:
         self._clock = clock
         self._watch = watch
         self._load_due = 0.0
-        self._said_idle = False
+        self._is_settled = False
         self._tokens_per_s = 0.0
         self._queued: dict[int, float] = {}
         """When each request came that no step has had yet."""
@@ -64,6 +64,7 @@ class EngineLoop:
             return False
         for message in messages:
             self._take(message)
+            self._is_settled = False
         started = self._clock()
         plan = self._scheduler.schedule(started)
         if plan is None:
@@ -128,12 +129,12 @@ class EngineLoop:
     def _report(self, now: float) -> None:
         self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(), leaks=self._leaks)))
         self._load_due = now + LOAD_INTERVAL_S
-        self._said_idle = self._scheduler.is_idle()
 
     def _settle(self) -> None:
         """When idleness starts: checks that every page came back and reports the load. With a leak we serve on, and say it."""
-        if self._said_idle:
+        if self._is_settled:
             return
+        self._is_settled = True
         wrong = self._scheduler.check()
         self._leaks += len(wrong)
         self._report(self._clock())
