@@ -7,7 +7,7 @@ becomes fields: it sees every piece of the choice's text once, in order, and may
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -29,9 +29,8 @@ def event(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of a choice's text, and the tokens to be shown with it, if any are."""
+class Piece(NamedTuple):
+    """A piece of a choice's text, and the tokens to be shown with it, if any are. A tuple: one is made per chunk."""
 
     text: str
     tokens: Sequence[ShownToken] = ()

@@ -52,7 +52,8 @@ class Reply:
         """The text that these tokens make certain. Raises StreamBroken."""
         if delta.prompt_details:
             self.prompt_details.extend(delta.prompt_details)
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.cached_tokens > self.cached_tokens:
+            self.cached_tokens = delta.cached_tokens
         if self._is_silent:
             self.finish = "length" if delta.tokens or delta.finish is not None else None
             return ""
@@ -63,7 +64,7 @@ class Reply:
             made = self._feed_token(token)
             if self._shown is not None:
                 self._shown.add(token, self._detail(delta, position), len(made))
-            text += self._through_stops(made)
+            text += made if self._stops is None else self._through_stops(made)
             if self.finish is not None:
                 return text
         if delta.finish is None:
@@ -72,9 +73,9 @@ class Reply:
         self.finish = self.finish or delta.finish
         return text
 
-    def shown(self, text: str) -> list[ShownToken]:
+    def shown(self, text: str) -> Sequence[ShownToken]:
         """The tokens that leave with this text of the last `feed`, if any are to be shown."""
-        return [] if self._shown is None else self._shown.take(len(text), self.finish is not None)
+        return () if self._shown is None else self._shown.take(len(text), self.finish is not None)
 
     def _detail(self, delta: Delta, position: int) -> wire.TokenDetail | None:
         if not self._needs_details:

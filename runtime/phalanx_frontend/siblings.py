@@ -23,6 +23,7 @@ class Siblings:
 
     def __init__(self, streams: Sequence[AsyncIterator[Item]]) -> None:
         self._streams = streams
+        self._only = streams[0] if len(streams) == 1 else None
         self._taking: dict[asyncio.Future[Item], int] = {}
         self._ready: deque[asyncio.Future[Item]] = deque()
         self._idle = list(range(len(streams)))
@@ -36,7 +37,7 @@ class Siblings:
         if len(self._ended) == len(self._streams):
             raise StopAsyncIteration
         try:
-            return (0, await anext(self._streams[0])) if len(self._streams) == 1 else await self._next_of_several()
+            return await self._next_of_several() if self._only is None else (0, await self._only.__anext__())
         except StopAsyncIteration as error:
             raise StreamBroken("the backend's stream ended without a reason") from error
 

@@ -55,8 +55,8 @@ class Answer(Response):
             await siblings.close()
 
     async def _send_stream(self, siblings: Siblings, send: Send) -> None:
-        job = self._job
-        openings = [choice.format.opening() for choice in job.choices]
+        job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
+        openings = [choice.format.opening() for choice in choices]
         left = len(openings)
         async for index, item in siblings:
             if not self._has_started:
@@ -64,19 +64,19 @@ class Answer(Response):
             if isinstance(item, KeepAlive):
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 continue
-            choice = job.choices[index]
-            text = _take(choice, item)
-            if choice.reply.finish is None and not text:
+            choice = choices[index]
+            text, reply = _take(choice, item), choice.reply
+            if not text and reply.finish is None:
                 continue
-            piece, usage = Piece(text, choice.reply.shown(text)), job.usage() if job.has_running_usage else None
-            if choice.reply.finish is None:
+            piece, usage = Piece(text, reply.shown(text)), job.usage() if has_running_usage else None
+            if reply.finish is None:
                 body = choice.format.piece(piece, usage)
             else:
                 body = choice.format.ending(piece, usage)
                 left -= 1
                 # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
                 await siblings.end(index)
-            if body:
+            if body and openings[index]:
                 body, openings[index] = openings[index] + body, b""
             if not left:
                 body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
@@ -118,9 +118,10 @@ class Answer(Response):
 
 def _take(choice: Choice, delta: Delta) -> str:
     """The text that a delta adds to a choice."""
-    before = choice.reply.completion_tokens
-    text = choice.reply.feed(delta)
-    if count := choice.reply.completion_tokens - before:
+    reply = choice.reply
+    before = reply.completion_tokens
+    text = reply.feed(delta)
+    if count := reply.completion_tokens - before:
         choice.meter.tokens(count)
     return text
 

@@ -1,5 +1,6 @@
 """Tokens beside the text: each counted token is shown once, in order, with the text that it made."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -26,11 +27,11 @@ def detail(token: int) -> wire.TokenDetail:
     return wire.TokenDetail(-float(token), 0, [token], [-float(token)])
 
 
-def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str, list[ShownToken]]], Reply]:
+def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str, Sequence[ShownToken]]], Reply]:
     """Pieces of text and the tokens shown with each, when the tokens come in deltas that begin at `cuts`."""
     sampling = wire.Sampling(99, 0, stop_token_ids=[eos_id()], logprobs=1)
     reply = Reply(make_detokenizer(TOKENIZER, skip), sampling, (stop,) if stop else (), (), False, WANTS)
-    pieces: list[tuple[str, list[ShownToken]]] = []
+    pieces: list[tuple[str, Sequence[ShownToken]]] = []
     for start, end in pairwise(sorted({0, *cuts, len(SAYS)})):
         tokens = SAYS[start:end]
         text = reply.feed(Delta(start, tokens, "stop" if end == len(SAYS) else None, 0, [detail(token) for token in tokens]))
