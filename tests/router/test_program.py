@@ -40,6 +40,19 @@ def test_settings_of_the_contract(token_file: str) -> None:
     assert (settings.served_names, settings.token, settings.leaders) == (("a", "b"), TOKEN, ())
 
 
+async def test_a_router_with_keys_serves_those_who_bring_one(token_file: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice sk-alice -1")
+    settings = read(token_file, "--leaders", "a:1", "--api-key", "sk-1", "--api-keys-file", str(file))
+    assert [(key.name, key.priority) for key in settings.api_keys] == [("key-1", None), ("alice", -1)]
+    app, _ = make_router(make_settings(), StaticLeaders(("a:1",)), keys=settings.api_keys)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 401
+        known = {"authorization": "Bearer sk-alice"}
+        assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=known)).status_code == 503  # no group yet
+        assert (await http.get("/healthz")).status_code == 200
+
+
 def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
     assert read(token_file, "--service", "chat", POD_NAMESPACE="ns").namespace == "ns"
 
@@ -56,8 +69,20 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         (["--leaders", "h:1", "--patience-s", "-1"], ["--patience-s", "-1"]),
         (["--leaders", "h:1", "--token-file", "/no/such"], ["--token-file", "/no/such"]),
         (["--leaders", "h:1", "--token-file", os.devnull], ["--token-file", "is empty"]),
+        (["--leaders", "h:1", "--api-keys-file", "/no/such"], ["--api-keys-file", "/no/such"]),
     ],
-    ids=["port", "no number", "address", "two sources", "no source", "namespace", "seconds", "no token", "empty token"],
+    ids=[
+        "port",
+        "no number",
+        "address",
+        "two sources",
+        "no source",
+        "namespace",
+        "seconds",
+        "no token",
+        "empty token",
+        "no keys",
+    ],
 )
 def test_a_bad_flag_ends_the_program_with_its_name_and_value(
     token_file: str, flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
