@@ -63,6 +63,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0
     itl_target_ms: float | None = None
     model_name: str = ""
+    max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -41,6 +41,10 @@ class ServeSettings:
     """Tokens of prompt and output of one request; default: what the model and the page pool allow."""
     max_num_seqs: int
     """Requests in one step. More use more memory for scores; fewer waste the weights' reading."""
+    max_num_queued_reqs: int
+    """Requests that may wait. More wait longer; fewer refuse bursts that would have been served."""
+    max_num_queued_tokens: int | None
+    """The same bound in tokens to be computed, which says how long a wait may be at a known rate; None is no such bound."""
     max_num_batched_tokens: int
     """Tokens in one step. More make prompts faster, and slow down running streams, which wait for the whole step, and the start,
     which runs one such step to measure its memory."""
@@ -118,6 +122,8 @@ def read_settings(
         model_impl=flags.model_impl,
         max_model_len=flags.max_model_len,
         max_num_seqs=flags.max_num_seqs,
+        max_num_queued_reqs=flags.max_num_queued_reqs,
+        max_num_queued_tokens=flags.max_num_queued_tokens,
         max_num_batched_tokens=flags.max_num_batched_tokens,
         page_size=flags.page_size,
         kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
@@ -157,6 +163,8 @@ def _make_parser(parser_class: type[argparse.ArgumentParser]) -> argparse.Argume
     add("--model-impl", choices=["auto", "fused", "transformers"], default="auto", help="which code computes the model")
     add("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and output of one request")
     add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step")
+    add("--max-num-queued-reqs", type=_positive, default=1024, metavar="N", help="requests that may wait; more are told 429")
+    add("--max-num-queued-tokens", type=_positive, metavar="N", help="tokens to compute that may wait; default: no such bound")
     add("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens in one step")
     add("--page-size", type=_positive, default=16, metavar="N", help="tokens in a page of the KV cache")
     add("--kv-cache-memory-bytes", type=_positive, metavar="B", help="KV cache of each rank; default: what the device leaves")

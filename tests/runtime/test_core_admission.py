@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, Wait, fits_ever, fits_now, may_wait
@@ -28,6 +30,9 @@ def test_the_pool_bounds_the_length_of_a_request() -> None:
 
 def test_a_full_queue_refuses_with_429_and_its_backlog() -> None:
     assert may_wait(1, 500, LIMITS) == Wait()
+    tight = replace(LIMITS, max_waiting_tokens=500)
+    assert (may_wait(0, 500, tight), may_wait(1, 499, tight)) == (Wait(), Wait())
+    assert isinstance(may_wait(1, 500, tight), Refuse)
     answer = may_wait(2, 500, LIMITS)
     assert isinstance(answer, Refuse)
     assert (answer.status, answer.code, answer.backlog_tokens) == (429, "queue_full", 500)

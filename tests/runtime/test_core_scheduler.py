@@ -152,6 +152,14 @@ def test_a_full_queue_refuses_with_its_backlog() -> None:
     assert (answer.status, answer.backlog_tokens) == (429, 11)
 
 
+def test_the_backlog_counts_as_much_output_as_requests_had_lately() -> None:
+    scheduler, runner = make_scheduler()
+    assert scheduler.submit(1, make_request(5, 20)) is None
+    finish(scheduler, runner)
+    scheduler.submit(2, make_request(6, 20))
+    assert scheduler.backlog_tokens == 6 + 1  # a twentieth of one output of 20
+
+
 def test_a_handle_in_use_is_refused() -> None:
     scheduler, _ = make_scheduler()
     scheduler.submit(1, make_request())

@@ -18,7 +18,8 @@ class Limits:
 
     `long_prefill_tokens`: most tokens of one prompt in a step; 0 takes half of what prompts get while others have some, and all
     otherwise. `itl_target_s`: how long a step with decodes in it should take at most; None gives prompts all that fits.
-    `plans_in_flight`: how many plans may be made before the first of them is committed.
+    `plans_in_flight`: how many plans may be made before the first of them is committed. `max_waiting_tokens`: bound of the
+    queue in tokens to be computed (see `Scheduler.backlog_tokens`), beside the one in requests; None is none.
     """
 
     max_model_len: int
@@ -28,6 +29,7 @@ class Limits:
     long_prefill_tokens: int = 0
     itl_target_s: float | None = None
     plans_in_flight: int = 1
+    max_waiting_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "plans_in_flight"):
@@ -78,9 +80,11 @@ def fits_ever(num_prompt: int, limits: Limits) -> Admit | Refuse:
 
 
 def may_wait(waiting: int, backlog_tokens: int, limits: Limits) -> Wait | Refuse:
-    """Whether one more request may join the queue."""
+    """Whether one more request may join the queue. One may always wait in an empty queue, however long it is."""
     if waiting >= limits.max_waiting:
         return Refuse(429, "queue_full", f"{waiting} requests wait already", backlog_tokens)
+    if waiting and limits.max_waiting_tokens is not None and backlog_tokens >= limits.max_waiting_tokens:
+        return Refuse(429, "queue_full", f"requests with {backlog_tokens} tokens to compute wait already", backlog_tokens)
     return Wait()
 
 

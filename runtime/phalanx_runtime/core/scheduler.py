@@ -25,6 +25,9 @@ from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 
+OUTPUT_WEIGHT = 0.05
+"""Weight of the latest request in the usual length of outputs: the last twenty or so count."""
+
 
 class Scheduler:
     """Requests in the engine, their rows and their pages."""
@@ -44,6 +47,7 @@ class Scheduler:
         self._flights: deque[Draft] = deque()
         self._step = 0
         self._order = 0
+        self._usual_output = 0.0
 
     @property
     def num_preemptions(self) -> int:
@@ -52,8 +56,9 @@ class Scheduler:
 
     @property
     def backlog_tokens(self) -> int:
-        """Tokens of the requests in the queue, all to be computed before a newcomer's."""
-        return self._queue.tokens
+        """Tokens of the requests in the queue, all to be computed before a newcomer's: what they have, and for each as many
+        output tokens as requests had lately."""
+        return self._queue.tokens + int(len(self._queue) * self._usual_output)
 
     def submit(self, handle: int, asked: wire.Request, now: float = 0.0) -> Refuse | wire.Finished | None:
         """None when the request is taken; its end when the tokens already delivered end it; or why it does not run here."""
@@ -182,6 +187,7 @@ class Scheduler:
             frame.tokens.append(token)
             reason = "stop" if position in ended else request.finish()
             if reason is not None:
+                self._usual_output += OUTPUT_WEIGHT * (request.num_output - self._usual_output)
                 frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
                 self._end(request)
         return frame

@@ -70,6 +70,8 @@ def _serve(spec: RankSpec) -> None:
         ready.max_model_len,
         spec.max_num_seqs,
         spec.max_num_batched_tokens,
+        spec.max_num_queued_reqs,
+        max_waiting_tokens=spec.max_num_queued_tokens,
         long_prefill_tokens=spec.long_prefill_token_threshold,
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )

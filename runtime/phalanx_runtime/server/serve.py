@@ -211,6 +211,8 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             model_impl=settings.model_impl,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
+            max_num_queued_reqs=settings.max_num_queued_reqs,
+            max_num_queued_tokens=settings.max_num_queued_tokens,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             page_size=settings.page_size,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
