@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx_api.account import MemoryAccount
 from phalanx_runtime.server.incarnation import (
     Action,
     BackoffOver,
@@ -157,3 +158,24 @@ def test_starts_and_stops_alternate_and_every_number_starts_once(events: list[tu
                     assert running is None and incarnation == group.incarnation
         assert (running is not None) == (group.phase in ("loading", "serving"))
     assert started == sorted(set(started))
+
+
+def account(rank: int) -> MemoryAccount:
+    return MemoryAccount(
+        rank=rank,
+        weights_bytes=1,
+        activations_bytes=2,
+        logits_sampler_bytes=3,
+        kv_pool_bytes=4,
+        kv_bytes_per_token=5,
+        total_bytes=100,
+    )
+
+
+def test_accounts_of_all_ranks_are_kept_until_the_incarnation_ends() -> None:
+    group, _ = advance(LOADING, RanksReady(1, 1, (account(1),)), 0.0)
+    group, _ = advance(group, RanksReady(1, 1, (account(1),)), 0.0)
+    group, _ = advance(group, RanksReady(0, 1, (account(0),)), 0.0)
+    assert (group.phase, group.memory) == ("serving", (account(0), account(1)))
+    group, _ = advance(group, RanksFailed(1, 1, "rank 1 is hung"), 1.0)
+    assert group.memory == ()
