@@ -24,6 +24,27 @@ def _field(path: Path, name: str) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
+def pool_bytes(pid: int, size: int) -> int:
+    """What a pool of this size occupies: the resident part of mappings of that size, within a hundredth; else all of it."""
+    found = [
+        held
+        for one in {pid, *descendants(pid)}
+        for mapped, held in _mappings(Path(f"/proc/{one}/smaps"))
+        if size * 0.99 <= mapped <= size * 1.01
+    ]
+    return sum(found) if found else size
+
+
+def _mappings(path: Path) -> list[tuple[int, int]]:
+    """Size and proportional share of each mapping."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    fields = [[int(line.split()[1]) << 10 for line in lines if line.startswith(name)] for name in ("Size:", "Pss:")]
+    return list(zip(*fields, strict=True))
+
+
 @dataclass(slots=True)
 class Peak:
     """The most that was seen."""

@@ -10,7 +10,7 @@ from functools import partial
 from bench.client import Answer
 from bench.figures import percentile
 from bench.peers.engines import Machine, Peer
-from bench.peers.memory import sampled
+from bench.peers.memory import pool_bytes, sampled
 from bench.peers.workloads import NAMES, WorkloadName, workload
 from bench.programs import Program
 from bench.serve import Load, run_load
@@ -93,11 +93,9 @@ def _figures(answers: list[Answer], seconds: float) -> Figures:
 
 
 def _memory(peer: Peer, program: Program, ask: Callable[[WorkloadName, int], object]) -> Figures:
-    """PSS of all its processes at the peak of W2 and W4, and what of it is neither weights nor KV pool.
-
-    By now every page of the pool was written, so the pool counts whole.
-    """
+    """PSS of all its processes at the peak of W2 and W4, and what of it is neither weights nor KV pool."""
     with sampled(program.process.pid) as peak:
         ask("W2", 99)
         ask("W4", 99)
-    return {"peak_bytes": peak.pss_bytes, "other_bytes": peak.pss_bytes - peer.weight_bytes - peer.kv_bytes}
+        pool = pool_bytes(program.process.pid, peer.kv_bytes)
+    return {"peak_bytes": peak.pss_bytes, "pool_bytes": pool, "other_bytes": peak.pss_bytes - peer.weight_bytes - pool}

@@ -1,5 +1,7 @@
 """The side-by-side bench: workloads as told, a failing engine is a row, bounds are judged, memory of children counts."""
 
+import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 from bench.peers import checkpoint
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.environments import REQUIREMENTS, version_of
-from bench.peers.memory import pss_bytes, sampled
+from bench.peers.memory import pool_bytes, pss_bytes, sampled
 from bench.peers.run import Limits, measured
 from bench.peers.shown import misses, page
 from bench.peers.workloads import NAMES, workload
@@ -80,6 +82,13 @@ def test_bounds_are_judged_against_vllm(speed: float, other: float, missed: list
 
 def test_without_vllm_nothing_is_judged() -> None:
     assert misses([row("phalanx", 1, 1)]) == []
+
+
+def test_a_pool_counts_as_far_as_it_is_used() -> None:
+    with mmap.mmap(-1, 64 << 20) as pool:
+        pool[: 8 << 20] = bytes([1]) * (8 << 20)
+        assert 8 << 20 <= pool_bytes(os.getpid(), 64 << 20) < 60 << 20
+    assert pool_bytes(os.getpid(), 3 << 40) == 3 << 40, "no such mapping: all of it"
 
 
 def test_memory_of_children_counts() -> None:

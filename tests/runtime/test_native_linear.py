@@ -120,6 +120,12 @@ def test_int8_without_a_compiler_gives_the_same_numbers() -> None:
     torch.testing.assert_close(residual, twin(x) + 1)
 
 
+def test_a_tied_embedding_is_read_from_the_blocks_of_the_head() -> None:
+    weight = noise(37, 48, dtype=torch.bfloat16)
+    blocks = NativeLinear(compiled("native"), weight, None).blocks
+    assert torch.equal(blocks.index_select(0, torch.tensor([36, 0, 15, 16])), weight[[36, 0, 15, 16]])
+
+
 def test_this_machine_uses_its_compiled_kernels() -> None:
     compiled("native")
     assert choose_kernels(torch.bfloat16, CPU, Processor(), 0, 1).compiled

@@ -10,9 +10,10 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import Attention, AttentionForm
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder import Decoder, Layer
-from phalanx_runtime.model.layers import HeadNorm, QkNorm, VocabEmbedding, WholeNorm
+from phalanx_runtime.model.layers import HeadNorm, QkNorm, Table, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear import Gated, Linear, make_gated, make_linear
 from phalanx_runtime.model.native.attention import choose_attention
+from phalanx_runtime.model.native.linear import NativeLinear
 from phalanx_runtime.model.native.steps import choose_steps
 from phalanx_runtime.model.partition import Shard, Span, partition
 from phalanx_runtime.model.protocol import Form
@@ -41,13 +42,19 @@ def load(folder: Path, config: ModelConfig, collective: Collective, form: Form, 
     model.positions = form.positions
     with Checkpoint(folder, dtype, device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form, collective)
-        model.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight"), shard.vocab, collective)
+        embedding = loader.vocab("model.embed_tokens.weight")
         model.norm = loader.norm("model.norm.weight", config.hidden_size)
         model.layers = [loader.layer(index) for index in range(config.num_layers)]
-        table = model.embedding.weight if config.tied else loader.vocab("lm_head.weight")
-        model.head = make_linear(table, None, form.kernels)
+        model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
+        model.embedding = VocabEmbedding(_table(embedding, config.tied, model.head), shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     return model
+
+
+def _table(embedding: Tensor, tied: bool, head: Linear) -> Table:
+    """Where the embedding is looked up: in the head's blocks where they hold it, so that it is kept once."""
+    shared = tied and isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
+    return head.blocks if shared and isinstance(head, NativeLinear) else embedding
 
 
 class _Loader:

@@ -86,12 +86,20 @@ class WholeNorm:
         return torch.cat(((wide_q * scale_q).to(q.dtype) * self._q, (wide_k * scale_k).to(k.dtype) * self._k), 1)
 
 
+class Table(Protocol):
+    """Rows that can be looked up, as a Tensor's."""
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """The rows of these numbers."""
+        ...
+
+
 class VocabEmbedding:
     """Rows of the embedding that this rank holds; the sum over ranks is the lookup."""
 
     __slots__ = ("_collective", "span", "weight")
 
-    def __init__(self, weight: Tensor, span: Span, collective: Collective) -> None:
+    def __init__(self, weight: Table, span: Span, collective: Collective) -> None:
         self.weight = weight
         self.span = span
         self._collective = collective

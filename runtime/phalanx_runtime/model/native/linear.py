@@ -51,6 +51,10 @@ class Blocks:
         """Bytes of its parameters."""
         return sum(part.nbytes for part in (self.words, self.scales, self.bias) if part is not None)
 
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Rows of the weight as they were, from bf16 blocks: a tied embedding needs no copy of its own. dim is 0."""
+        return self.words[index // BLOCK, :, index % BLOCK].flatten(1).contiguous()
+
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
         """Fills y, or adds to it. x: [rows, inputs]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
