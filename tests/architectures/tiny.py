@@ -33,18 +33,20 @@ SIZES: dict[str, Any] = {
 }
 """Fields of configs, as tiny as they may be. A window of 24 tokens shows in prompts of 40."""
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CHANGES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
     },
     "dots3_note": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "attention_head_size": 16},
     "zaya": {"num_experts_per_tok": 1},
     "moshi": {"audio_vocab_size": 64},
 }
@@ -72,10 +74,11 @@ def make_config(model_type: str) -> Any:
 
     config_class = transformers.CONFIG_MAPPING[model_type]
     changes = {**tiny_fields(config_class), **CHANGES.get(model_type, {})}
-    for name in dict(getattr(config_class, "sub_configs", None) or {}):
-        part: Any = getattr(config_class(), name, None)
-        if part is not None and name not in changes:
-            changes[name] = {"model_type": part.model_type, **tiny_fields(type(part))}
+    for name, part in dict(getattr(config_class, "sub_configs", None) or {}).items():
+        # Where any kind of config may stand, the default's kind is taken.
+        kind: Any = part if dataclasses.is_dataclass(part) else type(getattr(config_class(), name, None))
+        if dataclasses.is_dataclass(kind) and hasattr(kind, "model_type"):
+            changes[name] = {"model_type": kind.model_type, **tiny_fields(kind), **changes.get(name, {})}
     return transformers.AutoConfig.for_model(model_type, **changes)
 
 

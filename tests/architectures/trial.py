@@ -32,6 +32,8 @@ def try_model(model_type: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         try:
             save_model(Path(folder), model_type)
+        except ImportError as error:
+            return Outcome("refused", f"transformers cannot make this model here: {_line(error)}")
         except Exception as error:
             return _judge_by_config(model_type, error)
         try:
