@@ -188,7 +188,8 @@ def test_every_way_of_batching_gives_the_same_tokens_in_float64(models: Models, 
     assert generate(models(family), [1], dense, chunk=6, lag=1) == whole, "the slow twin"
 
 
-def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_zeroed_page_changes_the_tokens(models: Models, family: Family) -> None:
     asked = [Asked(prompts()[-1])]
 
     def with_and_without(spoil: bool) -> list[list[int]]:
@@ -199,7 +200,7 @@ def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
                 runner._caches[0].k[driver.pages[0][2]] = 0
             return driver.resume(12)
 
-        return on_ranks(models("llama"), [1], Build(), work)
+        return on_ranks(models(family), [1], Build(), work)
 
     assert with_and_without(spoil=False) != with_and_without(spoil=True)
 
