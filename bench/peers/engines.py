@@ -1,6 +1,7 @@
 """How each engine is started on the checkpoint, in the dtype that is fastest here,
 with a thread per core and a KV cache of 1 GiB."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ def peers(machine: Machine) -> list[Peer]:
         Peer("openvino", fast, _openvino),
         Peer("openvino int8", "int8", _openvino_int8),
         Peer("llama.cpp", "bfloat16", _llama, {"samplers": ["temperature"]}),
+        Peer("transformers", fast, _transformers, kv_bytes=0),
     ]
 
 
@@ -101,6 +103,12 @@ def _openvino(machine: Machine, weights: str = "fp16") -> Starting:
 
 def _openvino_int8(machine: Machine) -> Starting:
     return _openvino(machine, "int8")
+
+
+def _transformers(machine: Machine) -> Starting:
+    port = free_port()
+    command = [sys.executable, "-m", "bench.peers.transformers_server", str(small()), str(port), machine.dtype]
+    return serving("transformers", command, port, "/health", machine.folder, 300)
 
 
 def _llama(machine: Machine) -> Starting:

@@ -1,6 +1,7 @@
 """One engine through the workloads: runs with prompts of their own, then one more while memory is sampled."""
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def _figures(answers: list[Answer], seconds: float) -> Figures:
     tpot = statistics.median(answer.tpot_s or 0 for answer in answers)
     return {
         "tokens_per_s": sum(answer.completion_tokens for answer in answers) / seconds,
-        "decode_tokens_per_s": 1 / tpot,
+        "decode_tokens_per_s": 1 / tpot if tpot else math.nan,  # answers that come whole tell nothing
         "ttft_p50_ms": percentile(ttft, 50),
         "ttft_p99_ms": percentile(ttft, 99),
         "itl_p50_ms": percentile(gaps, 50),

@@ -1,5 +1,6 @@
 """The engines' rows as one page, with our bounds against vLLM under it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def _cells(row: Row) -> list[str]:
     cells = [str(row["engine"]), str(row["weights"])]
     for _, part, figure, form in _COLUMNS:
         value = row.get(part, {}).get(figure)
-        cells.append("" if value is None else form.format(value / _MB if part == "memory" else value))
+        cells.append("" if value is None or math.isnan(value) else form.format(value / _MB if part == "memory" else value))
     return [*cells, f"{row['start_s']:.0f}" if "start_s" in row else ""]
 
 
