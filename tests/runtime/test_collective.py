@@ -87,6 +87,76 @@ def test_a_group_goes_on_through_many_mixed_operations(pods: list[int]) -> None:
     assert with_group(pods, work) == [expected] * world
 
 
+@groups
+@pytest.mark.parametrize("size", SIZES)
+def test_what_one_rank_sends_another_receives_as_over_gloo(pods: list[int], size: int) -> None:
+    """A ring: each rank hears from the one before it, then tells the one after it; rank 0 begins."""
+
+    def work(own: Collective) -> None:
+        for group in (own, join_library("gloo", own, "127.0.0.1")):
+            before, after = (own.rank - 1) % own.world_size, (own.rank + 1) % own.world_size
+            if own.rank == 0:
+                group.send(values(0, size, torch.float32).view(size, 1), after)
+            got = group.receive(torch.zeros(size, 1), before)
+            assert torch.equal(got, values(before, size, torch.float32).view(size, 1))
+            if own.rank:
+                group.send(values(own.rank, size, torch.float32).view(size, 1), after)
+
+    with_group(pods, work)
+
+
+@pytest.mark.parametrize("pods", [[4], [2, 2], [3, 1], [1, 1, 1, 1]], ids=str)
+def test_two_halves_of_a_group_work_side_by_side_as_over_gloo(pods: list[int]) -> None:
+    def work(own: Collective) -> None:
+        gloo = join_library("gloo", own, "127.0.0.1")
+        first = own.rank // 2 * 2
+        for group in (own, gloo):
+            half = group.subgroup([first, first + 1])
+            assert (half.rank, half.world_size) == (own.rank - first, 2)
+            for turn in range(3):
+                mine = values(own.rank + turn, 1000, torch.float32)
+                expected = values(first + turn, 1000, torch.float32) + values(first + 1 + turn, 1000, torch.float32)
+                assert torch.equal(half.all_reduce(mine), expected)
+                assert half.all_gather(torch.tensor([own.rank])).tolist() == [first, first + 1]
+                gathered = half.gather(torch.tensor([own.rank]))
+                assert gathered is None if half.rank else gathered is not None and gathered.tolist() == [first, first + 1]
+                if first == 0:
+                    group.send(mine, own.rank + 2)
+                else:
+                    group.receive(mine, own.rank - 2)
+                    assert torch.equal(mine, values(turn, 1000, torch.float32) + values(1 + turn, 1000, torch.float32))
+                assert group.broadcast(b"plan" if own.rank == 0 else None) == b"plan"
+            if group is own:
+                half.close()
+
+    with_group(pods, work)
+
+
+def test_a_tensor_of_another_size_than_was_sent_is_refused() -> None:
+    def work(group: Collective) -> None:
+        if group.rank:
+            group.send(torch.zeros(3), 0)
+        else:
+            with pytest.raises(PeerLost, match="sent 12 bytes where 16 are due"):
+                group.receive(torch.zeros(4), 1)
+
+    with_group([2], work)
+
+
+@pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
+def test_a_subgroup_notices_when_one_of_its_processes_ends() -> None:
+    def work(group: Collective) -> None:
+        half = group.subgroup([0, 1])
+        assert isinstance(half, OwnCollective) and half._shared is not None
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            half._shared.watch(1 - group.rank, ended.pid)
+            with pytest.raises(PeerLost, match=f"rank {1 - group.rank}"):
+                half.receive(torch.zeros(1), 1 - group.rank)
+        half.close()
+
+    with_group([2], work)
+
+
 def test_a_group_of_one_moves_nothing() -> None:
     place, listener = make_places([1])[0]
     group = connect(place, 1.0)
@@ -96,14 +166,19 @@ def test_a_group_of_one_moves_nothing() -> None:
     assert (group.rank, group.world_size) == (0, 1)
     assert group.all_reduce(tensor) is group.all_gather(tensor) is group.gather(tensor) is tensor
     assert group.broadcast(b"plan") == b"plan"
+    assert group.subgroup([0]) is group
     with pytest.raises(ValueError, match="rank 0"):
         group.broadcast(None)
+    with pytest.raises(ValueError, match="no rank 1"):
+        group.send(tensor, 1)
+    with pytest.raises(ValueError, match="no rank 1"):
+        group.receive(tensor, 1)
     group.close()
 
 
 def test_rank_0_has_to_give_a_message() -> None:
     with pytest.raises(ValueError, match="rank 0"):
-        OwnCollective(0, 2, None, None).broadcast(None)
+        OwnCollective(range(2), 0, None, None).broadcast(None)
 
 
 @pytest.mark.parametrize("pods", [[2], [1, 1]], ids=["shm", "tcp"])
@@ -208,7 +283,7 @@ def test_a_process_of_the_pod_that_ends_is_a_lost_peer() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         mine.watch(1, ended.pid)
         with pytest.raises(PeerLost, match="rank 1"):
-            mine.take(1, 0)
+            mine.take(1)
 
 
 @pytest.mark.skipif(not has_futex(), reason="no futex on this processor")

@@ -58,7 +58,7 @@ def connect(place: Place, timeout_s: float, listener: socket.socket | None = Non
         if links:
             links.close()
         raise
-    return OwnCollective(place.rank, place.world_size, shared, links)
+    return OwnCollective(range(place.world_size), place.rank, shared, links)
 
 
 def listen(port: int) -> socket.socket:

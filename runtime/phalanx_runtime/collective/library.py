@@ -3,12 +3,13 @@
 Plans still travel over our own exchange, because a rank that waits for one must sleep.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
@@ -28,12 +29,22 @@ class Backend(Protocol):
         """Fills one output per rank."""
         ...
 
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        """Gives them to one rank."""
+        ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        """Fills them with what one rank sends."""
+        ...
+
 
 class LibraryCollective:
     """`Collective` whose tensors go through a torch.distributed backend and whose messages go through `messages`."""
 
-    def __init__(self, backend: Backend, messages: Collective) -> None:
-        self._backend = backend
+    def __init__(self, name: str, store: Store, messages: Collective) -> None:
+        self._name = name
+        self._store = store
+        self._backend = _backend(name, store, messages)
         self._messages = messages
 
     @property
@@ -72,6 +83,20 @@ class LibraryCollective:
         """Rank 0's bytes, over our own exchange."""
         return self._messages.broadcast(message)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Gives the tensor to one other rank."""
+        self._finish(self._backend.send([tensor.contiguous()], to, 0))
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Fills the tensor with what `source` sent."""
+        self._finish(self._backend.recv([tensor], source, 0))
+        return tensor
+
+    def subgroup(self, ranks: Sequence[int]) -> "LibraryCollective":
+        """A library group of these ranks alone."""
+        store = PrefixStore("-".join(map(str, ranks)), self._store)
+        return LibraryCollective(self._name, store, self._messages.subgroup(ranks))
+
     def close(self) -> None:
         """Ends our own exchange; the library's connections go with the object."""
         self._messages.close()
@@ -97,10 +122,10 @@ def join_library(name: str, messages: Collective, host: str) -> LibraryCollectiv
     else:
         port = int(messages.broadcast(None))
         store = TCPStore(host, port, messages.world_size, is_master=False, timeout=TIMEOUT)
-    return LibraryCollective(_backend(name, store, messages), messages)
+    return LibraryCollective(name, store, messages)
 
 
-def _backend(name: str, store: TCPStore, messages: Collective) -> Backend:
+def _backend(name: str, store: Store, messages: Collective) -> Backend:
     if name == "gloo":
         return cast(Backend, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
     # Only builds for CUDA have it.

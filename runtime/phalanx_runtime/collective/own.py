@@ -5,38 +5,48 @@ so all ranks hold the same bits.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.links import Links
-from phalanx_runtime.collective.shared import ALL, FRAGMENT_BYTES, ROOT, SharedMemory
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES, SharedMemory
+from phalanx_runtime.errors import PeerLost
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+SUBGROUP_S = 60.0
+"""Longest wait for the other ranks of a subgroup: they have joined the group already."""
 
 
 class OwnCollective:
-    """`Collective` over shared memory and connections. Either may be absent; together they reach every other rank."""
+    """`Collective` over shared memory and connections. Either may be absent; together they reach every other rank.
 
-    def __init__(self, rank: int, world_size: int, shared: SharedMemory | None, links: Links | None) -> None:
-        self._rank = rank
-        self._world_size = world_size
+    `members`: the ranks of the group by the numbers that memory and connections know them by; `me` is this one's number.
+    A subgroup shares the group's connections, so `close` leaves them to whom they belong.
+    """
+
+    def __init__(
+        self, members: Sequence[int], me: int, shared: SharedMemory | None, links: Links | None, is_part: bool = False
+    ) -> None:
+        self._members = list(members)
+        self._me = me
         self._shared = shared
         self._links = links
+        self._is_part = is_part
         self._near = shared.peers if shared else []
-        self._far = links.peers if links else []
-        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._far = [peer for peer in links.peers if peer in self._members] if links else []
+        self._others = [peer for peer in self._members if peer != me]
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._rank
+        return self._members.index(self._me)
 
     @property
     def world_size(self) -> int:
         """How many ranks."""
-        return self._world_size
+        return len(self._members)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks in rank order, in place."""
@@ -46,9 +56,11 @@ class OwnCollective:
             part = flat[start : start + step]
             raw = part.view(torch.uint8)
             got = self._swap(raw)
-            parts = [part if peer == self._rank else got[peer][0].view(part.dtype) for peer in range(self._world_size)]
+            parts = [part if peer == self._me else got[peer][0].view(part.dtype) for peer in self._members]
             _add_up(part, parts)
-            self._release(self._near, ALL)
+            if self._shared:
+                for peer in self._near:
+                    self._shared.release(peer)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -59,66 +71,86 @@ class OwnCollective:
             left = {}
             if fragments:
                 fragment = fragments.pop(0)
-                left = self._post(self._others, ALL, fragment, more=bool(fragments))
-            waiting = self._collect(waiting, pieces, ALL, left)
+                left = self._post(None, fragment, more=bool(fragments))
+            waiting = self._collect(waiting, pieces, False, left)
         return self._join(tensor, pieces, dim)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
         """As all_gather, on rank 0 only."""
-        if self._rank:
-            self._send_message([0], ROOT, _raw(tensor))
+        if self._me != self._members[0]:
+            self._send_message(self._members[0], _raw(tensor))
             return None
-        pieces: dict[int, list[Tensor]] = {peer: [] for peer in self._others}
-        waiting = set(self._others)
-        while waiting:
-            waiting = self._collect(waiting, pieces, ROOT, {})
-        return self._join(tensor, pieces, dim)
+        return self._join(tensor, self._messages(self._others, private=True), dim)
 
     def broadcast(self, message: bytes | None) -> bytes:
         """Rank 0's bytes. The others sleep until they come."""
-        if self._rank == 0:
+        root = self._members[0]
+        if self._me == root:
             if message is None:
                 raise ValueError("rank 0 has to give the message that it broadcasts")
-            self._send_message(self._others, ALL, torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _EMPTY)
+            self._send_message(None, torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _EMPTY)
             return message
-        pieces: dict[int, list[Tensor]] = {0: []}
-        waiting = {0}
-        while waiting:
-            waiting = self._collect(waiting, pieces, ALL, {})
-        return b"".join(piece.numpy().tobytes() for piece in pieces[0])
+        return b"".join(piece.numpy().tobytes() for piece in self._messages([root], private=False)[root])
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Gives the tensor to one other rank."""
+        self._send_message(self._members[to], _raw(tensor))
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Fills the tensor with what `source` sent."""
+        raw = torch.cat(self._messages([self._members[source]], private=True)[self._members[source]])
+        if raw.numel() != tensor.nbytes:
+            raise PeerLost(f"rank {source} sent {raw.numel()} bytes where {tensor.nbytes} are due")
+        return tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+
+    def subgroup(self, ranks: Sequence[int]) -> "OwnCollective":
+        """Memory of its own for the ranks of this pod; the group's connections to those of others."""
+        members = [self._members[rank] for rank in ranks]
+        shared = self._shared.part(members, SUBGROUP_S) if self._shared else None
+        return OwnCollective(members, self._me, shared, self._links, is_part=True)
 
     def close(self) -> None:
         """Lets go of sockets and shared memory."""
         if self._shared:
             self._shared.close()
-        if self._links:
+        if self._links and not self._is_part:
             self._links.close()
 
     def _swap(self, fragment: Tensor) -> dict[int, tuple[Tensor, bool]]:
         """Every peer's fragment of the same length as ours. The near ones lie in shared memory until `_release`."""
-        left = self._post(self._others, ALL, fragment, more=False)
+        left = self._post(None, fragment, more=False)
         got = self._links.receive(self._far, fragment.numel(), left) if self._links else {}
         if self._shared:
             for peer in self._near:
-                got[peer] = self._shared.take(peer, ALL)
+                got[peer] = self._shared.take(peer)
         return got
 
-    def _post(self, peers: Iterable[int], channel: int, fragment: Tensor, more: bool) -> dict[int, memoryview]:
-        wanted = set(peers)
-        if self._shared and wanted.intersection(self._near):
-            self._shared.post(channel, fragment, more)
-        far = [peer for peer in self._far if peer in wanted]
+    def _post(self, to: int | None, fragment: Tensor, more: bool) -> dict[int, memoryview]:
+        """Hands a fragment out, to one peer or to all (None); gives back what connections did not take."""
+        if self._shared and (to is None or to in self._near):
+            self._shared.post(to, fragment, more)
+        far = [peer for peer in self._far if to is None or peer == to]
         return self._links.send(far, fragment, more) if self._links and far else {}
 
-    def _send_message(self, peers: list[int], channel: int, raw: Tensor) -> None:
+    def _send_message(self, to: int | None, raw: Tensor) -> None:
         fragments = _fragments(raw)
         while fragments:
             fragment = fragments.pop(0)
-            left = self._post(peers, channel, fragment, more=bool(fragments))
+            left = self._post(to, fragment, more=bool(fragments))
             if left and self._links:
                 self._links.receive([], 0, left)
 
-    def _collect(self, waiting: set[int], pieces: dict[int, list[Tensor]], channel: int, left: dict[int, memoryview]) -> set[int]:
+    def _messages(self, sources: list[int], private: bool) -> dict[int, list[Tensor]]:
+        """The next message of each source, in pieces."""
+        pieces: dict[int, list[Tensor]] = {peer: [] for peer in sources}
+        waiting = set(sources)
+        while waiting:
+            waiting = self._collect(waiting, pieces, private, {})
+        return pieces
+
+    def _collect(
+        self, waiting: set[int], pieces: dict[int, list[Tensor]], private: bool, left: dict[int, memoryview]
+    ) -> set[int]:
         """Takes one fragment of each waiting peer; gives back those of whom more is to come."""
         more = set()
         far = [peer for peer in self._far if peer in waiting]
@@ -128,24 +160,19 @@ class OwnCollective:
                 more |= {peer} if follows else set()
         for peer in self._near:
             if self._shared and peer in waiting:
-                fragment, follows = self._shared.take(peer, channel)
+                fragment, follows = self._shared.take(peer, private)
                 pieces[peer].append(fragment.clone())
-                self._shared.release(peer, channel)
+                self._shared.release(peer, private)
                 more |= {peer} if follows else set()
         return more
-
-    def _release(self, peers: list[int], channel: int) -> None:
-        if self._shared:
-            for peer in peers:
-                self._shared.release(peer, channel)
 
     def _join(self, tensor: Tensor, pieces: dict[int, list[Tensor]], dim: int) -> Tensor:
         """Peers' raw bytes as tensors shaped like ours but along `dim`, joined with ours."""
         axis = dim % tensor.dim()
         others = math.prod(size for index, size in enumerate(tensor.shape) if index != axis)
         parts = []
-        for peer in range(self._world_size):
-            if peer == self._rank:
+        for peer in self._members:
+            if peer == self._me:
                 parts.append(tensor)
                 continue
             raw = pieces[peer][0] if len(pieces[peer]) == 1 else torch.cat(pieces[peer])

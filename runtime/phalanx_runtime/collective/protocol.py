@@ -1,5 +1,6 @@
 """The seam between tensor-parallel code and the way bytes move between ranks."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +36,21 @@ class Collective(Protocol):
 
     def broadcast(self, message: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank. Others pass None and wait, blocked, for as long as it takes."""
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Gives the tensor to one other rank, which has to `receive` it. Waits while that rank has more unread than fits."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Fills the tensor with what `source` sent, of the same size and dtype; gives it back.
+
+        A thread may receive from a rank while another thread sends to it, if no other operation takes something from that rank.
+        """
+        ...
+
+    def subgroup(self, ranks: Sequence[int]) -> "Collective":
+        """The exchange among these ranks alone, numbered from 0 in this order. Each of them calls it; closed before this one."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Fragments between the ranks of one pod, through one file in shared memory.
 
-Each rank has an outbox per channel: a ring of slots that it alone writes, a counter of fragments posted, and for every reader
-a counter of fragments read. A writer waits while its ring is full, a reader while it is empty; both sleep on the counter.
+Each rank has an outbox for all others and one for each of them: a ring of slots that it alone writes, a counter of fragments
+posted, and for every reader a counter of fragments read. A writer waits while its ring is full, a reader while it is empty;
+both sleep on the counter.
 The creator removes the file's name as soon as all have joined, so nothing is left behind, however the ranks end.
 """
 
@@ -12,7 +13,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,8 +26,6 @@ from phalanx_runtime.errors import PeerLost
 FRAGMENT_BYTES = 1 << 20
 """Longest fragment. Larger tensors go in several."""
 SLOTS = 2
-ALL, ROOT = 0, 1
-"""Channels: read by every rank of the pod, read by the group's rank 0 only."""
 LINE = 64
 SPINS = 200
 """Looks at a counter before sleeping on it, about 20 us: within a step the peer is usually that close."""
@@ -54,14 +53,18 @@ class Pod:
 
 
 class _Layout:
-    """Offsets in the file: nonce, a card per rank, counters, slots."""
+    """Offsets in the file: nonce, a card per rank, counters, slots. Memory is taken for slots that were used, no others.
+
+    Channel 0 of a writer is for all, channel 1 + r for member r.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.channels = range(1 + size)
         self._counters = LINE + size * 128
-        self._slots = -(-(self._counters + size * 2 * (size + 1) * LINE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._slots = -(-(self._counters + size * (size + 1) ** 2 * LINE) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slot_bytes = FRAGMENT_BYTES + LINE
-        self.total = self._slots + size * 2 * SLOTS * self._slot_bytes
+        self.total = self._slots + size * (size + 1) * SLOTS * self._slot_bytes
 
     def card(self, member: int) -> int:
         """Where this member says who it is."""
@@ -70,11 +73,11 @@ class _Layout:
     def counter(self, writer: int, channel: int, reader: int | None) -> int:
         """Fragments that the writer posted (reader None), or that the reader has read."""
         column = 0 if reader is None else 1 + reader
-        return self._counters + ((writer * 2 + channel) * (self.size + 1) + column) * LINE
+        return self._counters + ((writer * len(self.channels) + channel) * (self.size + 1) + column) * LINE
 
     def slot(self, writer: int, channel: int, number: int) -> int:
         """Where the fragment of this number lies."""
-        return self._slots + ((writer * 2 + channel) * SLOTS + number % SLOTS) * self._slot_bytes
+        return self._slots + ((writer * len(self.channels) + channel) * SLOTS + number % SLOTS) * self._slot_bytes
 
 
 class SharedMemory:
@@ -92,20 +95,32 @@ class SharedMemory:
         for rank, pid in zip(pod.ranks, pids, strict=True):
             if rank != pod.rank:
                 self.watch(rank, pid)
-        size = self._layout.size
-        self._posted = [[self._word(w, c, None) for c in (ALL, ROOT)] for w in range(size)]
-        self._read = [[[self._word(w, c, r) for r in range(size)] for c in (ALL, ROOT)] for w in range(size)]
+        size, channels = self._layout.size, self._layout.channels
+        self._posted = [[self._word(w, c, None) for c in channels] for w in range(size)]
+        self._read = [[[self._word(w, c, r) for r in range(size)] for c in channels] for w in range(size)]
 
     @property
     def peers(self) -> list[int]:
         """The other ranks of this pod."""
         return list(self._alive)
 
-    def post(self, channel: int, fragment: Tensor, more: bool) -> None:
-        """Puts a fragment, uint8 of at most FRAGMENT_BYTES, into this rank's outbox. Waits while the ring is full."""
+    def part(self, ranks: Sequence[int], timeout_s: float) -> "SharedMemory | None":
+        """Memory of its own for those of these ranks that are in this pod, None when this is the only one. Raises PeerLost."""
+        near = [rank for rank in self._pod.ranks if rank in ranks]
+        if len(near) == 1:
+            return None
+        name = "-".join([self._pod.name, *map(str, near)])
+        return SharedMemory(replace(self._pod, ranks=near, name=name), timeout_s)
+
+    def post(self, to: int | None, fragment: Tensor, more: bool) -> None:
+        """Puts a fragment, uint8 of at most FRAGMENT_BYTES, into this rank's outbox for one rank, or for all (None).
+
+        Waits while the ring is full.
+        """
+        channel = 0 if to is None else 1 + self._index[to]
         posted = self._posted[self._me][channel]
         number = posted.value
-        readers = self._index.values() if channel == ALL else [0]
+        readers = self._index.values() if to is None else [self._index[to]]
         for reader in readers:
             if reader != self._me:
                 counter = self._read[self._me][channel][reader]
@@ -117,9 +132,12 @@ class SharedMemory:
         self._bytes[start : start + fragment.numel()].copy_(fragment)
         posted.advance()
 
-    def take(self, rank: int, channel: int) -> tuple[Tensor, bool]:
-        """The next fragment of this peer, in place, and whether more of its message follows. Valid until `release`."""
-        writer = self._index[rank]
+    def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
+        """The next fragment of this peer for all, or for this rank alone, in place, and whether more of its message follows.
+
+        Valid until `release`.
+        """
+        writer, channel = self._index[rank], 1 + self._me if private else 0
         posted, seen = self._posted[writer][channel], self._read[writer][channel][self._me].value
         for _ in range(SPINS):
             if posted.value != seen:
@@ -131,9 +149,9 @@ class SharedMemory:
         start = at + LINE
         return self._bytes[start : start + length], bool(more)
 
-    def release(self, rank: int, channel: int) -> None:
+    def release(self, rank: int, private: bool = False) -> None:
         """Gives the slot of the fragment last taken back to its writer."""
-        self._read[self._index[rank]][channel][self._me].advance()
+        self._read[self._index[rank]][1 + self._me if private else 0][self._me].advance()
 
     def close(self) -> None:
         """Lets go of the peers' descriptors; the memory goes with the last view of it."""

@@ -1,5 +1,7 @@
 """The collective of a group of one rank: nothing moves."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -33,6 +35,18 @@ class SoloCollective:
         if message is None:
             raise ValueError("rank 0 has to give the message that it broadcasts")
         return message
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """There is nobody to send to: raises ValueError."""
+        raise ValueError(f"a group of one rank has no rank {to}")
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """There is nobody who sends: raises ValueError."""
+        raise ValueError(f"a group of one rank has no rank {source}")
+
+    def subgroup(self, ranks: Sequence[int]) -> "SoloCollective":
+        """This group."""
+        return self
 
     def close(self) -> None:
         """Nothing to let go of."""
