@@ -32,8 +32,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one incarnation.
 
     `hosts[r]` is the host of rank r, and rank r listens on `base_port + 1 + r` if some rank is in another pod. The ranks
-    of this pod are `rank - local_rank` up to `local_world_size` of them. `token` (hex) is the key that ranks prove to one
-    another. `kv_cache_memory_bytes` is per rank. `num_threads` None follows the cgroup's CPU limit.
+    of this pod are `rank - local_rank` up to `local_world_size` of them; ranks fill one stage of the pipeline after the
+    other. `token` (hex) is the key that ranks prove to one another. `kv_cache_memory_bytes` is per rank. `num_threads` None
+    follows the cgroup's CPU limit.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
+    pipeline_parallel_size: int = 1
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

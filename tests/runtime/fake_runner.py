@@ -1,5 +1,7 @@
 """A StepRunner without a model: it draws from what the page slots hold, so a wrong page table gives wrong tokens."""
 
+from collections import deque
+
 from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 
@@ -28,9 +30,12 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9) -> list[i
 
 
 class FakeRunner:
-    """Implements StepRunner; `plans` are those it ran."""
+    """Implements StepRunner; `plans` are those it ran. It runs a plan when it is finished, as late as it may."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, depth: int = 1) -> None:
+        self.depth = depth
+        self.most_in_flight = 0
+        self._started: deque[StepPlan] = deque()
         self._pool = PoolShape(num_pages, page_size)
         self._slots: list[int | None] = [None] * (num_pages * page_size)
         self._tables: dict[int, list[int]] = {}
@@ -40,6 +45,16 @@ class FakeRunner:
     @property
     def pool(self) -> PoolShape:
         return self._pool
+
+    def start(self, plan: StepPlan) -> None:
+        rows = [row for other in self._started for row in other.rows]
+        assert not set(rows) & set(plan.rows), "a row is in two plans in flight"
+        self._started.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self._started))
+        assert self.most_in_flight <= self.depth
+
+    def finish(self) -> StepResult:
+        return self.run(self._started.popleft())
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

@@ -23,6 +23,7 @@ from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import make_caches
+from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.rank import make_runner
 from phalanx_runtime.rank.runner import ModelRunner
 
@@ -93,16 +94,19 @@ class Build:
     num_pages: int = 64
     device: str = "cpu"
     level: Level = "auto"
+    stages: int = 1
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
     """A runner over a small pool."""
     device = torch.device(build.device)
+    pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
-    model = source.load(collective, Form(build.dtype, device, build.kernels, source.max_position), build.attention)
+    form = Form(build.dtype, device, build.kernels, source.max_position)
+    model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), collective, build.dtype, device, grammars)
+    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), pipeline, build.dtype, device, grammars)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:
@@ -181,7 +185,8 @@ class Driver:
         counts = [len(part) for part in parts]
         plan = StepPlan(self._step, new, running, starts, counts, pages, [token for part in parts for token in part], draws)
         self._step += 1
-        result = self._runner.run(plan)
+        self._runner.start(plan)
+        result = self._runner.finish()
         self.results.append((plan, result))
         for (at, _), token in zip(draws, result.tokens, strict=True):
             self._outputs[running[at]].append(token)

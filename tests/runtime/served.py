@@ -26,24 +26,35 @@ class Served:
 
 
 class Watched:
-    """A StepRunner that counts rows that were admitted and tokens that were computed."""
+    """A StepRunner that counts rows that were admitted, tokens that were computed, and plans in flight."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
         self.admitted: list[NewRow] = []
         self.num_computed = 0
+        self.num_in_flight = self.most_in_flight = 0
 
     @property
     def pool(self) -> PoolShape:
         return self._inner.pool
 
-    def run(self, plan: StepPlan) -> StepResult:
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    def start(self, plan: StepPlan) -> None:
         self.admitted += plan.admitted
         self.num_computed += len(plan.tokens)
-        return self._inner.run(plan)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        self._inner.start(plan)
+
+    def finish(self) -> StepResult:
+        self.num_in_flight -= 1
+        return self._inner.finish()
 
 
-class _Script:
+class Script:
     """A Channel that brings all requests at once and keeps the answers."""
 
     def __init__(self, requests: Sequence[wire.Request]) -> None:
@@ -55,6 +66,10 @@ class _Script:
         messages, self._unread = self._unread, []
         assert messages or not block, "the engine is idle before all requests are over"
         return messages
+
+    def abort(self, handles: list[int]) -> None:
+        """Lets the engine hear that these are not wanted any more."""
+        self._unread.append(wire.encode(wire.Abort(handles)))
 
     def send(self, message: bytes) -> None:
         frame = wire.decode_from_engine(message)
@@ -77,7 +92,7 @@ class _Script:
 
 def serve(runner: StepRunner, requests: Sequence[wire.Request], limits: Limits) -> list[Served]:
     """The answers to requests that come at once."""
-    channel = _Script(requests)
+    channel = Script(requests)
     loop = EngineLoop(runner, limits, channel)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()

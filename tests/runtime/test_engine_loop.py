@@ -8,7 +8,7 @@ import zmq
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import StepPlan, StepResult
+from phalanx_runtime.core.plan import StepResult
 from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop, run_engine
@@ -162,7 +162,7 @@ def test_the_order_is_that_of_the_policy() -> None:
 
 
 class LostRunner(FakeRunner):
-    def run(self, plan: StepPlan) -> StepResult:
+    def finish(self) -> StepResult:
         raise PeerLost("rank 1 is gone")
 
 

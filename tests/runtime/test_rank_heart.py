@@ -74,7 +74,8 @@ def test_of_several_steps_the_oldest_is_told() -> None:
     heart = Heart()
     heart.began(1, 10.0)
     heart.began(2, 20.0)
-    assert [heart.beat(1.0).step, heart.beat(1.0).step_s] == [1, 1.0]
+    assert heart.beat(1.0) == Beat(step=1, step_s=0.0, bound_s=20.0), "what takes long may be the other's part"
+    assert heart.beat(1.0) == Beat(step=1, step_s=1.0, bound_s=20.0)
     heart.ended(1)
     assert heart.beat(1.0) == Beat(step=2, step_s=0.0, bound_s=20.0)
 

@@ -23,7 +23,7 @@ class OwnCollective:
     """`Collective` over shared memory and connections. Either may be absent; together they reach every other rank.
 
     `members`: the ranks of the group by the numbers that memory and connections know them by; `me` is this one's number.
-    A subgroup shares the group's connections, so `close` leaves them to whom they belong.
+    A part, which is a subgroup, shares the group's connections and leaves them open.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class OwnCollective:
         self._shared = shared
         self._links = links
         self._is_part = is_part
+        self._parts: list[OwnCollective] = []
         self._near = shared.peers if shared else []
         self._far = [peer for peer in links.peers if peer in self._members] if links else []
         self._others = [peer for peer in self._members if peer != me]
@@ -98,19 +99,29 @@ class OwnCollective:
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Fills the tensor with what `source` sent."""
-        raw = torch.cat(self._messages([self._members[source]], private=True)[self._members[source]])
-        if raw.numel() != tensor.nbytes:
-            raise PeerLost(f"rank {source} sent {raw.numel()} bytes where {tensor.nbytes} are due")
-        return tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+        peer, into, filled, more = self._members[source], tensor.view(-1).view(torch.uint8), 0, True
+        while more:
+            fragment, more = self._next(peer)
+            if (size := filled + fragment.numel()) > into.numel() or (size < into.numel() and not more):
+                raise PeerLost(f"rank {source} sent {size} bytes{' and more' if more else ''} where {into.numel()} are due")
+            into[filled:size].copy_(fragment)
+            filled = size
+            if self._shared and peer in self._near:
+                self._shared.release(peer, private=True)
+        return tensor
 
     def subgroup(self, ranks: Sequence[int]) -> "OwnCollective":
         """Memory of its own for the ranks of this pod; the group's connections to those of others."""
         members = [self._members[rank] for rank in ranks]
         shared = self._shared.part(members, SUBGROUP_S) if self._shared else None
-        return OwnCollective(members, self._me, shared, self._links, is_part=True)
+        part = OwnCollective(members, self._me, shared, self._links, is_part=True)
+        self._parts.append(part)
+        return part
 
     def close(self) -> None:
-        """Lets go of sockets and shared memory."""
+        """Lets go of sockets and shared memory, those of subgroups too."""
+        for part in self._parts:
+            part.close()
         if self._shared:
             self._shared.close()
         if self._links and not self._is_part:
@@ -147,6 +158,13 @@ class OwnCollective:
         while waiting:
             waiting = self._collect(waiting, pieces, private, {})
         return pieces
+
+    def _next(self, peer: int) -> tuple[Tensor, bool]:
+        """The next fragment that the peer sent to this rank alone, and whether more follows. A near one waits for `release`."""
+        if self._shared and peer in self._near:
+            return self._shared.take(peer, private=True)
+        assert self._links, "who is not near is far"
+        return self._links.receive([peer], 0, {})[peer]
 
     def _collect(
         self, waiting: set[int], pieces: dict[int, list[Tensor]], private: bool, left: dict[int, memoryview]

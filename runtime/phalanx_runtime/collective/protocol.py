@@ -50,9 +50,9 @@ class Collective(Protocol):
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> "Collective":
-        """The exchange among these ranks alone, numbered from 0 in this order. Each of them calls it; closed before this one."""
+        """The exchange among these ranks alone, numbered from 0 in this order. Each of them calls it; closed with this one."""
         ...
 
     def close(self) -> None:
-        """Lets go of sockets and shared memory."""
+        """Lets go of sockets and shared memory, those of subgroups too."""
         ...

@@ -10,6 +10,7 @@ import mmap
 import os
 import select
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,7 +92,7 @@ class SharedMemory:
         self._memory, pids = _join(pod, self._layout, self._me, time.monotonic() + timeout_s)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._alive: dict[int, int] = {}
-        self._poll = select.poll()
+        self._poll, self._polling = select.poll(), threading.Lock()
         for rank, pid in zip(pod.ranks, pids, strict=True):
             if rank != pod.rank:
                 self.watch(rank, pid)
@@ -172,7 +173,8 @@ class SharedMemory:
 
     def check_alive(self) -> None:
         """Raises PeerLost if a rank of this pod has ended. A zombie has ended."""
-        gone = {descriptor for descriptor, _ in self._poll.poll(0)}
+        with self._polling:
+            gone = {descriptor for descriptor, _ in self._poll.poll(0)}
         for rank, descriptor in self._alive.items():
             if descriptor in gone:
                 raise PeerLost(f"rank {rank} of this pod has ended")

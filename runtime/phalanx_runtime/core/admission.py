@@ -17,7 +17,7 @@ class Limits:
     """What the engine takes on. Tokens of one request, requests in one step, tokens in one step, requests that wait.
 
     `long_prefill_tokens`: most tokens of one prompt in a step; 0 takes half of what prompts get while others have some, and all
-    otherwise. `itl_target_s`: how long a step with decodes in it should take at most; None gives prompts all that fits.
+    otherwise. `itl_target_s`: how long a stream should wait between tokens at most; None gives prompts all that fits.
     `plans_in_flight`: how many plans may be made before the first of them is committed. `max_waiting_tokens`: bound of the
     queue in tokens to be computed (see `Scheduler.backlog_tokens`), beside the one in requests; None is none.
     """

@@ -3,6 +3,8 @@
     no target, or nothing decodes, or no times known yet     max_num_batched_tokens - decodes
     else                                                     as many as keep the step within the target, and at least a few
 
+With several plans in flight a stream waits for all of them between its tokens: each gets its part of the target.
+
 The few: what makes the step a quarter longer than the decodes alone, so that prompts progress where the target cannot hold.
 Nobody waits for a timer: a step starts with what is there.
 """
@@ -20,7 +22,7 @@ def prefill_tokens(limits: Limits, model: StepModel | None, decodes: int, contex
     if limits.itl_target_s is None or model is None or not decodes:
         return room
     alone_s = model.predict(StepWork(0, decodes, context_tokens))
-    limit_s = max(limits.itl_target_s, LEAST_STRETCH * alone_s)
+    limit_s = max(limits.itl_target_s / limits.plans_in_flight, LEAST_STRETCH * alone_s)
     return min(room, max(LEAST_TOKENS, model.prefill_within(limit_s, decodes, context_tokens)))
 
 

@@ -1,7 +1,7 @@
 """The contract between the scheduler and the ranks: one step's work, and its result.
 
-A rank keeps, for each row, its page table and its sampling parameters; a plan carries differences only. Rank 0 draws the
-tokens and the next plan carries them, so no rank needs another's result.
+A rank keeps, for each row, its page table and its sampling parameters; a plan carries differences only. One rank draws the
+tokens, rank 0 gets them, and a later plan carries them, so no other rank needs them.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A row starts anew: whatever it held before is forgotten.
 
     `history` are all tokens of the request so far, its prompt first, where its sampling depends on them (penalties, bad words,
-    grammar), or where prompt logprobs are asked for; else empty. Tokens drawn later are known to rank 0, which draws them.
+    grammar), or where prompt logprobs are asked for; else empty. Tokens drawn later are known to the rank that draws them.
     """
 
     row: int

@@ -1,17 +1,21 @@
-"""The engine loop of rank 0: inbox, schedule, run, commit, one frame of tokens, and load reports.
+"""The engine loop of rank 0: inbox, schedule, start, finish, commit, one frame of tokens, and load reports.
 
-Every step drains the inbox first, so that an abort takes effect within one step. With nothing to compute the loop blocks on
-its channel: an idle engine uses no CPU. What a step computes is decided in `core.scheduler`; who runs it stands behind `ports`.
+Every step drains the inbox first, so that an abort takes effect within one step. As many plans are in flight as the runner works
+on at once; then the oldest is finished. With nothing to compute the loop blocks on its channel: an idle engine uses no CPU. What
+a step computes is decided in `core.scheduler`; who runs it stands behind `ports`.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.ports import Channel, StepRunner, Watch
@@ -23,6 +27,15 @@ LOAD_INTERVAL_S = 0.05
 DEFAULT_RULES = Rules()
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """Bounds of the Retry-After that a full queue answers: its backlog over the measured rate may be far off on either side."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A plan in flight: when it was made, and how long those waited whom it starts."""
+
+    plan: StepPlan
+    started: float
+    queue_times_s: list[float]
 
 
 class EngineLoop:
@@ -37,7 +50,7 @@ class EngineLoop:
         rules: Rules = DEFAULT_RULES,
         watch: Watch | None = None,
     ) -> None:
-        self._scheduler = make_scheduler(limits, runner.pool, rules)
+        self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules)
         self._runner = runner
         self._channel = channel
         self._clock = clock
@@ -48,6 +61,9 @@ class EngineLoop:
         self._queued: dict[int, float] = {}
         """When each request came that no step has had yet."""
         self._leaks = 0
+        self._flights: deque[_Flight] = deque()
+        self._finished = 0.0
+        """When the last plan was finished."""
 
     def run(self) -> None:
         """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
@@ -55,7 +71,7 @@ class EngineLoop:
             pass
 
     def turn(self) -> bool:
-        """Takes what came in and runs at most one step; waits when there is nothing to compute. False once the channel closed."""
+        """Takes what came in and finishes at most one step; waits when there is none. False once the channel closed."""
         idle = self._scheduler.is_idle()
         if idle:
             self._settle()
@@ -65,27 +81,41 @@ class EngineLoop:
         for message in messages:
             self._take(message)
             self._is_settled = False
-        started = self._clock()
-        plan = self._scheduler.schedule(started)
+        while len(self._flights) < self._runner.depth and self._start():
+            pass
+        if self._flights:
+            self._finish(self._flights.popleft())
+        return True
+
+    def _start(self) -> bool:
+        """Begins with the next plan, if there is one."""
+        now = self._clock()
+        plan = self._scheduler.schedule(now)
         if plan is None:
-            return True
-        queue_times_s = self._left_queue(started) if plan.admitted else []
+            return False
+        self._flights.append(_Flight(plan, now, self._left_queue(now) if plan.admitted else []))
         if self._watch is not None:
             self._watch.began(plan, self._scheduler.expected_s())
-        result = self._runner.run(plan)
+        self._runner.start(plan)
+        return True
+
+    def _finish(self, flight: _Flight) -> None:
+        """Ends the oldest plan in flight and tells what came of it. A plan that waited for one before it took the time since."""
+        result = self._runner.finish()
         now = self._clock()
+        wall_s = now - max(flight.started, self._finished)
+        self._finished = now
         if self._watch is not None:
-            self._watch.ended(plan, now - started)
-        tokens = self._scheduler.commit(result, now - started)
-        tokens.queue_times_s.extend(queue_times_s)
-        self._measure(len(plan.tokens), now - started)
-        if tokens.handles or tokens.finished or tokens.prompt_details or queue_times_s:
+            self._watch.ended(flight.plan, wall_s)
+        tokens = self._scheduler.commit(result, wall_s)
+        tokens.queue_times_s.extend(flight.queue_times_s)
+        self._measure(len(flight.plan.tokens), wall_s)
+        if tokens.handles or tokens.finished or tokens.prompt_details or flight.queue_times_s:
             self._channel.send(wire.encode(tokens))
         for refused in self._scheduler.refused:
             self._channel.send(wire.encode(refused))
         if now >= self._load_due:
             self._report(now)
-        return True
 
     def _take(self, message: bytes) -> None:
         """Hands one frame to the scheduler and sends the answer, if there is one at once."""

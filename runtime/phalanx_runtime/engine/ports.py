@@ -13,8 +13,17 @@ class StepRunner(Protocol):
         """The page pool that every rank made."""
         ...
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """The tokens drawn by this step, after all ranks computed it. Raises errors.PeerLost when a rank is gone."""
+    @property
+    def depth(self) -> int:
+        """How many plans it works on at once, at least 1: one in each stage of a pipeline."""
+        ...
+
+    def start(self, plan: StepPlan) -> None:
+        """Takes a plan while fewer than `depth` are in flight, and begins with it. Raises errors.PeerLost when a rank is gone."""
+        ...
+
+    def finish(self) -> StepResult:
+        """The tokens drawn by the oldest plan in flight, after all ranks computed it. Raises errors.PeerLost."""
         ...
 
 

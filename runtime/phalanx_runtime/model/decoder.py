@@ -14,7 +14,7 @@ from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.layers import QkNorm, VocabEmbedding
 from phalanx_runtime.model.linear import Gated, Linear
-from phalanx_runtime.model.partition import Shard
+from phalanx_runtime.model.partition import Shard, Stage
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.model.rope import Angles, Rope, RopeTable
 from phalanx_runtime.model.steps import Steps
@@ -38,7 +38,7 @@ class Layer:
 
 
 class Decoder:
-    """One rank's part of the model. `num_bytes` are those of its parameters, a tied table counted once."""
+    """One rank's part of the model: the first stage has the embedding, the last norm and head."""
 
     embedding: VocabEmbedding
     norm: Tensor
@@ -52,26 +52,31 @@ class Decoder:
         ropes: dict[Rope, RopeTable],
         attention: Attention,
         steps: Steps,
+        stage: Stage,
     ) -> None:
+        own = stage.layers(config.num_layers)
+        windows = frozenset(config.windows[own.start : own.stop])
         self.config = config
         self.shard = shard
-        self.kv = KvLayout(shard.kv_heads.size, (config.head_dim,) * config.num_layers, frozenset(config.windows))
+        self.kv = KvLayout(shard.kv_heads.size, (config.head_dim,) * own.size, windows)
         self.layers: list[Layer] = []
         self.num_bytes = 0
         self.vocab_size = config.vocab_size
+        self.width = config.hidden_size
         self.positions = config.max_position
         self._collective = collective
         self._ropes = ropes
         self._attention = attention
         self._steps = steps
+        self._is_last = stage.is_last
 
-    def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values."""
-        x = self._embed(batch.tokens)
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+        """What the head, or the next stage, reads. Writes the step's keys and values."""
+        x = self._embed(batch.tokens) if before is None else before
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         for layer, cache in zip(self.layers, caches, strict=True):
             self._block(layer, x, angles, cache, batch)
-        return self._norm(x.index_select(0, batch.drawn), self.norm)
+        return self._norm(x.index_select(0, batch.drawn), self.norm) if self._is_last else x
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""

@@ -15,11 +15,12 @@ from phalanx_runtime.model.linear import Gated, Linear, make_gated, make_linear
 from phalanx_runtime.model.native.attention import choose_attention
 from phalanx_runtime.model.native.linear import NativeLinear
 from phalanx_runtime.model.native.steps import choose_steps
-from phalanx_runtime.model.partition import Shard, Span, partition
+from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.rope import RopeTable
 from phalanx_runtime.model.weights import Checkpoint
 
+EMBEDDING = "model.embed_tokens.weight"
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -28,7 +29,14 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
 """For each place of norms, their names in checkpoints: attention in and out, MLP in and out."""
 
 
-def load(folder: Path, config: ModelConfig, collective: Collective, form: Form, attention: Attention | None = None) -> Decoder:
+def load(
+    folder: Path,
+    config: ModelConfig,
+    collective: Collective,
+    form: Form,
+    attention: Attention | None = None,
+    stage: Stage = WHOLE,
+) -> Decoder:
     """This rank's part of the checkpoint in `folder`. Raises ModelError."""
     if any(rope and rope.kind == "longrope" for rope in config.ropes) and form.positions > config.max_position:
         raise ModelError(
@@ -38,22 +46,27 @@ def load(folder: Path, config: ModelConfig, collective: Collective, form: Form, 
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, form.dtype, form.device
     ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
-    model = Decoder(config, shard, collective, ropes, attention or choose_attention(device), choose_steps(device))
+    model = Decoder(config, shard, collective, ropes, attention or choose_attention(device), choose_steps(device), stage)
     model.positions = form.positions
+    own = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form, collective)
-        embedding = loader.vocab("model.embed_tokens.weight")
-        model.norm = loader.norm("model.norm.weight", config.hidden_size)
-        model.layers = [loader.layer(index) for index in range(config.num_layers)]
-        model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
-        model.embedding = VocabEmbedding(_table(embedding, config.tied, model.head), shard.vocab, collective)
+        if stage.is_first or (stage.is_last and config.tied):
+            embedding = loader.vocab(EMBEDDING)
+        model.layers = [loader.layer(index) for index in range(own.start, own.stop)]
+        if stage.is_last:
+            model.norm = loader.norm("model.norm.weight", config.hidden_size)
+            model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
+        if stage.is_first:
+            table = _table(embedding, model.head) if config.tied and stage.is_last else embedding
+            model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     return model
 
 
-def _table(embedding: Tensor, tied: bool, head: Linear) -> Table:
-    """Where the embedding is looked up: in the head's blocks where they hold it, so that it is kept once."""
-    shared = tied and isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
+def _table(embedding: Tensor, head: Linear) -> Table:
+    """Where a tied embedding is looked up: in the head's blocks where they hold it, so that it is kept once."""
+    shared = isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
     return head.blocks if shared and isinstance(head, NativeLinear) else embedding
 
 

@@ -2,7 +2,7 @@
 
 Attention is cut by KV head with the query heads of its group; sizes that do not divide are cut unevenly. With more ranks
 than KV heads, the ranks of one KV head hold a copy of it and share its query heads. The MLP is cut so that attention and
-MLP together are as even as they can be; vocabulary rows are cut evenly.
+MLP together are as even as they can be; vocabulary rows are cut evenly. Layers are cut into the stages of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,39 @@ class Shard:
         return self.heads.size // self.kv_heads.size
 
 
-def num_linear_weights(config: ModelConfig, shard: Shard) -> int:
-    """Weights in this rank's linears, the head among them."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which part of the layers a rank holds: the `index`-th of `count`. The first has the embedding, the last norm and head."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with scores."""
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> Span:
+        """Its layers; where they do not divide, earlier stages have one more: the last has the head. Raises ModelError."""
+        if self.count > num_layers:
+            raise ModelError(f"pipeline-parallel size {self.count} is more than the model's {num_layers} layers")
+        return cut_evenly(num_layers, self.count)[self.index]
+
+
+WHOLE = Stage()
+"""All layers."""
+
+
+def num_linear_weights(config: ModelConfig, shard: Shard, stage: Stage = WHOLE) -> int:
+    """Weights in this rank's linears, the head among them. Raises ModelError when there are more stages than layers."""
     attention = 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
-    return config.hidden_size * (config.num_layers * (attention + 3 * shard.mlp.size) + shard.vocab.size)
+    layers = stage.layers(config.num_layers).size * (attention + 3 * shard.mlp.size)
+    return config.hidden_size * (layers + (shard.vocab.size if stage.is_last else 0))
 
 
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:

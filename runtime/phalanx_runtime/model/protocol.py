@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.linear import Kernels
+from phalanx_runtime.model.partition import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class KvLayout:
 
 
 class Model(Protocol):
-    """One rank's part of a model. `num_bytes` are those of its parameters, a tied table counted once."""
+    """One rank's part of a model: all its layers, or those of one stage of a pipeline."""
 
     @property
     def kv(self) -> KvLayout:
@@ -44,7 +45,7 @@ class Model(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters."""
+        """Bytes of its parameters, a tied table counted once."""
         ...
 
     @property
@@ -57,12 +58,21 @@ class Model(Protocol):
         """Scores of one token, over all ranks."""
         ...
 
-    def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
-        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values."""
+    @property
+    def width(self) -> int:
+        """Size of a token's hidden state between stages."""
+        ...
+
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values.
+
+        Stages but the last give the hidden state of every token, [tokens, hidden], which the next takes as `before`; it may
+        be overwritten.
+        """
         ...
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
+        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]. Only on the last stage."""
         ...
 
 
@@ -79,10 +89,10 @@ class Source(Protocol):
         """Tokens of the longest request that the model was made for."""
         ...
 
-    def num_linear_weights(self, rank: int, world_size: int) -> int:
+    def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
         """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
         ...
 
-    def load(self, collective: Collective, form: Form, attention: Attention | None = None) -> Model:
-        """This rank's part of the model. Raises ModelError, PeerLost."""
+    def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
+        """This rank's part of the model; the collective joins the ranks of its stage. Raises ModelError, PeerLost."""
         ...

@@ -9,7 +9,7 @@ from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention import Attention
 from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
 from phalanx_runtime.model.decoder_load import load
-from phalanx_runtime.model.partition import num_linear_weights, partition
+from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
 from phalanx_runtime.model.protocol import Form, Model, Source
 
 Level = Literal["auto", "fused", "transformers"]
@@ -59,10 +59,10 @@ class FusedSource:
         """Tokens of the longest request that the model was made for."""
         return self.config.max_position
 
-    def num_linear_weights(self, rank: int, world_size: int) -> int:
+    def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
         """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
-        return num_linear_weights(self.config, partition(self.config, world_size)[rank])
+        return num_linear_weights(self.config, partition(self.config, world_size)[rank], stage)
 
-    def load(self, collective: Collective, form: Form, attention: Attention | None = None) -> Model:
+    def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
         """This rank's part of the model. Raises ModelError."""
-        return load(self.folder, self.config, collective, form, attention)
+        return load(self.folder, self.config, collective, form, attention, stage)

@@ -87,6 +87,10 @@ class BatchBuilder:
             drawn=self._tensor(np.concatenate([drawn, *told])),
         )
 
+    def empty(self, rows: int, width: int) -> Tensor:
+        """Room for so many tokens' hidden states."""
+        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
+
     def _update(self, plan: StepPlan) -> None:
         for new in plan.admitted:
             self._reserve(new.row + 1, 1)

@@ -33,6 +33,8 @@ def place_of(spec: RankSpec, parent: int) -> Place:
 def join_group(spec: RankSpec, device: torch.device) -> Collective:
     """The collective of this rank. `auto` is nccl on GPUs and our own exchange on CPU. Raises PeerLost, ModelError."""
     backend = spec.backend
+    if spec.pipeline_parallel_size > 1 and (device.type == "cuda" or backend == "nccl"):
+        raise ModelError("pipeline parallel: stages exchange over the CPU only; on GPUs use --tensor-parallel-size")
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" and spec.world_size > 1 else "own"
     if backend == "nccl" and device.type != "cuda":

@@ -55,14 +55,18 @@ class Heart:
         self._steps.pop(number, None)
 
     def beat(self, passed_s: float) -> Beat:
-        """What is said now, so long after the last beat, of the oldest step. One that began since then is told with no time."""
+        """What is said now, so long after the last beat, of the oldest step. One that began since then is told with no time.
+
+        While it runs rank 0 may compute its part of a later one, so the longest bound of any holds.
+        """
         running = list(self._steps.values())
         if not running:
             return Beat()
         step = running[0]
         self._step_s = self._step_s + min(passed_s, 2 * BEAT_S) if step is self._counted else 0.0
         self._counted = step
-        return Beat(step=step.number, step_s=round(self._step_s, 3), bound_s=step.bound_s)
+        bound_s = max(one.bound_s for one in running)
+        return Beat(step=step.number, step_s=round(self._step_s, 3), bound_s=bound_s)
 
     def _run(self) -> None:
         last = time.monotonic()

@@ -20,6 +20,7 @@ from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.gauge import make_gauge
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes, pool_bytes
+from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.rehearsal import rehearse
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampler import Sampler
@@ -60,15 +61,16 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
+    pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     source = open_model(Path(spec.model_dir), spec.model_impl)
-    form = _form(spec, source, collective, device, system)
+    form = _form(spec, source, pipeline, device, system)
     dtype = form.dtype
     gauge = make_gauge(device)
     before = gauge.held()
-    model = source.load(collective, form)
+    model = source.load(pipeline.peers, form, stage=pipeline.stage)
     held = gauge.held()
     keep_freed_memory()
-    needs = rehearse(spec, model, collective, dtype, device, gauge)
+    needs = rehearse(spec, model, pipeline, dtype, device, gauge)
     usable = _usable_bytes(spec, device, system)
     size = page_bytes(model.kv, spec.page_size, dtype)
     room = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system)
@@ -76,7 +78,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
     grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), collective, dtype, device, grammars)
+    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), pipeline, dtype, device, grammars)
     account = MemoryAccount(
         rank=spec.rank,
         weights_bytes=max(held - before, model.num_bytes),
@@ -90,11 +92,11 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account)
 
 
-def _form(spec: RankSpec, source: Source, collective: Collective, device: torch.device, system: System) -> Form:
+def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.device, system: System) -> Form:
     """The fastest form that this machine has memory for."""
     processor = read_processor()
     dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
-    num_weights = source.num_linear_weights(collective.rank, collective.world_size)
+    num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
     kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.quantization or "bf16")
     return Form(dtype, device, kernels, max(source.max_position, spec.max_model_len or 0))
@@ -104,7 +106,7 @@ def make_runner(
     model: Model,
     caches: list[LayerCache],
     pool: PoolShape,
-    collective: Collective,
+    pipeline: Pipeline,
     dtype: torch.dtype,
     device: torch.device,
     grammars: Grammars | None = None,
@@ -112,7 +114,7 @@ def make_runner(
     """A runner of this model over these pages."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, model.kv.windows)
-    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, collective, Sampler(model.vocab_size, grammars))
+    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, pipeline, Sampler(model.vocab_size, grammars))
 
 
 def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:

@@ -1,7 +1,7 @@
 """A dry run of the largest step before the page pool is sized: what it needs is measured, what it computes is forgotten.
 
 The largest step computes one prompt chunk of `max_num_batched_tokens` and draws for `max_num_seqs` requests, each with
-penalties and every filter. All ranks run it together; pages of its own are taken and given back.
+penalties and every filter. The ranks of a stage run it together; pages of its own are taken and given back.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.gauge import Gauge
 from phalanx_runtime.rank.kv_cache import make_caches
+from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.sampler import Sampler
 from phalanx_runtime.rank_spec import RankSpec
 
@@ -36,19 +36,16 @@ class Needs:
 
 
 @torch.inference_mode()
-def rehearse(
-    spec: RankSpec, model: Model, collective: Collective, dtype: torch.dtype, device: torch.device, gauge: Gauge
-) -> Needs:
+def rehearse(spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> Needs:
     """What the largest step needs on this rank. Raises PeerLost, and ModelError when a GPU has no room for it."""
     try:
-        return _measure(spec, model, collective, dtype, device, gauge)
+        return _measure(spec, model, pipeline, dtype, device, gauge)
     except torch.OutOfMemoryError as error:
         raise ModelError("the device has no memory for the largest step: lower max_num_batched_tokens or max_num_seqs") from error
 
 
-def _measure(
-    spec: RankSpec, model: Model, collective: Collective, dtype: torch.dtype, device: torch.device, gauge: Gauge
-) -> Needs:
+def _measure(spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> Needs:
+    stage = pipeline.stage
     tokens = min(spec.max_num_batched_tokens, model.positions)
     num_pages = -(-tokens // spec.page_size)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
@@ -59,13 +56,18 @@ def _measure(
     draws = [(0, 0)] * spec.max_num_seqs
     plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
     seen: list[Tensor] = []
-    activations = gauge.peak(lambda: seen.append(model.hidden(builder.build(plan), caches)))
-    return Needs(activations, gauge.peak(partial(_draw, model, collective, seen[0])))
+
+    def compute() -> None:
+        before = None if stage.is_first else builder.empty(tokens, model.width).zero_()
+        seen.append(model.hidden(builder.build(plan), caches, before))
+
+    activations = gauge.peak(compute)
+    return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0])) if stage.is_last else 0)
 
 
-def _draw(model: Model, collective: Collective, hidden: Tensor) -> None:
-    """Scores of all rows, and on rank 0 a token for each."""
-    scores = collective.gather(model.scores(hidden))
+def _draw(model: Model, pipeline: Pipeline, hidden: Tensor) -> None:
+    """Scores of all rows, and on the rank that draws a token for each."""
+    scores = pipeline.peers.gather(model.scores(hidden))
     if scores is None:
         return
     sampler = Sampler(model.vocab_size)

@@ -1,4 +1,4 @@
-"""What rank 0 knows of one row beside its pages: how it is sampled, and the state that its next draw follows from."""
+"""What the rank that draws knows of one row: how it is sampled, and the state that its next draw follows from."""
 
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError

@@ -1,5 +1,9 @@
-"""Steps on all ranks: rank 0 sends the plan, every rank computes its part, rank 0 collects the scores and draws."""
+"""Steps on all ranks: rank 0 sends the plan, every rank computes its part, the first rank of the last stage draws.
 
+With several stages a plan is in each of them in turn, so that as many plans are computed side by side.
+"""
+
+from collections import deque
 from itertools import accumulate
 
 import msgspec
@@ -7,16 +11,17 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
 from phalanx_runtime.rank.sampler import Sampler
 
 _decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -29,55 +34,87 @@ class ModelRunner:
         caches: list[LayerCache],
         builder: BatchBuilder,
         pool: PoolShape,
-        collective: Collective,
+        pipeline: Pipeline,
         sampler: Sampler,
     ) -> None:
         self._model = model
         self._caches = caches
         self._builder = builder
         self._pool = pool
-        self._collective = collective
+        self._pipeline = pipeline
         self._sampler = sampler
+        self._done: deque[StepResult] = deque()
 
     @property
     def pool(self) -> PoolShape:
         """The page pool that every rank made."""
         return self._pool
 
+    @property
+    def depth(self) -> int:
+        """How many plans are computed side by side: one in each stage."""
+        return self._pipeline.stage.count
+
+    def start(self, plan: StepPlan) -> None:
+        """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
+        self._pipeline.tell(_encode(plan) if self._pipeline.world.world_size > 1 else b"")
+        result = self._step(plan)
+        if result is not None:
+            self._done.append(result)
+
+    def finish(self) -> StepResult:
+        """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
+        return self._done.popleft() if self._pipeline.draws else _decode_result(self._pipeline.result())
+
+    def follow(self) -> None:
+        """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
+        while message := self._pipeline.told():
+            result = self._step(_decode_plan(message))
+            if result is not None:
+                self._pipeline.give_result(_encode(result))
+        if self._pipeline.draws:
+            self._pipeline.give_result(b"")
+
+    def dismiss(self) -> None:
+        """Ends `follow` on the other ranks. Only on rank 0."""
+        self._pipeline.tell(b"")
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """The tokens drawn by this step, after all ranks computed it. Only on rank 0. Raises PeerLost."""
-        if self._collective.world_size > 1:
-            self._collective.broadcast(_encode(plan))
-        for new in plan.admitted:
-            self._sampler.admit(new)
-        scores, told = self._compute(plan)
+    def _step(self, plan: StepPlan) -> StepResult | None:
+        """This rank's part of a step; the result on the drawer, nothing elsewhere."""
+        pipeline, stage = self._pipeline, self._pipeline.stage
+        if pipeline.draws:
+            for new in plan.admitted:
+                self._sampler.admit(new)
+        hidden = self._hidden(plan) if plan.rows else None
+        if not stage.is_last:
+            if hidden is not None:
+                pipeline.hand_on(hidden)
+            return None
+        scores, told = (None, []) if hidden is None else self._scores(plan, hidden)
+        if not pipeline.draws:
+            return None
         if scores is None:
             return StepResult(plan.step, [], prompt_details=told)
         drawn = self._sampler.draw(scores, [(plan.rows[request], index) for request, index in plan.draws])
         return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed)
 
-    def follow(self) -> None:
-        """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
-        while message := self._collective.broadcast(None):
-            self._compute(_decode_plan(message))
-
-    def dismiss(self) -> None:
-        """Ends `follow` on the other ranks. Only on rank 0."""
-        self._collective.broadcast(b"")
-
-    @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:
-        """On rank 0 all scores of the drawn tokens and the details of told prompt tokens; elsewhere nothing."""
-        if not plan.rows:
-            return None, []
+    def _hidden(self, plan: StepPlan) -> Tensor:
+        """What this stage makes of the plan's tokens."""
         for source, target in plan.copies:
             for cache in self._caches:
                 cache.k[target].copy_(cache.k[source])
                 cache.v[target].copy_(cache.v[source])
-        hidden = self._model.hidden(self._builder.build(plan), self._caches)
+        batch = self._builder.build(plan)
+        if self._pipeline.stage.is_first:
+            return self._model.hidden(batch, self._caches)
+        before = self._pipeline.receive(self._builder.empty(len(plan.tokens), self._model.width))
+        return self._model.hidden(batch, self._caches, before)
+
+    def _scores(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:
+        """On the drawer all scores of the drawn tokens and the details of told prompt tokens; elsewhere nothing."""
         num_draws = len(plan.draws)
-        scores = self._collective.gather(self._model.scores(hidden[:num_draws])) if num_draws else None
+        scores = self._pipeline.peers.gather(self._model.scores(hidden[:num_draws])) if num_draws else None
         parts = prompt_parts(plan, self._builder.params)
         return scores, self._tell(parts, hidden[num_draws:]) if parts else []
 
@@ -89,7 +126,7 @@ class ModelRunner:
         size = rows_at_once(self._model.vocab_size)
         for first in range(0, len(tokens), size):
             some = slice(first, first + size)
-            scores = self._collective.gather(self._model.scores(hidden[some]))
+            scores = self._pipeline.peers.gather(self._model.scores(hidden[some]))
             if scores is not None:
                 details += token_details(scores, tokens[some], tops[some])
         ends = accumulate(len(part.tokens) for part in parts)

@@ -1,4 +1,4 @@
-"""Draws the tokens of a step on rank 0, and keeps for each row what its next draw depends on.
+"""Draws the tokens of a step on the rank that draws, and keeps for each row what its next draw depends on.
 
 The order, for each row alone:
 
@@ -43,7 +43,7 @@ class Drawn:
 
 
 class Sampler:
-    """The rows of rank 0. `grammars` None fails requests that have one."""
+    """The rows, on the rank that draws. `grammars` None fails requests that have one."""
 
     def __init__(self, vocab_size: int, grammars: Grammars | None = None) -> None:
         self.vocab_size = vocab_size

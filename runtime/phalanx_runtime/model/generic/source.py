@@ -17,7 +17,7 @@ from phalanx_runtime.model.generic.layers import Call, PagedAnswer, layout_of
 from phalanx_runtime.model.generic.load import fill, make_empty
 from phalanx_runtime.model.generic.split import Splitter
 from phalanx_runtime.model.native.attention import choose_attention
-from phalanx_runtime.model.partition import Span, cut_evenly
+from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.weights import Checkpoint
 
@@ -34,12 +34,17 @@ class GenericSource:
     dtype: str
     max_position: int
 
-    def num_linear_weights(self, rank: int, world_size: int) -> int:
+    def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
         """None that could be laid out anew: linears stay those of torch."""
         return 0
 
-    def load(self, collective: Collective, form: Form, attention: Attention | None = None) -> Model:
+    def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
         """This rank's part of the model, tried on a few tokens. Raises ModelError with the reason when it cannot be computed."""
+        if stage.count > 1:
+            raise ModelError(
+                "pipeline parallel: transformers computes a model as a whole; use --tensor-parallel-size, or a model that the "
+                "fused decoder knows"
+            )
         if form.positions > self.max_position:
             raise ModelError(f"max_model_len {form.positions} is more than the {self.max_position} positions of the model")
         if form.kernels.precision == "int8":
@@ -68,13 +73,13 @@ class GenericModel:
         self.kv = layout_of(calls)
         self.positions = positions
         self.num_bytes = num_bytes
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size = self.width = int(model.config.get_text_config().vocab_size)
         self._model = model
         self._calls = calls
         self._attention = attention
         self._span: Span = cut_evenly(self.vocab_size, collective.world_size)[collective.rank]
 
-    def hidden(self, batch: StepBatch, caches: list[LayerCache]) -> Tensor:
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
         """Scores at each of the batch's `drawn` tokens, of the whole vocabulary. Writes the step's keys and values."""
         answer = PagedAnswer(self._calls, self.kv, self._attention, batch, caches)
         with answered_by(answer):

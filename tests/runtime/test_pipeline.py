@@ -1,0 +1,199 @@
+"""Stages of layers: the tokens of one rank, with a plan computed in each stage side by side. In float64: no excuse."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.equal import compare
+from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, with_group
+from tests.runtime.served import Script, Served, Watched, serve
+from tests.runtime.test_model_parity import generate, reference
+from tests.runtime.test_sampling_equality import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
+from tests.runtime.tiny import FAMILIES, Family, save_tiny
+
+GROUPS: dict[str, tuple[list[int], int]] = {
+    "pp2": ([2], 2),
+    "pp2 over two pods": ([1, 1], 2),
+    "pp2 x tp2": ([4], 2),
+    "pp2 x tp2 over two pods": ([2, 2], 2),
+    "pp3": ([3], 3),
+}
+groups = pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
+LAYERS = 4
+"""Three stages have 2, 1 and 1 of them."""
+
+Models = Callable[[Family], Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cache(lambda family: save_tiny(tmp_path_factory.mktemp(family) / "model", family))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("pipeline") / "model", "qwen2", num_hidden_layers=LAYERS)
+
+
+def wide(stages: int, num_pages: int = 200) -> Build:
+    return Build(torch.float64, num_pages=num_pages, stages=stages)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Served]:
+    """What each request gets alone, on one rank."""
+    return [on_ranks(folder, [1], wide(1), lambda runner, one=one: serve(runner, [one], ROOMY))[0] for one in requests()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_tokens_of_transformers_on_two_stages(models: Models, family: Family) -> None:
+    outputs = generate(models(family), [2], Build(stages=2), chunk=7)
+    outcome = compare(reference(models(family), outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@groups
+def test_stages_and_their_ranks_give_the_tokens_of_transformers(tmp_path: Path, pods: list[int], stages: int, tied: bool) -> None:
+    folder = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    outputs = generate(folder, pods, Build(stages=stages))
+    outcome = compare(reference(folder, outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
+@groups
+def test_plans_in_flight_draw_equal_tokens(
+    folder: Path, plain: list[Served], pods: list[int], stages: int, limits: Limits
+) -> None:
+    def work(runner: ModelRunner) -> tuple[list[Served], int]:
+        watched = Watched(runner)
+        return serve(watched, requests(), limits), watched.most_in_flight
+
+    served, most_in_flight = on_ranks(folder, pods, wide(stages), work)
+    assert most_in_flight == (stages if limits.max_num_seqs > 1 else 1)
+    assert_equal(served, plain)
+
+
+@groups
+def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
+    def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
+        watched = Watched(runner)
+        return serve(watched, requests(), Limits(72, 8, 64)), watched.num_admitted, watched.most_in_flight
+
+    served, num_admitted, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=11), work)
+    assert num_admitted > len(FIELDS), "some were preempted"
+    assert most_in_flight == stages
+    assert_equal(served, plain)
+
+
+@groups
+def test_requests_with_a_common_beginning_share_its_pages(folder: Path, pods: list[int], stages: int) -> None:
+    """Whoever comes in a plan later reads pages that the plan before it writes, while both are in flight."""
+    common = requests()[-1].prompt
+    asked = [wire.Request(str(i), 1, common + [i] * (1 + i), [], wire.Sampling(NUM_TOKENS, i, 1.0)) for i in range(6)]
+
+    def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
+        watched = Watched(runner)
+        return serve(watched, asked, Limits(120, 6, 20)), watched.num_computed, watched.most_in_flight
+
+    alone = [on_ranks(folder, [1], wide(1), lambda runner, one=one: serve(runner, [one], ROOMY))[0] for one in asked]
+    served, num_computed, most_in_flight = on_ranks(folder, pods, wide(stages), work)
+    assert [one.tokens for one in served] == [one.tokens for one in alone]
+    assert most_in_flight == stages
+    whole = sum(len(one.prompt) + NUM_TOKENS - 1 for one in asked)
+    assert num_computed <= whole - 5 * (len(common) // PAGE_SIZE) * PAGE_SIZE
+
+
+def test_details_of_prompts_come_from_the_last_stage(folder: Path) -> None:
+    asked = requests(prompt_logprobs=1)
+
+    def told(pods: list[int], stages: int) -> list[Served]:
+        return on_ranks(folder, pods, wide(stages), lambda runner: serve(runner, asked, SHAPES["chunks of 7"]))
+
+    for one, ours, same in zip(asked, told([4], 2), told([1], 1), strict=True):
+        assert sorted(ours.prompt_details) == list(range(1, len(one.prompt)))
+        for position, detail in ours.prompt_details.items():
+            assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
+
+
+@groups
+def test_requests_that_are_aborted_in_flight_harm_no_other(
+    folder: Path, plain: list[Served], pods: list[int], stages: int
+) -> None:
+    class Aborting(Watched):
+        """Aborts a request at each start while plans are in flight, until only the odd ones are left."""
+
+        todo = list(range(0, len(FIELDS), 2))
+
+        def start(self, plan: StepPlan) -> None:
+            super().start(plan)
+            if self.num_in_flight == stages and len(plan.tokens) < 20:
+                channel.abort(self.todo[:1])
+                del self.todo[:1]
+
+    channel = Script(requests())
+
+    def work(runner: ModelRunner) -> tuple[int, list[str]]:
+        watched = Aborting(runner)
+        loop = EngineLoop(watched, ROOMY, channel)
+        while not all(answer.is_over for answer in channel.answers[1::2]) or not loop._scheduler.is_idle():
+            assert loop.turn()
+        return len(watched.todo), loop._scheduler.check()
+
+    assert on_ranks(folder, pods, wide(stages), work) == (0, [])
+    assert_equal(channel.answers[1::2], plain[1::2], list(FIELDS)[1::2])
+    assert any(0 < len(answer.tokens) < NUM_TOKENS for answer in channel.answers[::2])
+
+
+def test_stages_over_gloo_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+    def rank(own: Collective) -> list[list[Served]]:
+        runner = make_model_runner(folder, join_library("gloo", own, "127.0.0.1"), wide(2))
+        if own.rank:
+            runner.follow()
+            return []
+        try:
+            return [serve(runner, requests(), ROOMY)]
+        finally:
+            runner.dismiss()
+
+    assert_equal(with_group([4], rank)[0][0], plain)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_layer_is_held_and_cached_once(tmp_path: Path, tied: bool) -> None:
+    folder = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+    def held(pods: list[int], stages: int) -> tuple[list[int], int]:
+        runners = with_group(pods, lambda group: make_model_runner(folder, group, Build(stages=stages)))
+        return [len(runner._model.kv.head_dims) for runner in runners], sum(runner._model.num_bytes for runner in runners)
+
+    table = 320 * 64 * 4
+    whole = held([1], 1)[1]
+    assert held([2], 2) == ([2, 2], whole + tied * table)
+    assert held([3], 3) == ([2, 1, 1], whole + tied * table)
+    layers, total = held([4], 2)
+    assert layers == [2, 2, 2, 2] and whole <= total <= 1.02 * whole + tied * table
+
+
+def test_more_stages_than_layers_and_models_of_transformers_are_refused(folder: Path, models: Models) -> None:
+    cases: list[tuple[Path, dict[str, Any], str]] = [
+        (models("llama"), {"stages": 4}, "pipeline-parallel size 4 is more than the model's 3 layers"),
+        (folder, {"stages": 2, "level": "transformers"}, "pipeline parallel: transformers computes a model as a whole"),
+    ]
+    for path, fields, reason in cases:
+        build = Build(**fields)
+        with pytest.raises(ModelError, match=reason):
+            with_group([build.stages], lambda group, path=path, build=build: make_model_runner(path, group, build))
