@@ -61,6 +61,7 @@ class LLM:
         model: str,
         *,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         dtype: DType = "auto",
         max_model_len: int | None = None,
         **flags: object,
@@ -69,7 +70,12 @@ class LLM:
 
         Raises ValueError for a flag that cannot be used, ModelError when the model cannot be loaded.
         """
-        own = {"tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "max_model_len": max_model_len}
+        own = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+        }
         self._group = OwnGroup(settings_of(model, {**own, **flags}, os.environ))
         try:
             self._model = load_model(self._group.backend.assets())

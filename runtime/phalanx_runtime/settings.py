@@ -30,7 +30,9 @@ class ServeSettings:
     served_names: list[str]
     """Names that requests may call the model by; the first is the one shown. Default: the model's last path element."""
     tensor_parallel_size: int
-    """Ranks of the group, over all its pods."""
+    """Ranks that share each layer."""
+    pipeline_parallel_size: int
+    """Stages that the layers are cut into, each of as many ranks; as many steps are computed side by side."""
     dtype: DType
     """Of weights and KV cache; auto takes the fastest that the device is good at."""
     quantization: Quantization | None
@@ -88,9 +90,14 @@ class ServeSettings:
     """Seconds that open streams may go on after SIGTERM. More than the pod's grace period cuts them without a word."""
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the group, over all its pods."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def local_world_size(self) -> int:
         """Ranks of this pod."""
-        return self.tensor_parallel_size // self.nnodes
+        return self.world_size // self.nnodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,7 @@ def read_settings(
         revision=flags.revision,
         served_names=flags.served_model_name or [_last_element(flags.model)],
         tensor_parallel_size=flags.tensor_parallel_size,
+        pipeline_parallel_size=flags.pipeline_parallel_size,
         dtype=flags.dtype,
         quantization=flags.quantization,
         model_impl=flags.model_impl,
@@ -157,7 +165,8 @@ def _make_parser(parser_class: type[argparse.ArgumentParser]) -> argparse.Argume
     add("model", metavar="MODEL", help="folder, .gguf file, file:///path, hf://org/name or org/name")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
-    add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share the model")
+    add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share each layer")
+    add("--pipeline-parallel-size", "-pp", type=_positive, default=1, metavar="N", help="stages that the layers are cut into")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto", help="of weights and KV cache")
     add("--quantization", "-q", choices=["int8"], help="round the weights of linears; default: as they are")
     add("--model-impl", choices=["auto", "fused", "transformers"], default="auto", help="which code computes the model")
@@ -199,8 +208,11 @@ def _make_parser(parser_class: type[argparse.ArgumentParser]) -> argparse.Argume
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     """What no flag can be judged on alone."""
-    if flags.tensor_parallel_size % flags.nnodes:
-        parser.error(f"--tensor-parallel-size {flags.tensor_parallel_size} cannot be split evenly over --nnodes {flags.nnodes}")
+    stages = flags.pipeline_parallel_size
+    if flags.tensor_parallel_size * stages % flags.nnodes:
+        times = f" times --pipeline-parallel-size {stages}" if stages > 1 else ""
+        size = f"--tensor-parallel-size {flags.tensor_parallel_size}{times}"
+        parser.error(f"{size} cannot be split evenly over --nnodes {flags.nnodes}")
     if flags.node_rank >= flags.nnodes:
         parser.error(f"--node-rank {flags.node_rank} must be below --nnodes {flags.nnodes}")
     if flags.nnodes > 1 and flags.token_file is None:

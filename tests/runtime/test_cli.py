@@ -69,6 +69,11 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
         (["--gpu-memory-utilization", "1.5"], "argument --gpu-memory-utilization: '1.5' is not a share"),
         (["--gpu-memory-utilization", "x"], "argument --gpu-memory-utilization: 'x' is not a share"),
         (["-tp", "3", "--nnodes", "2"], "--tensor-parallel-size 3 cannot be split evenly over --nnodes 2"),
+        (
+            ["-tp", "3", "-pp", "3", "--nnodes", "2"],
+            "--tensor-parallel-size 3 times --pipeline-parallel-size 3 cannot be split evenly over --nnodes 2",
+        ),
+        (["-pp", "0"], "argument --pipeline-parallel-size/-pp: '0' is not a whole number of at least 1"),
         (["-tp", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank 2 must be below --nnodes 2"),
         (["-tp", "2", "--nnodes", "2"], "--nnodes 2 needs --token-file"),
         (["--token-file", "/no/such"], "--token-file /no/such: "),

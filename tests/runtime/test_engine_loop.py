@@ -161,6 +161,37 @@ def test_the_order_is_that_of_the_policy() -> None:
     assert [end.handle for frame in frames for end in frame.finished] == [3, 2, 1]
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_as_many_plans_are_in_flight_as_the_runner_works_on(depth: int) -> None:
+    requests = {h: make_request(5, 6, seed=h) for h in range(4)}
+    script = Script([wire.Submit(h, r) for h, r in requests.items()], [], [], [wire.Abort([3])])
+    runner = FakeRunner(64, 4, depth)
+    loop = EngineLoop(runner, LIMITS, script, Clock(0.001))
+    loop.run()
+    assert runner.most_in_flight == depth
+    assert {h: tokens_of(script, h) for h in range(3)} == {h: expected_output(requests[h]) for h in range(3)}
+    assert len(tokens_of(script, 3)) < 6
+    assert loop._scheduler.check() == []
+
+
+def test_a_step_that_waited_for_the_one_before_it_took_the_time_since() -> None:
+    """Two plans are in flight all the time; each look at the clock takes 1 s, and two of them are between two ends."""
+    script = Script([wire.Submit(h, make_request(1, 20, seed=h)) for h in range(2)])
+    loop = EngineLoop(FakeRunner(64, 4, depth=2), LIMITS, script, Clock(1.0))
+    learned: list[float] = []
+    commit = loop._scheduler.commit
+
+    def noting(result: StepResult, wall_s: float | None = None) -> wire.Tokens:
+        assert wall_s is not None
+        learned.append(wall_s)
+        return commit(result, wall_s)
+
+    loop._scheduler.commit = noting  # type: ignore[method-assign]
+    loop.run()
+    assert len(learned) > 20
+    assert max(learned[2:]) <= 3.0
+
+
 class LostRunner(FakeRunner):
     def finish(self) -> StepResult:
         raise PeerLost("rank 1 is gone")

@@ -29,6 +29,8 @@ PROMPTS = ["The king", "a", "Ünïcode, too: é", "several words that make a lon
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 64}
 
+SPLIT: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,10 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[list[LLM]]:
-    """One rank, and two."""
+    """One rank, and two stages of two."""
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))
-    with LLM(str(folder), **OPTIONS) as one, LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as two:
-        yield [one, two]
+    with LLM(str(folder), **OPTIONS) as one, LLM(str(folder), **SPLIT, **OPTIONS) as four:
+        yield [one, four]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
 """Stages of layers: the tokens of one rank, with a plan computed in each stage side by side. In float64: no excuse."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,8 +16,13 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.group import join_group
+from phalanx_runtime.rank.rank import load_rank
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.equal import compare
+from tests.runtime.pods import make_spec
 from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, with_group
 from tests.runtime.served import Script, Served, Watched, serve
 from tests.runtime.test_model_parity import generate, reference
@@ -51,10 +57,15 @@ def wide(stages: int, num_pages: int = 200) -> Build:
     return Build(torch.float64, num_pages=num_pages, stages=stages)
 
 
+def alone(folder: Path, one: wire.Request) -> Served:
+    """What the request gets on one rank."""
+    return on_ranks(folder, [1], wide(1), lambda runner: serve(runner, [one], ROOMY))[0]
+
+
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Served]:
     """What each request gets alone, on one rank."""
-    return [on_ranks(folder, [1], wide(1), lambda runner, one=one: serve(runner, [one], ROOMY))[0] for one in requests()]
+    return [alone(folder, one) for one in requests()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,9 +120,8 @@ def test_requests_with_a_common_beginning_share_its_pages(folder: Path, pods: li
         watched = Watched(runner)
         return serve(watched, asked, Limits(120, 6, 20)), watched.num_computed, watched.most_in_flight
 
-    alone = [on_ranks(folder, [1], wide(1), lambda runner, one=one: serve(runner, [one], ROOMY))[0] for one in asked]
     served, num_computed, most_in_flight = on_ranks(folder, pods, wide(stages), work)
-    assert [one.tokens for one in served] == [one.tokens for one in alone]
+    assert [one.tokens for one in served] == [alone(folder, one).tokens for one in asked]
     assert most_in_flight == stages
     whole = sum(len(one.prompt) + NUM_TOKENS - 1 for one in asked)
     assert num_computed <= whole - 5 * (len(common) // PAGE_SIZE) * PAGE_SIZE
@@ -195,5 +205,31 @@ def test_more_stages_than_layers_and_models_of_transformers_are_refused(folder: 
     ]
     for path, fields, reason in cases:
         build = Build(**fields)
+        load = partial(make_model_runner, path, build=build)
         with pytest.raises(ModelError, match=reason):
-            with_group([build.stages], lambda group, path=path, build=build: make_model_runner(path, group, build))
+            with_group([build.stages], load)
+
+
+def test_stages_on_gpus_are_refused() -> None:
+    for device, backend in ("cuda", "auto"), ("cuda", "gloo"), ("cpu", "nccl"):
+        spec = msgspec.structs.replace(make_spec(Path("m"), 0, 2), backend=backend, pipeline_parallel_size=2)
+        with pytest.raises(ModelError, match="pipeline parallel: stages exchange over the CPU only"):
+            join_group(spec, torch.device(device))
+
+
+def test_each_stage_measures_its_own_memory_and_all_agree_on_the_pages(folder: Path) -> None:
+    """Stages of 2, 1 and 1 layers: a page of the first is twice as large, and its pool holds the fewest."""
+
+    def load(group: Collective) -> RankReady:
+        spec = msgspec.structs.replace(
+            make_spec(folder, group.rank, 3), max_model_len=128, kv_cache_memory_bytes=1 << 20, pipeline_parallel_size=3
+        )
+        return load_rank(spec, group, torch.device("cpu"), System())[1]
+
+    ready = with_group([3], load)
+    layer_bytes = 2 * 2 * 16 * 4
+    assert {one.num_pages for one in ready} == {(1 << 20) // (2 * 16 * layer_bytes)}
+    accounts = [one.memory for one in ready if one.memory is not None]
+    assert [account.kv_bytes_per_token for account in accounts] == [2 * layer_bytes, layer_bytes, layer_bytes]
+    assert [account.logits_sampler_bytes > 0 for account in accounts] == [False, False, True]
+    assert all(account.weights_bytes > 0 for account in accounts)

@@ -291,6 +291,9 @@ def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
     ]
     assert specs[0].hosts == ["a", "a", "b", "b"]
     assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].dtype) == (8100, "key", 3, "bfloat16")
+    stages = ["-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
+    second = make_rank_specs(make_settings(tmp_path / "tiny", *stages), Launch(1, ("a", "b"), "key", "ipc://x"), tmp_path)
+    assert [(s.rank, s.world_size, s.pipeline_parallel_size) for s in second] == [(2, 4, 2), (3, 4, 2)]
     leader = make_rank_specs(make_settings(tmp_path / "tiny", "-tp", "2"), Launch(1, ("a",), "key", "ipc://x"), tmp_path)
     assert [s.engine_socket for s in leader] == ["ipc://x", ""]
 

@@ -197,7 +197,8 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
     return [
         RankSpec(
             rank=first + i,
-            world_size=settings.tensor_parallel_size,
+            world_size=settings.world_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
             local_world_size=local,
             local_rank=i,
             incarnation=launch.incarnation,
