@@ -102,7 +102,7 @@ def test_plans_in_flight_draw_equal_tokens(
 def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
         watched = Watched(runner)
-        return serve(watched, requests(), Limits(72, 8, 64)), watched.num_admitted, watched.most_in_flight
+        return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted), watched.most_in_flight
 
     served, num_admitted, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=11), work)
     assert num_admitted > len(FIELDS), "some were preempted"

@@ -4,7 +4,7 @@ In float64, where no near-tie is excused. The plain run: each request alone, its
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 BUILD = Build(dtype=torch.float64, num_pages=40)
 LIMITS = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64)
 PLAIN = Rules(prefix_caching=False)
+groups = pytest.mark.parametrize(
+    ("ranks", "stages"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)], ids=["one", "tp2", "pp2", "pp2 x tp2", "pp3"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +59,12 @@ class Disturbance:
 def serve(
     runner: ModelRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
 ) -> dict[int, list[int]]:
-    """Output tokens of all requests."""
+    """Output tokens of all requests. Plans are finished late: when as many are in flight as the runner works on."""
     outputs: dict[int, list[int]] = {handle: [] for handle in requests}
     todo = list(requests.items())
     chance = random.Random(disturbance.thief)
     stolen: list[int] = []
+    in_flight = 0
     for step in range(2000):
         while todo and step >= disturbance.lag * (len(requests) - len(todo)):
             handle, request = todo.pop(0)
@@ -71,7 +75,11 @@ def serve(
         plan = scheduler.schedule(float(step))
         if plan is not None:
             assert sum(plan.counts) <= disturbance.budget
-            frame = scheduler.commit(runner.run(plan))
+            runner.start(plan)
+            in_flight += 1
+        if in_flight == runner.depth or (plan is None and in_flight):
+            in_flight -= 1
+            frame = scheduler.commit(runner.finish())
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
                 outputs[handle].append(token)
         if not todo and scheduler.is_idle():
@@ -86,17 +94,17 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
     requests = make_requests()
     plain: dict[int, list[int]] = {}
     for handle, request in requests.items():
-        alone = make_scheduler(LIMITS, runner.pool, PLAIN)
+        alone = make_scheduler(replace(LIMITS, plans_in_flight=runner.depth), runner.pool, PLAIN)
         plain |= serve(runner, alone, {handle: request}, Disturbance())
-    limits = Limits(128, 6, disturbance.budget)
+    limits = Limits(128, 6, disturbance.budget, plans_in_flight=runner.depth)
     disturbed = make_scheduler(limits, runner.pool, Rules(disturbance.policy))
     assert serve(runner, disturbed, requests, disturbance) == plain
     return disturbed
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(model: Path, ranks: int) -> None:
-    scheduler = on_ranks(model, [ranks], BUILD, partial(compare_runs, Disturbance(budget=7)))
+@groups
+def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(model: Path, ranks: int, stages: int) -> None:
+    scheduler = on_ranks(model, [ranks], replace(BUILD, stages=stages), partial(compare_runs, Disturbance(budget=7)))
     assert scheduler.sharing.hit_tokens > 3 * 28, "the siblings shared their prompt, and others a part of it"
     assert scheduler.pool.counters.copied > 0
 
@@ -105,6 +113,14 @@ def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(m
 def test_preemption_at_random_steps_changes_no_token(model: Path, policy: PolicyName) -> None:
     disturbance = Disturbance(budget=24, lag=2, thief=5, policy=policy)
     scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, disturbance))
+    assert scheduler.num_preemptions > 0
+    assert scheduler.sharing.hit_tokens > 0
+
+
+@groups
+def test_preemption_beside_plans_in_flight_changes_no_token(model: Path, ranks: int, stages: int) -> None:
+    disturbance = Disturbance(budget=24, lag=2, thief=5)
+    scheduler = on_ranks(model, [ranks], replace(BUILD, stages=stages), partial(compare_runs, disturbance))
     assert scheduler.num_preemptions > 0
     assert scheduler.sharing.hit_tokens > 0
 

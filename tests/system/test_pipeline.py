@@ -1,20 +1,28 @@
-"""The program with two stages answers like one rank, and comes back when a rank was killed or stopped."""
+"""The program with two stages answers like one rank, and comes back when a rank was killed, and when one was stopped."""
 
+import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.system.test_hung_rank import BODIES, TOKENS, answers, incarnation, model, ranks_of, readiness, runtime, wait_until
+from bench.programs import Program
+from tests.cluster.service import Answer, stream_all
+from tests.system.test_hung_rank import BODIES, incarnation, model, ranks_of, readiness, runtime, wait_until
 
 __all__ = ["model"]
 pytestmark = pytest.mark.system
+TOKENS = 300
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_two_stages_answer_like_one_rank_and_come_back(model: Path, blow: signal.Signals) -> None:
+def answers(program: Program, at: Callable[[int], None] = lambda chunks: None) -> list[Answer]:
+    return asyncio.run(stream_all(program.base_url, [{**body, "max_tokens": TOKENS} for body in BODIES], at))
+
+
+def test_two_stages_answer_like_one_rank_and_come_back(model: Path) -> None:
     with runtime("one", model, "--dtype", "float64") as one:
         plain = answers(one)
     with runtime("two", model, "--dtype", "float64", "--pipeline-parallel-size", "2") as two:
@@ -22,17 +30,18 @@ def test_two_stages_answer_like_one_rank_and_come_back(model: Path, blow: signal
         assert [(a.error, a.usage) for a in undisturbed] == [(None, TOKENS)] * len(BODIES)
         assert [a.text for a in undisturbed] == [a.text for a in plain]
         memory = httpx.get(f"{two.base_url}/v1/metrics", timeout=10).json()["memory"]
-        assert len(memory) == 2
-        hit: list[int] = []
+        assert [account["logits_sampler_bytes"] > 0 for account in memory] == [False, True]
+        for number, (rank, blow) in enumerate([(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)], 2):
+            hit: list[int] = []
 
-        def strike(chunks: int) -> None:
-            if chunks > 5 and not hit:
-                hit.append(ranks_of(two)[1])
-                os.kill(hit[0], blow)
+            def strike(chunks: int, rank: int = rank, blow: signal.Signals = blow, hit: list[int] = hit) -> None:
+                if chunks > 5 and not hit:
+                    hit.append(ranks_of(two)[rank])
+                    os.kill(hit[0], blow)
 
-        broken = answers(two, strike)
-        assert ["rank 1" in (a.error or "") for a in broken] == [True] * len(BODIES)
-        wait_until(lambda: readiness(two).status_code == 200)
-        assert incarnation(two) == 2
-        assert hit[0] not in ranks_of(two)
+            broken = answers(two, strike)
+            assert [f"rank {rank}" in (a.error or "") for a in broken] == [True] * len(BODIES)
+            wait_until(lambda: readiness(two).status_code == 200)
+            assert incarnation(two) == number
+            assert hit[0] not in ranks_of(two)
         assert [a.text for a in answers(two)] == [a.text for a in plain]
