@@ -1,6 +1,7 @@
 """Chat answers whose text has parts: reasoning, tool calls, content. Each goes into its own field of the message or delta."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx_frontend.chat_format import ChatChoice, ChatFormat
@@ -10,6 +11,7 @@ from phalanx_frontend.model import DoorModel
 from phalanx_frontend.reply import Reply
 from phalanx_frontend.schemas import ChatRequest
 from phalanx_frontend.shown import ShownToken
+from phalanx_frontend.structured import grammar_of
 from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ToolCall
 from phalanx_frontend.text.reasoning import BEGIN, ReasoningParser
 from phalanx_frontend.text.tool_calls import PARSERS
@@ -23,11 +25,15 @@ def chat_format(head: Head, body: ChatRequest, model: DoorModel) -> AnswerFormat
     """How this chat is answered: in parts where the model's template knows reasoning or the request has tools to call."""
     if isinstance(model.template, str):
         return ChatFormat(head, ChatChoice)
-    can_reason = model.template.can_reason
-    calls = model.template.tool_format if body.tools and body.tool_choice != "none" else None
+    has_form = grammar_of(body) is not None
+    is_forced = body.tool_choice not in (None, "none", "auto")
+    # A grammar holds from the first token on: then nothing is thought first, and an answer of another form has no calls.
+    can_reason = model.template.can_reason and not has_form and not is_forced
+    calls = model.template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
     if not can_reason and calls is None:
         return ChatFormat(head, ChatChoice)
-    ends_with_calls = not isinstance(body.tool_choice, NamedChoice)
+    names = frozenset(tool.function.name for tool in body.tools or ())
+    rules = CallRules(not isinstance(body.tool_choice, NamedChoice), body.parallel_tool_calls is not False)
 
     def make_choice(head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
         parsers: list[PartParser] = []
@@ -35,26 +41,34 @@ def chat_format(head: Head, body: ChatRequest, model: DoorModel) -> AnswerFormat
             end = model.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
             parsers.append(ReasoningParser(inside=end.rstrip().endswith(BEGIN)))
         if calls is not None:
-            parsers.append(PARSERS[calls]())
+            parsers.append(PARSERS[calls](names))
         parser = parsers[0] if len(parsers) == 1 else Chain(*parsers)
-        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser, ends_with_calls)
+        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser, rules)
 
     return ChatFormat(head, make_choice)
 
 
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Whether an answer that made calls ends for the reason "tool_calls" (one whose function was named does not, as at OpenAI),
+    and whether calls after the first are told: without `parallel_tool_calls` they are left out, as in vLLM."""
+
+    ends_with_calls: bool
+    several: bool
+
+
 class PartsChoice:
-    """One choice whose text goes through a parser. `ends_with_calls`: an answer that made calls ends for the reason "tool_calls";
-    one whose function was named does not, as at OpenAI."""
+    """One choice whose text goes through a parser."""
 
     def __init__(
-        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, ends_with_calls: bool
+        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: CallRules
     ) -> None:
         self._plain = plain
         self._outer = outer
         self._index = index
         self._reply = reply
         self._parser = parser
-        self._ends_with_calls = ends_with_calls
+        self._rules = rules
         self._has_calls = False
         self._tokens: list[ShownToken] = []
 
@@ -94,6 +108,8 @@ class PartsChoice:
         delta: dict[str, Any] = {}
         for part in parts:
             match part:
+                case ToolCall(index) | Arguments(index) if index and not self._rules.several:
+                    continue
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
@@ -112,6 +128,6 @@ class PartsChoice:
 
     def _end(self) -> dict[str, Any]:
         finish: str | None = self._reply.finish
-        if finish == "stop" and self._has_calls and self._ends_with_calls:
+        if finish == "stop" and self._has_calls and self._rules.ends_with_calls:
             finish = "tool_calls"
         return {"finish_reason": finish, "stop_reason": self._reply.stop_reason}

@@ -122,20 +122,34 @@ def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, 
         return None
     called = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
     key = "parameters" if format == "llama" else "arguments"
-    schema = json.dumps({"anyOf": [_call_schema(tool.function, key) for tool in called]}, ensure_ascii=False)
+    calls = [_call_schema(tool.function.name, key) for tool in called]
+    # Each function's schema stands whole under its name; what points to its root then points there.
+    own = {tool.function.name: _moved(tool.function.parameters or {"type": "object"}, tool.function.name) for tool in called}
+    schema = json.dumps({"anyOf": calls, "$defs": own}, ensure_ascii=False)
     call, between = ("body", '"; "') if format == "llama" else (r'"<tool_call>\n" body "\n</tool_call>"', r'"\n"')
     more = "" if isinstance(choice, NamedChoice) or not parallel else f" ({between} call)*"
     return wire.Grammar("lark", f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")
 
 
-def _call_schema(function: Function, key: str) -> dict[str, Any]:
-    parameters = function.parameters or {"type": "object"}
+def _call_schema(name: str, key: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": function.name}, key: parameters},
+        "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, name: str) -> Any:
+    """A schema whose references to its own parts find them under `#/$defs/name`."""
+    if isinstance(schema, list):
+        return [_moved(part, name) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, name) for key, part in schema.items()}
+    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#"):
+        moved["$ref"] = f"#/$defs/{name}{pointer[1:]}"
+    return moved
 
 
 def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:

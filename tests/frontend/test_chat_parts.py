@@ -109,6 +109,23 @@ async def test_a_call_by_name_ends_as_openai_ends_it_and_forces_its_grammar() ->
         assert grammar is not None and '"<tool_call>\\n"' in grammar.text
 
 
+@pytest.mark.parametrize("run", [whole, streamed])
+async def test_a_form_holds_from_the_first_token_on_so_nothing_is_thought_first(run: Any) -> None:
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    async with asked(f"<tool_call>\n{CALL}\n</tool_call>") as (client, _):
+        seen = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
+        assert (seen["reasoning"], len(seen["calls"]), seen["finish"]) == ("", 1, "tool_calls")
+    async with asked('{"a": 1}') as (client, _):
+        seen = await run(client, response_format={"type": "json_object"}, extra_body=thinking)
+        assert (seen["reasoning"], seen["content"]) == ("", '{"a": 1}')
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
+async def test_without_parallel_calls_only_the_first_is_told(run: Any) -> None:
+    async with asked(ANSWER) as (client, _):
+        assert len((await run(client, tools=[TOOL], parallel_tool_calls=False))["calls"]) == 1
+
+
 async def test_logprobs_of_held_tokens_are_told_once() -> None:
     async with asked(ANSWER) as (client, _):
         stream = await client.chat.completions.create(

@@ -13,12 +13,13 @@ from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartPar
 from phalanx_frontend.text.reasoning import ReasoningParser
 from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, format_of
 
+NAMES = frozenset("fgh")
 MAKERS: dict[str, Callable[[], PartParser]] = {
     "reasoning": ReasoningParser,
     "reasoning inside": lambda: ReasoningParser(inside=True),
-    "hermes": HermesParser,
-    "llama": LlamaParser,
-    "reasoning, hermes": lambda: Chain(ReasoningParser(), HermesParser()),
+    "hermes": lambda: HermesParser(NAMES),
+    "llama": lambda: LlamaParser(NAMES),
+    "reasoning, hermes": lambda: Chain(ReasoningParser(), HermesParser(NAMES)),
 }
 CALL_F, CALL_G = '{"name": "f", "arguments": {"a": "}"}}', '{"parameters": [1, "\\""], "name":"g"}'
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", CALL_F, CALL_G, '{"name": 3}', '{"name": "h"}')
@@ -77,7 +78,7 @@ def test_an_answer_without_marks_is_content_to_the_last_character(kind: str, tex
 @given(calls=CALLS, content=st.text(alphabet="ab", max_size=4))
 def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
     written = "".join(f"\n<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
-    parts = parse(HermesParser(), list(content + written))
+    parts = parse(HermesParser(names_of(calls)), list(content + written))
     assert read_calls(parts) == calls
     assert "".join(part.text for part in parts if isinstance(part, Content)) == content
 
@@ -85,9 +86,13 @@ def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]
 @settings(deadline=None, max_examples=80)
 @given(calls=CALLS.filter(bool))
 def test_llama_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    parts = parse(LlamaParser(), list("; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)))
+    parts = parse(LlamaParser(names_of(calls)), list("; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)))
     assert read_calls(parts) == calls
     assert not any(isinstance(part, Content) for part in parts)
+
+
+def names_of(calls: list[tuple[str, dict[str, Any]]]) -> frozenset[str]:
+    return frozenset(name for name, _ in calls)
 
 
 def read_calls(parts: list[Part]) -> list[tuple[str, dict[str, Any]]]:
@@ -108,6 +113,12 @@ def read_calls(parts: list[Part]) -> list[tuple[str, dict[str, Any]]]:
         ("hermes", '<tool_call>{"name": "f"}</tool_call>done', [ToolCall(0, "f"), Arguments(0, "{}"), Content("done")]),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', [ToolCall(0, "f"), Arguments(0, "{}")]),
         ("llama", '{"a": 1}', [Content('{"a": 1}')]),
+        ("llama", '{"name": "Alice", "age": 30}', [Content('{"name": "Alice", "age": 30}')]),
+        ("hermes", '<tool_call>{"name": "rm"}</tool_call>', [Content('<tool_call>{"name": "rm"}</tool_call>')]),
+        ("llama", r'{"name": "f", "parameters": "{\"a\": 1}"}', [ToolCall(0, "f"), Arguments(0, '{"a": 1}')]),
+        ("llama", '{"name": "f", "parameters": null}', [ToolCall(0, "f"), Arguments(0, "{}")]),
+        ("llama", '{"name": "f", "parameters": [1]}', [Content('{"name": "f", "parameters": [1]}')]),
+        ("llama", '{"name": "f", "name": "g"}', [Content('{"name": "f", "name": "g"}')]),
         ("llama", "plain {", [Content("plain {")]),
         ("reasoning", "<think>\nhm\n\n</think>\n\nyes\n", [Reasoning("hm"), Content("yes\n")]),
         ("reasoning", "<think>\n\n</think>\n\nyes", [Content("yes")]),
@@ -121,7 +132,7 @@ def test_table(kind: str, text: str, expected: list[Part]) -> None:
 
 
 def test_a_name_is_told_before_its_arguments_end() -> None:
-    parser = HermesParser()
+    parser = HermesParser(NAMES)
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": "Par') == [ToolCall(0, "f"), Arguments(0, '{"city": "Par')]
     assert parser.feed('is"}') == [Arguments(0, 'is"}')]
 

@@ -1,6 +1,7 @@
 """Tools of a chat: what is refused, what the template sees, what a forced call must look like."""
 
 import json
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -20,6 +21,7 @@ from phalanx_frontend.tools import (
     shown_calls,
     shown_tools,
 )
+from tests.runtime.tiny import save_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = [
@@ -79,14 +81,23 @@ def follows(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
 def test_a_forced_answer_is_calls_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, format: str, choice: ToolChoice, parallel: bool, text: str, expected: bool
 ) -> None:
-    from tests.runtime.tiny import save_tokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     grammar = forced_calls(format, TOOLS, choice, parallel)
     assert grammar is not None
     check_grammar(grammar)
     assert follows(LLTokenizer((folder / "tokenizer.json").read_text()), grammar_source(grammar), text) is expected
+
+
+def test_a_forced_call_may_have_arguments_that_refer_to_their_parts(tmp_path: Path) -> None:
+    nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"], "$defs": {"Place": CITY}}
+    tool = Tool(type="function", function=Function(name="weather", parameters=nested))
+    grammar = forced_calls("llama", [tool, TOOLS[1]], "required", True)
+    assert grammar is not None
+    save_tokenizer(tmp_path)
+    tokenizer = LLTokenizer((tmp_path / "tokenizer.json").read_text())
+    assert follows(tokenizer, grammar_source(grammar), '{"name": "weather", "parameters": {"at": {"city": "Paris"}}}')
+    assert not follows(tokenizer, grammar_source(grammar), '{"name": "weather", "parameters": {"at": "Paris"}}')
 
 
 def test_nothing_is_forced_unless_asked() -> None:

@@ -1,7 +1,8 @@
 """One call in JSON, `{"name": ..., "arguments": {...}}`, read character by character: its name, then its arguments as they come.
 
-The arguments' text is passed on as it is written, so that nothing is lost by reading and writing JSON again. Keys may come in any
-order; other keys are skipped.
+The text of arguments that are an object is passed on as it is written, unread: nothing is lost by reading and writing it again,
+and what a model writes wrong inside stays wrong. Arguments written as a string hold an object's text. Keys may come in any order,
+once each; other keys are skipped.
 """
 
 import json
@@ -18,10 +19,15 @@ class _NotACallError(Exception):
 
 
 class CallScanner:
-    """Reads one object. `name` is None until it is known; `is_done` after the closing brace; `is_broken` at what is no call."""
+    """Reads one object that calls one of `names`. `is_certain` once it is known to: its name is, and its arguments begin as an
+    object or there are none. `is_done` after the closing brace; `is_broken` at what is no call."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
         self.name: str | None = None
+        self.is_certain = False
+        self._names = names
+        self._seen: set[str] = set()
+        self._is_text = False
         self.is_done = self.is_broken = False
         self._step: Callable[[str], None] = self._open
         self._key = ""
@@ -31,7 +37,7 @@ class CallScanner:
         self._untold: list[str] = []
 
     def feed(self, text: str) -> tuple[int, str]:
-        """How many characters were taken, and the arguments' text that may be told now: none before the name is known.
+        """How many characters were taken, and the arguments' text that may be told now: none before the call is certain.
 
         Fewer than all are taken when the object is done, or broken: then the first one that is not taken breaks it.
         """
@@ -44,7 +50,8 @@ class CallScanner:
                     break
         except _NotACallError:
             self.is_broken = True
-        if self.name is None:
+        self.is_certain = self.is_certain or (self.name is not None and (self.is_done or bool(self._untold)))
+        if not self.is_certain:
             return taken, ""
         told = "".join(self._untold)
         self._untold.clear()
@@ -81,10 +88,13 @@ class CallScanner:
     def _value_start(self, letter: str) -> None:
         if letter in _SPACE:
             return
-        if self._key == "name" and letter != '"':
-            raise _NotACallError("the name is no string")
-        if letter in ",}]:":
-            raise _NotACallError(f"{letter!r} where a value was to begin")
+        kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
+        if kind in self._seen and kind in ("name", "arguments"):
+            raise _NotACallError(f"{kind} is there twice")
+        self._seen.add(kind)
+        self._is_text = kind == "arguments" and letter != "{"
+        if (kind == "name" and letter != '"') or (self._is_text and letter not in '"n') or letter in ",}]:":
+            raise _NotACallError(f"{letter!r} where the value of {self._key} was to begin")
         self._step = self._in_value
         self._in_string = False
         self._in_value(letter)
@@ -112,12 +122,18 @@ class CallScanner:
 
     def _take(self, letter: str) -> None:
         self._value.append(letter)
-        if self._key in ARGUMENT_KEYS:
+        if self._key in ARGUMENT_KEYS and not self._is_text:
             self._untold.append(letter)
 
     def _end_value(self) -> None:
         if self._key == "name":
-            self.name = _read_string("".join(self._value))
+            name = _read_string("".join(self._value))
+            if name not in self._names:
+                raise _NotACallError(f"there is no function {name}")
+            self.name = name
+        elif self._is_text:
+            self._untold.append(_read_object("".join(self._value)))
+            self._is_text = False
         self._value = []
         self._step = self._key_or_end
 
@@ -142,3 +158,15 @@ def _read_string(text: str) -> str:
     if not isinstance(read, str):
         raise _NotACallError(f"{text} is no JSON string")
     return read
+
+
+def _read_object(text: str) -> str:
+    """The text of an object that arguments hold as a string; null is an empty one."""
+    inner = "{}" if text == "null" else _read_string(text)
+    try:
+        is_object = isinstance(json.loads(inner), dict)
+    except (ValueError, RecursionError) as error:
+        raise _NotACallError("the arguments are no JSON") from error
+    if not is_object:
+        raise _NotACallError("the arguments are no object")
+    return inner

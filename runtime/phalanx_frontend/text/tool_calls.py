@@ -3,9 +3,11 @@
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them    Hermes, Qwen 2.5 and 3, SmolLM
     llama    {"name": "f", "parameters": {...}}, the whole answer, more of them after `;`     Llama 3.1 and later
 
-White space around calls is layout. What looks like a call and is none stays content, every character of it.
+White space around calls is layout. What looks like a call and is none, or calls what the request does not offer, stays content,
+every character of it.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 from phalanx_frontend.text.call_scanner import CallScanner
@@ -19,22 +21,23 @@ LLAMA_MARK: Final = "<|python_tag|>"
 class _Calls:
     """What both formats share: numbering calls, and reading the one that is open. `raw` is what it was read from."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._index = -1
         self._has_arguments = False
-        self.scanner = CallScanner()
+        self.scanner = CallScanner(names)
         self.raw = ""
 
     def open(self, raw: str) -> None:
         """Begins to read a call; `raw` is the text that announced it."""
-        self.scanner = CallScanner()
+        self.scanner = CallScanner(self._names)
         self.raw = raw
         self._has_arguments = False
 
     @property
     def is_told(self) -> bool:
         """Whether the open call was told of."""
-        return self.scanner.name is not None
+        return self.scanner.is_certain
 
     def read(self, text: str) -> tuple[list[Part], str]:
         """Parts of the open call, and the text after it, or after the last character that belongs to it when it is broken."""
@@ -42,7 +45,7 @@ class _Calls:
         taken, arguments = self.scanner.feed(text)
         self.raw += text[:taken]
         parts: list[Part] = []
-        if self.scanner.name is not None and not was_told:
+        if self.scanner.name is not None and self.is_told and not was_told:
             self._index += 1
             parts.append(ToolCall(self._index, self.scanner.name))
         if self.scanner.is_done and not arguments and not self._has_arguments:
@@ -56,9 +59,9 @@ class _Calls:
 class HermesParser:
     """Calls between `<tool_call>` and `</tool_call>`; the text around them is content."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
         self._marker = Marker(HERMES_BEGIN)
-        self._calls = _Calls()
+        self._calls = _Calls(names)
         self._is_inside = False
         self._gap = ""
         self._follows_call = False
@@ -131,8 +134,8 @@ class HermesParser:
 class LlamaParser:
     """Calls as the whole answer. An answer that does not begin with one is content."""
 
-    def __init__(self) -> None:
-        self._calls = _Calls()
+    def __init__(self, names: frozenset[str]) -> None:
+        self._calls = _Calls(names)
         self._before = ""
         self._state = "start"
 
@@ -182,8 +185,8 @@ class LlamaParser:
         return parts, rest
 
 
-PARSERS: Final[dict[str, type[PartParser]]] = {"hermes": HermesParser, "llama": LlamaParser}
-"""Formats by name."""
+PARSERS: Final[dict[str, Callable[[frozenset[str]], PartParser]]] = {"hermes": HermesParser, "llama": LlamaParser}
+"""Parsers by format. They are given the names of the functions that may be called."""
 
 
 def format_of(template: str) -> str | None:
