@@ -37,6 +37,9 @@ class Script:
         assert isinstance(frame, wire.Tokens | wire.Refused | wire.Load)
         self.sent.append(frame)
 
+    def wake(self) -> None:
+        raise AssertionError("nothing here is compiled")
+
     def of(self, kind: type[wire.Load]) -> list[wire.Load]:
         return [frame for frame in self.sent if isinstance(frame, kind)]
 

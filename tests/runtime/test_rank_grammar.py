@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,18 @@ def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: Grammars, monkeyp
     grammars.matcher(b)
     assert grammars.num_compiled == 4
     assert grammars.matcher(wire.Grammar("lark", "start: /a/")).allowed()[ord("a")]
+
+
+def test_a_grammar_that_somebody_holds_is_not_compiled_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_GRAMMARS", 1)
+    a, b = (wire.Grammar("regex", letter) for letter in "ab")
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(grammars.compile, a).result()
+    for one in (b, a, b, a):
+        grammars.matcher(one)
+    assert grammars.num_compiled == 3, "b was forgotten each time"
+    assert grammars.kept(a) is held and grammars.kept(b) is None
+    assert sorted(grammars.matcher(a).allowed().nonzero()[0].tolist()) == [ord("a")]
 
 
 def test_a_model_with_more_scores_than_its_tokenizer_has_tokens_is_masked_whole(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def test_the_loop_tells_its_watch_of_every_step_and_of_the_fitted_time() -> None
                 return self._messages.pop()
             return None if block else []
 
+        def wake(self) -> None:
+            raise AssertionError("nothing is compiled beside these steps")
+
         def send(self, message: bytes) -> None:
             pass
 

@@ -73,7 +73,7 @@ class Composer:
         """Fills the budget with prompt tokens of running requests and newcomers."""
         running = [r for r in self._seats.running if r.missing > 1 and not r.in_flight and not r.gone]
         running.reverse()
-        draft.whole, draft.others = draft.budget, len(running) + len(self._queue) - 1
+        draft.whole, draft.others = draft.budget, len(running) + self._queue.num_ready - 1
         put_off: list[Request] = []
         while draft.budget > 0:
             newcomer = self._queue.first(now) if may_admit else None

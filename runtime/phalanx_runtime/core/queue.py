@@ -10,7 +10,10 @@ Entry = tuple[float, int, Request]
 
 
 class Queue:
-    """Waiting requests. Those that were aborted stay in their heap, uncounted, until they come up or outnumber the others."""
+    """Waiting requests. Those that were aborted stay in their heap, uncounted, until they come up or outnumber the others.
+
+    Those that are held wait like the others, but nobody is served before `release`: they are in no lane.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.tokens = 0
@@ -19,14 +22,32 @@ class Queue:
         self._lanes: dict[str, list[Entry]] = {}
         self._counts: dict[str, int] = {}
         self._size = 0
+        self._held: dict[int, Request] = {}
         self._num_gone = 0
 
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def num_ready(self) -> int:
+        """How many of them may be served."""
+        return self._size - len(self._held)
+
     def lanes(self) -> list[str]:
-        """Lanes that have requests."""
+        """Lanes that have requests which may be served."""
         return list(self._counts)
+
+    def hold(self, request: Request) -> None:
+        """Lets a request wait that may not be served yet."""
+        self._held[request.handle] = request
+        self._weigh(request, 1)
+
+    def release(self, handle: int) -> Request | None:
+        """Takes out a request that is held, to be pushed; None when there is no such."""
+        request = self._held.pop(handle, None)
+        if request is not None:
+            self._weigh(request, -1)
+        return request
 
     def push(self, request: Request, now: float) -> None:
         """Puts a request where the policy wants it."""
@@ -50,6 +71,8 @@ class Queue:
 
     def forget(self, request: Request) -> None:
         """Uncounts a request that is gone."""
+        if self.release(request.handle) is not None:
+            return
         self._count(request, -1)
         self._num_gone += 1
         if self._num_gone > len(self) + 64:
@@ -70,13 +93,16 @@ class Queue:
 
     def _count(self, request: Request, change: int) -> None:
         lane = self._policy.lane(request)
-        self.tokens += change * len(request.tokens)
-        self._size += change
+        self._weigh(request, change)
         self._counts[lane] = self._counts.get(lane, 0) + change
         if not self._counts[lane]:
             del self._counts[lane]
             if not self._lanes[lane]:
                 del self._lanes[lane]
+
+    def _weigh(self, request: Request, change: int) -> None:
+        self.tokens += change * len(request.tokens)
+        self._size += change
 
     def _sweep(self) -> None:
         """Rebuilds the heaps without those that are gone."""

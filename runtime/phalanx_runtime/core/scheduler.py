@@ -1,6 +1,7 @@
 """The scheduler: requests come in, plans go out, results come back. Only rank 0 has one; the ranks obey the plans.
 
     submit:   refused, or into the queue              schedule: a plan of requests that are in no other plan in flight
+    release:  one that was submitted before it could be served may be served now
     abort:    gone, pages after its plan's commit     commit:   computed += counts, drawn tokens are appended, the ended leave
 
 The same calls with the same arguments in the same order give the same plans: the time and the measured step times are arguments.
@@ -60,8 +61,11 @@ class Scheduler:
         output tokens as requests had lately."""
         return self._queue.tokens + int(len(self._queue) * self._usual_output)
 
-    def submit(self, handle: int, asked: wire.Request, now: float = 0.0) -> Refuse | wire.Finished | None:
-        """None when the request is taken; its end when the tokens already delivered end it; or why it does not run here."""
+    def submit(self, handle: int, asked: wire.Request, now: float = 0.0, is_held: bool = False) -> Refuse | wire.Finished | None:
+        """None when the request is taken; its end when the tokens already delivered end it; or why it does not run here.
+
+        One that is held waits, in its order of arrival, but is in no step before `release`.
+        """
         fits = fits_ever(len(asked.prompt), self.limits)
         if isinstance(fits, Refuse):
             return fits
@@ -77,9 +81,17 @@ class Scheduler:
         self._order += 1
         self._requests[handle] = request
         self.sharing.begin(request, asked)
-        self._policy.arrive(request, self._queue.lanes())
-        self._queue.push(request, now)
+        if is_held:
+            self._queue.hold(request)
+        else:
+            self._enter(request, now)
         return None
+
+    def release(self, handle: int, now: float = 0.0) -> None:
+        """Lets a request be served that was held. One that is not, because it was aborted, is no error."""
+        request = self._queue.release(handle)
+        if request is not None:
+            self._enter(request, now)
 
     def abort(self, handle: int) -> None:
         """Forgets a request; an unknown handle is no error. Pages that a plan in flight writes are free after its commit."""
@@ -136,6 +148,14 @@ class Scheduler:
         """Whether nothing waits and nothing runs."""
         return not self._requests and not self._seats.running
 
+    def epoch_of(self, handle: int) -> int:
+        """The epoch of a request that is here."""
+        return self._requests[handle].epoch
+
+    def must_wait(self) -> bool:
+        """Whether nothing can be computed before the next submit or release: all that is here is held."""
+        return not self._queue.num_ready and not self._seats.running
+
     def load(self) -> wire.Load:
         """What the engine has in hand."""
         outstanding = sum(request.outstanding_tokens for request in self._requests.values())
@@ -191,6 +211,10 @@ class Scheduler:
                 frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
                 self._end(request)
         return frame
+
+    def _enter(self, request: Request, now: float) -> None:
+        self._policy.arrive(request, self._queue.lanes())
+        self._queue.push(request, now)
 
     def _end(self, request: Request) -> None:
         del self._requests[request.handle]

@@ -4,6 +4,9 @@ A zmq PAIR over ipc; the HTTP process binds it before it starts the rank. No hig
 for (requests and their lengths), and a full pipe would stop the engine for all requests because one reader is slow.
 """
 
+import os
+import threading
+
 import zmq
 
 
@@ -17,13 +20,18 @@ class ZmqChannel:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
+        self._waking = threading.Lock()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._alarm, zmq.POLLIN)
 
     def receive(self, block: bool) -> list[bytes] | None:
-        """All messages that are there; with `block`, waits for one. None once the context was ended."""
+        """All messages that are there; with `block`, waits for one or for `wake`. None once the context was ended."""
         messages: list[bytes] = []
         try:
             if block:
-                messages.append(self._socket.recv())
+                self._wait()
             while True:
                 messages.append(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -38,8 +46,22 @@ class ZmqChannel:
         except (zmq.Again, zmq.ContextTerminated):
             return
 
+    def wake(self) -> None:
+        """Ends a `receive` that blocks, or the next one. Any thread may call it, and after `close` it does nothing."""
+        with self._waking:
+            if not self._socket.closed:
+                os.eventfd_write(self._alarm, 1)
+
+    def _wait(self) -> None:
+        """Returns when a message is there or `wake` was called. Raises ContextTerminated."""
+        for ready, _ in self._poller.poll():
+            if ready == self._alarm:
+                os.eventfd_read(self._alarm)
+
     def close(self) -> None:
         """Lets go of the socket, and of the context when it is ours."""
-        self._socket.close()
+        with self._waking:
+            self._socket.close()
+            os.close(self._alarm)
         if self._owned:
             self._context.term()

@@ -3,6 +3,7 @@
 Every step drains the inbox first, so that an abort takes effect within one step. As many plans are in flight as the runner works
 on at once; then the oldest is finished. With nothing to compute the loop blocks on its channel: an idle engine uses no CPU. What
 a step computes is decided in `core.scheduler`; who runs it stands behind `ports`.
+A request with a grammar is in no step before that was compiled, in a thread (`compiling`); the others go on meanwhile.
 """
 
 import logging
@@ -18,7 +19,8 @@ from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.channel import ZmqChannel
-from phalanx_runtime.engine.ports import Channel, StepRunner, Watch
+from phalanx_runtime.engine.compiling import Compiling
+from phalanx_runtime.engine.ports import Channel, Grammars, StepRunner, Watch
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +51,14 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         rules: Rules = DEFAULT_RULES,
         watch: Watch | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules)
         self._runner = runner
         self._channel = channel
         self._clock = clock
         self._watch = watch
+        self._compiling = None if grammars is None else Compiling(grammars, channel.wake)
         self._load_due = 0.0
         self._is_settled = False
         self._tokens_per_s = 0.0
@@ -67,20 +71,26 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
-        while self.turn():
-            pass
+        try:
+            while self.turn():
+                pass
+        finally:
+            if self._compiling is not None:
+                self._compiling.close()
 
     def turn(self) -> bool:
         """Takes what came in and finishes at most one step; waits when there is none. False once the channel closed."""
-        idle = self._scheduler.is_idle()
-        if idle:
-            self._settle()
-        messages = self._channel.receive(block=idle)
+        must_wait = self._scheduler.must_wait()
+        if must_wait:
+            self._rest()
+        messages = self._channel.receive(block=must_wait)
         if messages is None:
             return False
         for message in messages:
             self._take(message)
             self._is_settled = False
+        if self._compiling is not None:
+            self._take_compiled(self._compiling)
         while len(self._flights) < self._runner.depth and self._start():
             pass
         if self._flights:
@@ -114,6 +124,9 @@ class EngineLoop:
             self._channel.send(wire.encode(tokens))
         for refused in self._scheduler.refused:
             self._channel.send(wire.encode(refused))
+        if self._compiling is not None:
+            for handle in [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]:
+                self._compiling.forget(handle)
         if now >= self._load_due:
             self._report(now)
 
@@ -128,16 +141,37 @@ class EngineLoop:
         match frame:
             case wire.Abort(handles):
                 for handle in handles:
-                    self._scheduler.abort(handle)
-                    self._queued.pop(handle, None)
+                    self._forget(handle)
             case wire.Submit(handle, request):
-                answer = self._scheduler.submit(handle, request, self._clock())
-                if isinstance(answer, Refuse):
-                    self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
-                elif answer is not None:
-                    self._channel.send(wire.encode(wire.Tokens([], [], [], [], [answer])))
-                else:
-                    self._queued[handle] = self._clock()
+                self._submit(handle, request)
+
+    def _submit(self, handle: int, request: wire.Request) -> None:
+        now, grammar = self._clock(), request.sampling.grammar
+        answer = self._scheduler.submit(handle, request, now, is_held=self._compiling is not None and grammar is not None)
+        if isinstance(answer, Refuse):
+            self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
+        elif answer is not None:
+            self._channel.send(wire.encode(wire.Tokens([], [], [], [], [answer])))
+        else:
+            self._queued[handle] = now
+            if self._compiling is not None and grammar is not None and self._compiling.begin(handle, grammar):
+                self._scheduler.release(handle, now)
+
+    def _take_compiled(self, compiling: Compiling) -> None:
+        """Lets requests be served whose grammar is compiled now, and refuses those whose grammar cannot be."""
+        for handle, refuse in compiling.ended():
+            if refuse is None:
+                self._scheduler.release(handle, self._clock())
+            else:
+                epoch = self._scheduler.epoch_of(handle)
+                self._forget(handle)
+                self._channel.send(wire.encode(self._refused(handle, epoch, refuse)))
+
+    def _forget(self, handle: int) -> None:
+        self._scheduler.abort(handle)
+        self._queued.pop(handle, None)
+        if self._compiling is not None:
+            self._compiling.forget(handle)
 
     def _left_queue(self, now: float) -> list[float]:
         """How long the requests waited that this step has for the first time. One that was preempted came out long ago."""
@@ -160,8 +194,12 @@ class EngineLoop:
         self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(), leaks=self._leaks)))
         self._load_due = now + LOAD_INTERVAL_S
 
-    def _settle(self) -> None:
-        """When idleness starts: checks that every page came back and reports the load. With a leak we serve on, and say it."""
+    def _rest(self) -> None:
+        """Before the loop blocks: reports the load. When idleness starts, checks that every page came back; with a leak we serve
+        on, and say it."""
+        if not self._scheduler.is_idle():
+            self._report(self._clock())
+            return
         if self._is_settled:
             return
         self._is_settled = True
@@ -173,11 +211,16 @@ class EngineLoop:
 
 
 def run_engine(
-    runner: StepRunner, limits: Limits, endpoint: str, rules: Rules = DEFAULT_RULES, watch: Watch | None = None
+    runner: StepRunner,
+    limits: Limits,
+    endpoint: str,
+    rules: Rules = DEFAULT_RULES,
+    watch: Watch | None = None,
+    grammars: Grammars | None = None,
 ) -> None:
     """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
     channel = ZmqChannel(endpoint)
     try:
-        EngineLoop(runner, limits, channel, rules=rules, watch=watch).run()
+        EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars).run()
     finally:
         channel.close()

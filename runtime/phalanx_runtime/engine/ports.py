@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 
 
@@ -39,13 +40,29 @@ class Watch(Protocol):
         ...
 
 
+class Grammars(Protocol):
+    """Compiled grammars. Implemented by `phalanx_runtime.rank.grammar`; tests have fakes."""
+
+    def kept(self, grammar: wire.Grammar) -> object | None:
+        """The compiled grammar, if there is one: as long as somebody holds it, steps find it. Returns at once."""
+        ...
+
+    def compile(self, grammar: wire.Grammar) -> object:
+        """The same, after it was compiled. Takes up to seconds; called in threads. Raises GrammarError, for the client."""
+        ...
+
+
 class Channel(Protocol):
     """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
 
     def receive(self, block: bool) -> list[bytes] | None:
-        """All messages that are there; with `block`, at least one. None once the channel is closed."""
+        """All messages that are there; with `block`, waits for one, or for `wake`. None once the channel is closed."""
         ...
 
     def send(self, message: bytes) -> None:
         """Queues one message; never waits."""
+        ...
+
+    def wake(self) -> None:
+        """Ends a `receive` that blocks, or the next one, with no message. The only call that any thread may make."""
         ...

@@ -76,7 +76,7 @@ def _serve(spec: RankSpec) -> None:
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, spec.model_name)
-    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart))
+    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars)
 
 
 def _leave_with_parent() -> None:

@@ -1,11 +1,14 @@
 """Which tokens the grammar of a request allows next. llguidance, over the model's own tokenizer; no state but the tokens so far.
 
-Compiled grammars are kept by kind and text, the last used ones; each request has a copy. The tokenizer is read when the first
-grammar comes: who uses none pays nothing.
+Compiled grammars are found as long as somebody holds them, and the last used ones are kept; each request has a copy.
+The tokenizer is read when the first grammar comes: who uses none pays nothing. llguidance lets go of the interpreter while it
+compiles, but not while it reads a tokenizer.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -23,8 +26,10 @@ def read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     """The tokenizer of a model folder with at least so many ids. Raises OSError, ValueError, ModelError."""
     ends = read_eos_token_ids(folder)
     text = (folder / "tokenizer.json").read_text()
-    known = LLTokenizer(text).vocab_size
-    return LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=ends or None)
+    try:
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
+    except ValueError:  # the model scores fewer ids than the tokenizer knows; if it is anything else, it is raised again
+        return LLTokenizer(text, eos_token=ends or None)
 
 
 class Matcher:
@@ -55,41 +60,71 @@ class Matcher:
         return bool(self._inner.is_stopped())
 
 
+class Compiled:
+    """A grammar to make matchers of."""
+
+    __slots__ = ("__weakref__", "inner")
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+
+
 class Grammars:
-    """Matchers for requests. `tokenizer` is called once, at the first grammar; `vocab_size` are the model's scores."""
+    """Matchers for requests. `tokenizer` is called once, at the first grammar; `vocab_size` are the model's scores.
+
+    Any thread may `compile` while others use what is compiled. Implements `phalanx_runtime.engine.ports.Grammars`.
+    """
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
         self._read = tokenizer
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: dict[tuple[str, str], LLMatcher] = {}
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._held: WeakValueDictionary[wire.Grammar, Compiled] = WeakValueDictionary()
+        self._recent: dict[wire.Grammar, Compiled] = {}
         self.num_compiled = 0
         """How often a grammar was compiled."""
 
     def matcher(self, grammar: wire.Grammar) -> Matcher:
         """A matcher at the start of this grammar. Raises GrammarError when it cannot be compiled."""
-        tokenizer = self._known()
-        key = (grammar.kind, grammar.text)
-        compiled = self._compiled.pop(key, None) or self._compile(grammar, tokenizer)
-        self._compiled[key] = compiled  # the last used last, so that the first is the one to forget
-        while len(self._compiled) > KEPT_GRAMMARS:
-            del self._compiled[next(iter(self._compiled))]
-        return Matcher(compiled.deep_copy(), tokenizer, self._vocab_size)
+        compiled = self.kept(grammar) or self.compile(grammar)
+        return Matcher(compiled.inner.deep_copy(), self._known(), self._vocab_size)
+
+    def kept(self, grammar: wire.Grammar) -> Compiled | None:
+        """The compiled grammar, if there is one: as long as somebody holds it, `matcher` finds it."""
+        with self._lock:
+            compiled = self._held.get(grammar)
+            if compiled is not None:
+                self._keep(grammar, compiled)
+            return compiled
+
+    def compile(self, grammar: wire.Grammar) -> Compiled:
+        """The same, after it was compiled. Raises GrammarError."""
+        inner = LLMatcher(self._known(), grammar_source(grammar), log_level=0)
+        if inner.is_error():
+            raise GrammarError(_one_line(inner.get_error()))
+        compiled = Compiled(inner)
+        with self._lock:
+            self.num_compiled += 1
+            self._keep(grammar, compiled)
+        return compiled
+
+    def _keep(self, grammar: wire.Grammar, compiled: Compiled) -> None:
+        """Keeps it among the last used, of which the first is the one to forget."""
+        self._held[grammar] = compiled
+        self._recent.pop(grammar, None)
+        self._recent[grammar] = compiled
+        while len(self._recent) > KEPT_GRAMMARS:
+            del self._recent[next(iter(self._recent))]
 
     def _known(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = self._read()
-            except (OSError, ValueError) as error:
-                raise GrammarError(f"this model's tokenizer knows no grammars: {error}") from error
-        return self._tokenizer
-
-    def _compile(self, grammar: wire.Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-        self.num_compiled += 1
-        compiled = LLMatcher(tokenizer, grammar_source(grammar), log_level=0)
-        if compiled.is_error():
-            raise GrammarError(_one_line(compiled.get_error()))
-        return compiled
+        with self._reading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = self._read()
+                except (OSError, ValueError) as error:
+                    raise GrammarError(f"this model's tokenizer knows no grammars: {error}") from error
+            return self._tokenizer
 
 
 def _one_line(message: str) -> str:

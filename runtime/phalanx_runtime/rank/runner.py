@@ -15,6 +15,7 @@ from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
@@ -49,6 +50,11 @@ class ModelRunner:
     def pool(self) -> PoolShape:
         """The page pool that every rank made."""
         return self._pool
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Those that this rank draws with; None when it does not draw."""
+        return self._sampler.grammars if self._pipeline.draws else None
 
     @property
     def depth(self) -> int:

@@ -47,12 +47,12 @@ class Sampler:
 
     def __init__(self, vocab_size: int, grammars: Grammars | None = None) -> None:
         self.vocab_size = vocab_size
-        self._grammars = grammars
+        self.grammars = grammars
         self._rows: dict[int, Row] = {}
 
     def admit(self, new: NewRow) -> None:
         """Starts a row anew."""
-        self._rows[new.row] = Row(new, self.vocab_size, self._grammars)
+        self._rows[new.row] = Row(new, self.vocab_size, self.grammars)
 
     def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]]) -> Drawn:
         """The next token of each (row, output index). scores: [asked, vocabulary], raw; they stay as they are."""
