@@ -66,6 +66,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count.
 
+    `epoch` rises when a group that had the request is lost, not when one refused it: above 0 the stream has begun.
     `priority` as in vLLM: lower goes first. Targets and the deadline are milliseconds from the arrival at the engine; None is no
     wish. `tenant` and `cache_salt` separate what requests may share: pages of the prefix cache are shared within equal pairs.
     """

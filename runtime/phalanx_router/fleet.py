@@ -4,7 +4,8 @@
       ^        |
       +-- setback: the group was lost, or refused
 
-A setback ends the epoch; prompt and delivered tokens go to another group. Losses are bounded by `max_replays`, time
+Losing a group ends the epoch; prompt and delivered tokens go to another group. A group that refused a request never had
+it: the epoch stays, by which the next group knows a request that it may refuse too. Losses are bounded by `max_replays`, time
 without any group by `patience_s`; a request that no group ever took is answered at once, so that the client can retry.
 """
 
@@ -189,8 +190,8 @@ class Fleet:
         run.link = None
         run.excluded.add(run.group)
         run.trouble = setback
-        run.stream.journal.next_epoch()
         if was_running or isinstance(setback, Lost):
+            run.stream.journal.next_epoch()
             run.homeless_since = None
         if isinstance(setback, wire.Refused):
             if setback.status not in (429, 503):

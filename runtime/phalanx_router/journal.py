@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 
 class Journal:
-    """The journal of one stream. `epoch` rises by one each time the stream goes to a group."""
+    """The journal of one stream. `epoch` rises by one each time the stream leaves a group that had it."""
 
     def __init__(self, request: wire.Request) -> None:
         self.epoch = request.epoch

@@ -10,6 +10,9 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
+from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.core.scheduler import Scheduler
 from tests.router.fakes import FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 
@@ -125,6 +128,14 @@ def refusing(status: int, code: str, first: int = 10**9) -> Callable[[wire.Submi
     return refuse
 
 
+def shed(submit: wire.Submit) -> wire.Refused | None:
+    """What an engine with a full queue answers."""
+    answer = Scheduler(Limits(200, 8, 64, max_waiting=0), PoolShape(64, 4)).submit(submit.handle, submit.request)
+    if not isinstance(answer, Refuse):
+        return None
+    return wire.Refused(submit.handle, submit.request.epoch, answer.status, answer.code, answer.message)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_another_group_is_tried_when_one_refuses(status: int) -> None:
     full = FakeLeader("a", Script(refuse=refusing(status, "queue_full")))
@@ -132,6 +143,25 @@ async def test_another_group_is_tried_when_one_refuses(status: int) -> None:
         heard = await hear(world.fleet, make_request())
         assert heard.tokens == expected([1, 2, 3], 16)
         assert len(full.submitted) == 1
+
+
+async def test_a_refusal_is_no_loss_so_every_group_bounds_its_queue() -> None:
+    leaders = [FakeLeader(name, Script(refuse=shed)) for name in "abc"]
+    async with running_world(*leaders) as world:
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request())
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    assert [(s.request.epoch, s.request.delivered) for leader in leaders for s in leader.submitted] == [(0, [])] * 3
+
+
+async def test_a_stream_that_lost_its_group_is_taken_whatever_the_queue() -> None:
+    dying, full = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(refuse=shed))
+    async with running_world(dying, full) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))  # equal loads: it goes to the first
+        await dying.until(lambda: len(dying.submitted) == 1)
+        await dying.stop()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert [s.request.epoch for s in full.submitted] == [1]
 
 
 @pytest.mark.parametrize(

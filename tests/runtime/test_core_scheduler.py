@@ -265,5 +265,7 @@ def test_the_fake_model_sees_the_whole_context() -> None:
 def test_a_full_queue_still_takes_a_stream_that_has_begun_elsewhere() -> None:
     scheduler, _ = make_scheduler(max_waiting=0)
     assert isinstance(scheduler.submit(1, make_request(5)), Refuse)
-    replay = msgspec.structs.replace(make_request(5), epoch=1, delivered=[7])
-    assert scheduler.submit(2, replay) is None
+    lost_before_its_first_token = msgspec.structs.replace(make_request(5), epoch=1)
+    delivered = msgspec.structs.replace(make_request(5), delivered=[7])
+    assert scheduler.submit(2, lost_before_its_first_token) is None
+    assert scheduler.submit(3, delivered) is None

@@ -76,7 +76,8 @@ class Scheduler:
         if reason is not None:
             return wire.Finished(handle, asked.epoch, reason)
         place = may_wait(len(self._queue), self.backlog_tokens, self.limits)
-        if isinstance(place, Refuse) and asked.epoch == 0:  # a stream that has begun elsewhere is never shed
+        has_begun = asked.epoch > 0 or asked.delivered  # a router raises the epoch when a group that had it is lost
+        if isinstance(place, Refuse) and not has_begun:
             return place
         self._order += 1
         self._requests[handle] = request
