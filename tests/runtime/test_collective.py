@@ -258,6 +258,16 @@ def test_a_peer_lost_in_the_middle_of_a_long_exchange_is_seen() -> None:
     links.close()
 
 
+def test_a_peer_may_be_busy_for_as_long_as_it_takes() -> None:
+    """With TCP_USER_TIMEOUT the kernel ends a connection whose reader takes nothing for that long, though it lives."""
+    left, right = _pair()
+    links = Links({1: left})
+    assert left.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    links.close()
+    right.close()
+
+
 def test_a_fragment_longer_than_any_is_refused() -> None:
     left, right = _pair()
     right.sendall((FRAGMENT_BYTES + 1).to_bytes(4, "little") + bytes(4))

@@ -12,6 +12,7 @@ import torch
 from phalanx_api import wire
 from phalanx_runtime.collective.library import join_library
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.engine.loop import EngineLoop
@@ -27,7 +28,7 @@ from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, w
 from tests.runtime.served import Script, Served, Watched, serve
 from tests.runtime.test_model_parity import generate, reference
 from tests.runtime.test_sampling_equality import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
-from tests.runtime.tiny import FAMILIES, Family, save_tiny
+from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 
 GROUPS: dict[str, tuple[list[int], int]] = {
     "pp2": ([2], 2),
@@ -137,6 +138,27 @@ def test_details_of_prompts_come_from_the_last_stage(folder: Path) -> None:
         assert sorted(ours.prompt_details) == list(range(1, len(one.prompt)))
         for position, detail in ours.prompt_details.items():
             assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
+
+
+@pytest.mark.parametrize(("pods", "stages"), [([2], 2), ([1, 1], 2), ([3], 3)], ids=["pp2", "pp2 over two pods", "pp3"])
+def test_nobody_waits_in_a_circle_when_hidden_states_are_larger_than_what_is_on_its_way(
+    tmp_path: Path, pods: list[int], stages: int
+) -> None:
+    folder = save_tiny(tmp_path / "model", hidden_size=512, max_position_embeddings=1024)
+    chance = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCAB_SIZE, (700,), generator=chance).tolist() for _ in range(5)]
+    asked = [wire.Request(str(i), 1, p, [], wire.Sampling(3, i, prompt_logprobs=20)) for i, p in enumerate(prompts)]
+    limits = Limits(1000, 5, 700)
+    assert 700 * 512 * 8 > 2 * FRAGMENT_BYTES
+
+    def work(runner: ModelRunner) -> tuple[list[Served], int]:
+        watched = Watched(runner)
+        return serve(watched, asked, limits), watched.most_in_flight
+
+    plain, _ = on_ranks(folder, [1], wide(1, num_pages=450), work)
+    served, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=450), work)
+    assert most_in_flight == stages
+    assert [one.tokens for one in served] == [one.tokens for one in plain]
 
 
 @groups
