@@ -203,11 +203,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
-    """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost."""
+    """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost.
+
+    A group that does not serve has lost its requests too, unless it is `draining`: then it takes no more, and finishes those.
+    """
 
     serving: bool
     incarnation: int
     reason: str = ""
+    draining: bool = False
 
 
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):

@@ -2,8 +2,9 @@
 
 A link is lost when the connection ends, when nothing came for `heartbeat_timeout_s` (a leader speaks at least once a
 second), or when the leader sends what it must not. Losing it, and a group that stops serving or changes its incarnation,
-is told to every stream that ran there. The router speaks that often too, if only to abort nothing, so that the leader
-sees a lost router. The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
+is told to every stream that ran there; a group that drains gets no more requests and keeps its streams. The router
+speaks that often too, if only to abort nothing, so that the leader sees a lost router.
+The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
 """
 
 import asyncio
@@ -274,7 +275,7 @@ class LeaderLink:
 
     def _take_state(self, state: wire.State) -> None:
         before, self.state = self.state, state
-        if not state.serving or state.incarnation != before.incarnation:
+        if not (state.serving or state.draining) or state.incarnation != before.incarnation:
             self._drop_streams(f"group {self.endpoint.group}: {state.reason or 'it started anew'}")
         self._listener.link_changed(self)
 

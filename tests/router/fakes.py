@@ -127,7 +127,7 @@ class FakeLeader:
     async def tell(self, frame: wire.FromLeader) -> None:
         """Sends a frame to every router."""
         if isinstance(frame, wire.State):
-            if frame.incarnation != self.state.incarnation or not frame.serving:
+            if frame.incarnation != self.state.incarnation or not (frame.serving or frame.draining):
                 for running in self._running.values():
                     running.clear()
             self.state = frame

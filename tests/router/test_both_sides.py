@@ -40,6 +40,31 @@ async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> No
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_streams_finish_over_the_real_link_of_a_leader_that_drains() -> None:
+    engine = FakeEngine()
+    async with running_leader(engine) as (address, _):
+        fleet = Fleet(make_settings(), RouterMetrics(CollectorRegistry()))
+        tasks = [asyncio.create_task(fleet.run(StaticLeaders([address])))]
+        try:
+            async with asyncio.timeout(10):
+                while fleet.num_ready < 1:
+                    await asyncio.sleep(0.002)
+                stream = asyncio.create_task(hear(fleet, make_request(max_tokens=50)))
+                while not engine.submitted:
+                    await asyncio.sleep(0.002)
+                engine.step()
+                engine.change(wire.State(False, 1, "the pod is stopping", draining=True))
+                while fleet.num_ready:
+                    await asyncio.sleep(0.002)
+            tasks.append(asyncio.create_task(engine.run()))
+            assert (await stream).tokens == expected([1, 2, 3], 50)
+            assert engine.aborted == []
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_link_without_requests_lives_on() -> None:
     engine = FakeEngine()
     async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, door):

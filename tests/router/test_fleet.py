@@ -261,6 +261,53 @@ async def test_a_leaving_leader_gets_no_new_requests_but_keeps_its_streams() -> 
         assert [s.request.id for s in leaving.submitted] == ["old"]
 
 
+LEAVING = wire.State(False, 1, "the pod is stopping", draining=True)
+
+
+async def test_a_draining_group_gets_no_new_requests_but_keeps_its_streams() -> None:
+    draining, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(draining, other) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(id="old")))
+        await world.until(lambda: draining.steps == 1)
+        await draining.tell(LEAVING)
+        await world.until_ready(1)
+        await hear(world.fleet, make_request(id="new"))
+        draining.release()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert [s.request.id for s in draining.submitted] == ["old"]
+        assert [s.request.id for s in other.submitted] == ["new"]
+        assert draining.aborted == []
+
+
+async def test_a_stream_finishes_in_the_only_group_while_that_drains() -> None:
+    draining = FakeLeader("a", Script(hold_at=1))
+    async with running_world(draining) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: draining.steps == 1)
+        await draining.tell(LEAVING)
+        await world.until_ready(0)
+        with pytest.raises(BackendError, match="no group is ready"):
+            await hear(world.fleet, make_request(id="new"))
+        draining.release()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+
+
+@pytest.mark.parametrize(
+    "end", [wire.State(False, 1, "gone"), wire.State(False, 2, "rank 1 died"), wire.State(False, 2, "?", draining=True)]
+)
+async def test_streams_go_on_elsewhere_when_draining_ends_before_them(end: wire.State) -> None:
+    draining, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(draining, other) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: draining.steps == 1)
+        await draining.tell(LEAVING)
+        await world.until_ready(1)
+        assert not other.submitted
+        await draining.tell(end)
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert [s.request.delivered for s in other.submitted] == [expected([1, 2, 3], 1)]
+
+
 async def test_streams_leave_a_leader_that_left_the_list() -> None:
     gone, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(gone, other) as world:

@@ -225,7 +225,7 @@ async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path:
             running.server.handle_exit(signal.SIGTERM, None)
         answer = await asking
         assert answer.status_code == 503
-        assert "the pod is stopping" in answer.json()["error"]["message"]
+        assert (answer.json()["error"]["code"], answer.json()["error"]["message"]) == ("shutting_down", "the pod is stopping")
         await running.task
         assert running.server.exit_code == 0
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
@@ -253,6 +253,31 @@ async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_pat
             await running.task
         assert running.server.exit_code == 0
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its_streams(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
+        await running.ready()
+        client = running.server._client
+        assert client is not None
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
+            await link.send(wire.encode(wire.Submit(1, request)))
+            await until(lambda: client.num_open == 1)
+            running.server.handle_exit(signal.SIGTERM, None)
+            states: list[wire.State] = []
+            while len(states) < 2:
+                frame = wire.decode_from_leader(bytes(await link.recv(decode=False)))
+                states += [frame] if isinstance(frame, wire.State) else []
+            assert [(state.serving, state.draining) for state in states] == [(True, False), (False, True)]
+            assert (await running.get("/readyz")).status_code == 503
+            assert client.num_open == 1
+            await link.send(wire.encode(wire.Abort([1])))
+            async with asyncio.timeout(30):
+                await running.task
 
 
 async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:

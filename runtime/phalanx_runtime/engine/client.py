@@ -114,7 +114,7 @@ class EngineClient:
         self._load = NO_LOAD
         self._assets: wire.Assets | None = None
         self._is_leaving = False
-        self._is_draining = False
+        self._stops: str | None = None
         self._subscribers: list[Callable[[], None]] = []
 
     def state(self) -> wire.State:
@@ -129,6 +129,11 @@ class EngineClient:
     def num_open(self) -> int:
         """How many requests are."""
         return len(self._open)
+
+    @property
+    def stops(self) -> str | None:
+        """Why there will be no other incarnation, or None when there will be."""
+        return self._stops
 
     def load(self) -> wire.Load:
         """What the engine last said it has in hand."""
@@ -148,7 +153,7 @@ class EngineClient:
     def bind(self, endpoint: str) -> None:
         """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
         self._close_socket()
-        if self._is_leaving or self._is_draining:
+        if self._is_leaving or self._stops is not None:
             return
         socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
@@ -159,7 +164,7 @@ class EngineClient:
 
     def serve(self, assets: wire.Assets) -> None:
         """Takes requests from now on: every rank of the incarnation is ready, and this is what doors need to know."""
-        if self._is_leaving or self._is_draining:
+        if self._is_leaving or self._stops is not None:
             return
         self._assets = assets
         self._change(wire.State(True, self._state.incarnation))
@@ -179,11 +184,12 @@ class EngineClient:
 
     def drain(self, reason: str) -> None:
         """Takes no more requests; those that run go on, unless their incarnation ends: there will be no other."""
-        self._is_draining = True
-        self._change(wire.State(False, self._state.incarnation, reason))
+        self._stops = reason
+        self._change(wire.State(False, self._state.incarnation, reason, draining=True))
 
     def refuse(self, reason: str) -> None:
-        """Ends all requests and takes no more, whatever becomes of the incarnation: the process is leaving."""
+        """Ends all requests and takes no more, whatever becomes of the incarnation: the process is stopping."""
+        self._stops = reason
         self.lose(self._state.incarnation, reason)
         self._is_leaving = True
 
@@ -199,7 +205,7 @@ class EngineClient:
 
         Raises BackendError 503 while the group does not serve.
         """
-        if self._is_draining:
+        if self._stops is not None:
             raise BackendError(503, "draining", f"the group takes no more requests: {self._state.reason}", RESTART_RETRY_S)
         if not self._state.serving:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)

@@ -39,6 +39,7 @@ DRAIN_LOOK_S = 0.02
 LINK_FRAME_BYTES = 64 << 20
 """More than any request that the door lets through: a link is never cut because of one."""
 EXIT_SUPERVISOR = 1
+STOPPING = "the pod is stopping"
 
 
 class PodServer(uvicorn.Server):
@@ -77,12 +78,12 @@ class PodServer(uvicorn.Server):
         self._leaving = asyncio.get_running_loop().create_task(self._drain(client, drain_s))
 
     async def _drain(self, client: EngineClient, drain_s: float) -> None:
-        client.drain("the pod is stopping, what runs goes on")
+        client.drain(STOPPING)
         log.info("leaving: open streams go on", extra={"streams": client.num_open, "seconds": drain_s})
         end = asyncio.get_running_loop().time() + drain_s
         while client.num_open and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_LOOK_S)
-        client.refuse("the pod is stopping")
+        client.refuse(STOPPING)
         self.should_exit = True
 
     def fail(self, error: BaseException) -> None:
