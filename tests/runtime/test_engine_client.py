@@ -330,6 +330,7 @@ async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: 
     while not rig.client.num_open:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
+    assert rig.client.state() == wire.State(False, 1, "leaving", draining=True)
     assert backend.not_ready() == "leaving"
     with pytest.raises(BackendError) as caught:
         rig.client.submit(make_request(2), ListSink())
@@ -348,5 +349,19 @@ async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
     rig.client.refuse("gone")
-    with pytest.raises(BackendError, match="gone"):
+    assert rig.client.state() == wire.State(False, 1, "gone")
+    with pytest.raises(BackendError, match="gone") as caught:
         await running
+    assert (caught.value.status, caught.value.code) == (503, "shutting_down")
+    assert "lost its engine" not in caught.value.message
+
+
+async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_pod_stops(rig: Rig) -> None:
+    running = asyncio.create_task(drain(LocalBackend(rig.client), make_request(2)))
+    while not rig.client.num_open:
+        await asyncio.sleep(0.01)
+    rig.client.drain("the pod is stopping")
+    rig.client.lose(2, "rank 0 was killed")
+    with pytest.raises(BackendError, match="the pod is stopping: rank 0 was killed") as caught:
+        await running
+    assert caught.value.code == "shutting_down"

@@ -124,10 +124,14 @@ class LocalBackend:
         state = self._client.state()
         if state.serving:
             return
+        stops = self._client.stops
+        if stops is None:
+            code, message = "group_restarting", f"the group lost its engine: {state.reason}"
+        else:
+            code, message = "shutting_down", stops if stops == state.reason else f"{stops}: {state.reason}"
         for handle, mailbox in self._mailboxes.items():
-            if self._client.has(handle):
-                continue
-            self._fail(mailbox, 503, "group_restarting", f"the group lost its engine: {state.reason}", RESTART_RETRY_S)
+            if not self._client.has(handle):
+                self._fail(mailbox, 503, code, message, RESTART_RETRY_S)
 
     def _fail(self, mailbox: _Mailbox, status: int, code: str, message: str, retry_after_s: float | None) -> None:
         if mailbox.finished is None:
