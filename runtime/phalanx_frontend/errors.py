@@ -52,18 +52,19 @@ def error_type(status: int) -> str:
 
 
 def error_body(error: ApiError) -> bytes:
-    """The JSON document. ASCII only, since a message may quote text that is no valid Unicode."""
+    """The JSON document."""
     return json.dumps({"error": error_detail(error)}).encode("ascii")
 
 
 def error_detail(error: ApiError) -> dict[str, str | None]:
-    """What is inside. Bounded, whatever of the request the message quotes."""
+    """What is inside. Bounded and encodable, whatever of the request the message quotes."""
     message, param = _cut(error.message, MAX_MESSAGE_CHARS), error.param and _cut(error.param, MAX_PARAM_CHARS)
     return {"message": message, "type": error_type(error.status), "param": param, "code": error.code}
 
 
 def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    whole = text.encode(errors="backslashreplace").decode()
+    return whole if len(whole) <= longest else whole[: longest - 3] + "..."
 
 
 def error_headers(error: ApiError) -> dict[str, str]:

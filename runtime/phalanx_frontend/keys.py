@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx_frontend.fields import whole_text
+
 
 class KeysUnreadable(Exception):
     """A keys file cannot be used; the message says where and why, and never holds a key."""
@@ -51,9 +53,18 @@ def gather_keys(given: Sequence[str], file: Path | None) -> list[ApiKey]:
     keys += read_keys(file) if file is not None else []
     if any(not key.key or not key.key.isascii() or not key.key.isprintable() or " " in key.key for key in keys):
         raise KeysUnreadable("a key must be printable ASCII without spaces, and not empty")
+    if any(not _is_whole(key.name) for key in keys):
+        raise KeysUnreadable("a name must be valid Unicode: it is the tenant of each of its requests")
     if len({key.name for key in keys}) < len(keys) or len({key.key for key in keys}) < len(keys):
         raise KeysUnreadable("two keys have the same name, or are the same")
     return keys
+
+
+def _is_whole(name: str) -> bool:
+    try:
+        return bool(whole_text(name))
+    except ValueError:
+        return False
 
 
 def read_keys(file: Path) -> list[ApiKey]:

@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import ValidationError
 
-from phalanx_api import wire
 from phalanx_api.account import MemoryAccount
+from phalanx_frontend.accept import wire_request
 from phalanx_frontend.answers import STREAMED
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.caller import Caller
@@ -42,7 +42,7 @@ def native_routes(door: Door, vitals: Vitals) -> APIRouter:
         arrived_s = door.seconds()
         await door.model()  # without one the whole batch is refused
         ids = [f"{caller.request_id}-{position}" for position in range(len(body.requests))]
-        entries = [await _accept_entry(door, each, caller, id, arrived_s) for id, each in zip(ids, body.requests, strict=True)]
+        entries = [await _accept_entry(door, body.requests, position, caller, id, arrived_s) for position, id in enumerate(ids)]
         return BatchAnswer(ids, entries, door.metrics, BATCH, arrived_s, door.seconds)
 
     @routes.get("/v1/metrics")
@@ -69,16 +69,7 @@ async def accept_native(door: Door, body: GenerateRequest, caller: Caller, id: s
         raise invalid("prompt" if body.prompt is not None else "prompt_tokens", "the prompt has no tokens")
     max_tokens = output_tokens(fields, len(prompt), model.assets.max_model_len, model.defaults)
     sampling = sampling_of(fields, max_tokens, model.defaults, model.assets.eos_token_ids, door.draw_seed())
-    request = wire.Request(
-        id,
-        0,
-        prompt,
-        [],
-        sampling,
-        caller.priority(body.priority),
-        caller.tenant(body.tenant, None),
-        deadline_ms=body.deadline_ms,
-    )
+    request = wire_request(id, prompt, sampling, fields, caller)
     reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or ())
 
     def meter() -> RequestMeter:
@@ -87,8 +78,11 @@ async def accept_native(door: Door, body: GenerateRequest, caller: Caller, id: s
     return Generation(request, reply, meter, door.backend, arrived_s, door.seconds)
 
 
-async def _accept_entry(door: Door, entry: object, caller: Caller, id: str, arrived_s: float) -> Entry:
+async def _accept_entry(door: Door, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float) -> Entry:
     """A generation, or why this entry of a batch is none."""
+    entry = entries[position]
+    if not isinstance(entry, dict):
+        return invalid(f"requests[{position}]", f"requests[{position}]: must be an object, as the body of {GENERATE} is")
     try:
         body = GenerateRequest.model_validate(entry)
         if body.stream:

@@ -14,12 +14,15 @@ from phalanx_frontend.fields import (
     LogitBias,
     Milliseconds,
     Penalty,
+    Priority,
     Prompts,
     Share,
     ShortText,
     Stops,
+    Text,
     TokenIds,
     TopCount,
+    UserId,
 )
 from phalanx_frontend.tools import PastCall, ToolChoice, Tools
 
@@ -42,7 +45,7 @@ class JsonSchemaFormat(_Strict):
     """The `json_schema` of a response_format. Every schema is followed strictly, whatever `strict` says."""
 
     name: ShortText
-    description: str | None = None
+    description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -58,52 +61,57 @@ class StructuredOutputs(_Strict):
     """vLLM's `structured_outputs`: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
-    grammar: str | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: Text | None = None
     json_object: bool | None = None
 
 
-class GenerationRequest(_Strict):
-    """What completions and chat have in common: sampling, ends, what the output must match, urgency, shape of the answer."""
+class CommonRequest(_Strict):
+    """What every call that generates has in common, our own API's included. `deadline_ms` counts from the request's arrival."""
 
-    model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    model: Text | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
     top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
+    stop: Stops = []
+    stop_token_ids: TokenIds | None = Field(default=None, max_length=128)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    stream: bool | None = None
+    tenant: ShortText | None = None
+    priority: Priority | None = None
+    deadline_ms: Milliseconds | None = None
+
+
+class GenerationRequest(CommonRequest):
+    """What completions and chat have in common: sampling, what the output must match, urgency, shape of the answer."""
+
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias = {}
     allowed_token_ids: TokenIds | None = Field(default=None, min_length=1)
     bad_words: list[ShortText] | None = Field(default=None, max_length=256)
-    seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
-    stop: Stops = []
-    stop_token_ids: TokenIds | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
-    guided_grammar: str | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_grammar: Text | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_gaps: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    tenant: ShortText | None = None
+    user: UserId | None = None
     cache_salt: ShortText | None = None
-    priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
-    deadline_ms: Milliseconds | None = None
     ttft_target_ms: Milliseconds | None = None
     tpot_target_ms: Milliseconds | None = None
 
@@ -121,12 +129,12 @@ class CompletionRequest(GenerationRequest):
 class Message(_Strict):
     """One message of a conversation. Fields beside these reach no template."""
 
-    role: str = Field(min_length=1)
+    role: Text = Field(min_length=1)
     content: Content = None
-    name: str | None = None
-    reasoning_content: str | None = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
     tool_calls: list[PastCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -138,7 +146,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -148,8 +156,8 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(_Strict):
     """POST /tokenize: a prompt, or messages through the chat template."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -160,5 +168,5 @@ class TokenizeRequest(_Strict):
 class DetokenizeRequest(_Strict):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: TokenIds

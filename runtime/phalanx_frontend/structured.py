@@ -32,13 +32,20 @@ def grammar_of(body: GenerationRequest) -> Asked | None:
 
 
 def only_one(found: Sequence[Asked | None]) -> Asked | None:
-    """The one that is there. Raises ApiError 400 for several, or one that is too large to be read."""
+    """The one that is there. Raises ApiError 400 for several, or one that is too large to be read or no Unicode."""
     asked = [one for one in found if one is not None]
     if len(asked) > 1:
         raise invalid(asked[1][0], f"{asked[1][0]} cannot be used with {asked[0][0]}: the output can only have one form")
-    if asked and len(asked[0][1].text) > MAX_GRAMMAR_CHARS:
-        raise invalid(asked[0][0], f"{asked[0][0]} has more than {MAX_GRAMMAR_CHARS} characters")
-    return asked[0] if asked else None
+    if not asked:
+        return None
+    param, grammar = asked[0]
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise invalid(param, f"{param} has more than {MAX_GRAMMAR_CHARS} characters")
+    try:
+        whole_text(grammar.text)
+    except ValueError as error:
+        raise invalid(param, f"{param} {error}") from error
+    return param, grammar
 
 
 def _asked(body: GenerationRequest) -> Iterator[Asked]:
@@ -81,12 +88,12 @@ def _of_parts(
     if schema is not None:
         yield f"{prefix}json", _json_schema(f"{prefix}json", schema)
     if regex is not None:
-        yield f"{prefix}regex", wire.Grammar("regex", _encodable(f"{prefix}regex", regex))
+        yield f"{prefix}regex", wire.Grammar("regex", regex)
     if choice is not None:
-        words = " | ".join(json.dumps(_encodable(f"{prefix}choice", word), ensure_ascii=False) for word in choice)
+        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in choice)
         yield f"{prefix}choice", wire.Grammar("lark", f"start: {words}")
     if grammar is not None:
-        yield f"{prefix}grammar", wire.Grammar("lark", _lark(f"{prefix}grammar", _encodable(f"{prefix}grammar", grammar)))
+        yield f"{prefix}grammar", wire.Grammar("lark", _lark(f"{prefix}grammar", grammar))
 
 
 def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
@@ -96,7 +103,7 @@ def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
         raise invalid(param, f"{param} is no JSON document: {error}") from error
-    return wire.Grammar("json_schema", _encodable(param, text))
+    return wire.Grammar("json_schema", text)
 
 
 def _lark(param: str, grammar: str) -> str:
@@ -107,13 +114,6 @@ def _lark(param: str, grammar: str) -> str:
         return gbnf_to_lark(grammar)
     except Exception as error:  # whatever the library's reader stumbles over, the text is the client's
         raise invalid(param, f"{param} cannot be read as GBNF: {error}") from error
-
-
-def _encodable(param: str, text: str) -> str:
-    try:
-        return whole_text(text)
-    except ValueError as error:
-        raise invalid(param, f"{param} {error}") from error
 
 
 class GrammarCheck:

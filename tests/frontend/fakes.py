@@ -162,6 +162,7 @@ class FakeBackend:
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
         """The script's steps."""
+        wire.encode(wire.Submit(1, request))  # what no link can carry is a fault of the door
         self.requests.append(request)
         has_ended = False
         try:

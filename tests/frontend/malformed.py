@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +44,10 @@ _SAMPLING: dict[str, list[Any]] = {
     "stream": ["yes", 1, {}, []],
     "priority": ["high", 1.5, 2**40, -HUGE, []],
     "deadline_ms": [0, -1, "soon", [], float("inf")],
-    "tenant": [5, [], {}],
+    "tenant": [5, [], {}, "\ud800", "x" * 513],
 }
 _OPENAI: dict[str, list[Any]] = {
-    "user": [5, [], {}],
+    "user": [5, [], {}, "\ud800", "x" * 513],
     "n": [0, -1, "x", 1.5, HUGE],
     "stream_options": [5, "x", []],
     "presence_penalty": ["x", [], 100, float("nan")],
@@ -79,7 +79,7 @@ def malformed(seed: int, max_body_bytes: int) -> Iterator[Malformed]:
     draw = random.Random(seed)
     ways: list[Callable[[random.Random, str], Malformed]] = [
         _bad_field, _bad_field, _bad_field, _bad_field, _bad_fields, _missing, _no_object, _cut, _noise, _no_utf8, _deep,
-        _wrong_type, _wrong_place, _bad_id,
+        _wrong_type, _wrong_place,
     ]  # fmt: skip
     while True:
         path = draw.choice(list(VALID))
@@ -163,6 +163,56 @@ def _wrong_place(draw: random.Random, path: str) -> Malformed:
     )
 
 
-def _bad_id(draw: random.Random, path: str) -> Malformed:
-    id = draw.choice(["a b", "x" * 200, "{}", '"', "a;b", "<script>"])
-    return Malformed("a bad request id", path, _encoded(VALID[path]), headers={"content-type": JSON, "x-request-id": id})
+# Every place of a body where a client may write text, read from /openapi.json
+
+Schema = Mapping[str, Any]
+
+
+def bodies_with(text: str, path: str, openapi: Schema) -> Iterator[tuple[bytes, bool]]:
+    """Bodies of a route that differ in where this text is, and whether it is a field's own: anything may be in an open object."""
+    content = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    parts = openapi["components"]["schemas"]
+    for body, is_own in _with(text, content["schema"], parts):
+        yield _encoded({**VALID[path], **body}), is_own
+
+
+def _with(text: str, schema: Schema, parts: Schema) -> Iterator[tuple[Any, bool]]:
+    match schema:
+        case {"$ref": str(name)}:
+            yield from _with(text, parts[name.rpartition("/")[2]], parts)
+        case {"anyOf": [*choices]}:
+            for choice in choices:
+                yield from _with(text, choice, parts)
+        case {"type": "string"} if "const" not in schema and "enum" not in schema:
+            yield text, True
+        case {"type": "array", "items": items}:
+            for item, is_own in _with(text, items, parts):
+                yield [item], is_own
+        case {"type": "object"}:
+            properties = schema.get("properties", {})
+            required = {name: _least(properties[name], parts) for name in schema.get("required", [])}
+            for name, inner in properties.items():
+                for value, is_own in _with(text, inner, parts):
+                    yield {**required, name: value}, is_own
+            if schema.get("additionalProperties", False) is not False:
+                yield {**required, "extra": text}, False
+                yield {**required, text: 1}, False
+
+
+def _least(schema: Schema, parts: Schema) -> Any:
+    """A valid value."""
+    match schema:
+        case {"$ref": str(name)}:
+            return _least(parts[name.rpartition("/")[2]], parts)
+        case {"anyOf": [first, *_]}:
+            return _least(first, parts)
+        case {"const": value} | {"enum": [value, *_]}:
+            return value
+        case {"type": "array", "items": items}:
+            return [_least(items, parts)]
+        case {"type": "object"}:
+            return {name: _least(schema["properties"][name], parts) for name in schema.get("required", [])}
+        case {"type": "string"}:
+            return "x"
+        case _:
+            return 1

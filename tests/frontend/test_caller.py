@@ -156,6 +156,7 @@ def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path, content: str
         '[{"name": "a"}]',
         '[{"name": "a", "key": "k", "x": 1}]',
         "a k\na l",
+        '[{"name": "\\ud800", "key": "k"}]',
         "a k\nb k",
     ],
 )

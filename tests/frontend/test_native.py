@@ -172,12 +172,19 @@ async def test_a_batch_answers_in_order_and_a_bad_entry_fails_alone() -> None:
     assert body["request_ids"] == [f"mine-{position}" for position in range(5)]
     assert [response["request_id"] for response in body["responses"]] == body["request_ids"]
     errors = [response.get("error", {}).get("param") for response in body["responses"]]
-    assert errors == [None, "prompt", None, "stream", None]
+    assert errors == [None, "prompt", "requests[2]", "stream", None]
     assert ["error" in response for response in body["responses"]] == [False, True, True, True, False]
     assert [request.prompt[1:] for request in backend.requests] == [token_ids("once"), token_ids("the fox")]
     alone = (await generate(FakeBackend(), prompt="the fox", max_tokens=3, temperature=0)).json()
     together = (await batch(FakeBackend(), *[{"prompt": "the fox", "max_tokens": 3, "temperature": 0}] * 2)).json()
     assert [response["token_ids"] for response in together["responses"]] == [alone["token_ids"]] * 2
+
+
+@pytest.mark.parametrize("entry", [5, None, "text", []], ids=repr)
+async def test_an_entry_that_is_no_object_is_named(entry: object) -> None:
+    error = (await batch(FakeBackend(), {"prompt": "x"}, entry)).json()["responses"][1]["error"]
+    assert (error["status"], error["param"]) == (400, "requests[1]")
+    assert error["message"].startswith("requests[1]: ")
 
 
 async def test_what_the_engine_refuses_of_a_batch_is_told_in_its_place() -> None:

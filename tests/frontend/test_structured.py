@@ -59,7 +59,7 @@ def test_plain_text_has_no_grammar(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"json": "{no"}}, "structured_outputs.json"),
-        ({"guided_regex": "\ud800"}, "guided_regex"),
+        ({"guided_json": {"title": "\ud800"}}, "guided_json"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
         ({"guided_grammar": "root ::= ("}, "guided_grammar"),
     ],
