@@ -16,6 +16,9 @@ from torch import Tensor
 Windows = dict[int | None, Tensor]
 """Mask of a group or chunk for each sliding window that the model has (None: full attention)."""
 
+TILE_BYTES = 16 << 20
+"""Scores that are there at once where attention is written out. Smaller tiles are more calls, larger ones fall out of caches."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
@@ -165,11 +168,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attention
     """Attention over the last two dimensions, [queries, dim] over [tokens, dim]. mask is additive; None is plain causal."""
     if form.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=form.scale)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * _scale(form, q.shape[-1])
-    scores = torch.tanh(scores / form.softcap) * form.softcap
+    num_queries = q.shape[-2]
     if mask is None:
-        mask = torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    return torch.matmul((scores + mask).softmax(-1), v)
+        mask = torch.full((num_queries, k.shape[-2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    size = max(1, TILE_BYTES // (q[..., 0, 0].numel() * k.shape[-2] * q.dtype.itemsize))
+    if num_queries <= size:
+        return _capped(q, k, v, mask, form, form.softcap)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    for first in range(0, num_queries, size):
+        at = slice(first, first + size)
+        seen = mask if mask.shape[-2] == 1 else mask[..., at, :]
+        out[..., at, :] = _capped(q[..., at, :], k, v, seen, form, form.softcap)
+    return out
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: AttentionForm, softcap: float) -> Tensor:
+    """Attention with a softcap, written out. The scores are one tensor; their probabilities another."""
+    shape = q.shape
+    if q.dim() == 4 and k.stride(1) == 0:  # one head's keys for a group: folded into the queries, or matmul would copy them
+        q, k, v = q.reshape(shape[0], -1, shape[-1]), k[:, 0], v[:, 0]
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(_scale(form, shape[-1]))
+    scores = scores.div_(softcap).tanh_().mul_(softcap).view(*shape[:-1], -1).add_(mask)
+    probabilities = scores.softmax(-1).view(*q.shape[:-1], -1)
+    return torch.matmul(probabilities, v).view(*shape[:-1], -1)
 
 
 def _scale(form: AttentionForm, dim: int) -> float:

@@ -1,7 +1,10 @@
 """A dry run of the largest step before the page pool is sized: what it needs is measured, what it computes is forgotten.
 
-The largest step computes one prompt chunk of `max_num_batched_tokens` and draws for `max_num_seqs` requests, each with
-penalties and every filter. The ranks of a stage run it together; pages of its own are taken and given back.
+The largest step computes one prompt chunk of `max_num_batched_tokens` that ends the longest context there may be, and draws for
+`max_num_seqs` requests, each with penalties and every filter. The ranks of a stage run it together; pages of its own are taken
+and given back: all that lies before the chunk is one page, again and again.
+On CPU a long context takes too long to attend over at every start. There a shorter one is run, and what grows with the context
+is added: the mask, and the keys and values that are gathered (scores are computed in tiles, which do not grow).
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.model.attention import TILE_BYTES
+from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.gauge import Gauge
 from phalanx_runtime.rank.kv_cache import make_caches
@@ -25,6 +29,10 @@ DEAREST = wire.Sampling(
     max_tokens=2, seed=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1
 )
 """How each of the dry run's requests is sampled."""
+AFFORDABLE_OPERATIONS = 10**11
+"""Of attention, in a dry run on CPU: about a second on two cores."""
+_MASK_SCRATCH = 3
+"""Booleans per score while a mask is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +44,63 @@ class Needs:
 
 
 @torch.inference_mode()
-def rehearse(spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> Needs:
-    """What the largest step needs on this rank. Raises PeerLost, and ModelError when a GPU has no room for it."""
+def rehearse(
+    spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge, longest: int
+) -> Needs:
+    """What the largest step needs on this rank, when no request has more than `longest` tokens.
+
+    Raises PeerLost, and ModelError when a GPU has no room for it.
+    """
     try:
-        return _measure(spec, model, pipeline, dtype, device, gauge)
+        return _measure(spec, model, pipeline, dtype, device, gauge, longest)
     except torch.OutOfMemoryError as error:
-        raise ModelError("the device has no memory for the largest step: lower max_num_batched_tokens or max_num_seqs") from error
+        raise ModelError(
+            "the device has no memory for the largest step: lower max_num_batched_tokens, max_num_seqs or max_model_len"
+        ) from error
 
 
-def _measure(spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> Needs:
+def _measure(
+    spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge, longest: int
+) -> Needs:
     stage = pipeline.stage
     tokens = min(spec.max_num_batched_tokens, model.positions)
-    num_pages = -(-tokens // spec.page_size)
+    longest = max(tokens, longest)
+    length = longest if device.type != "cpu" else min(longest, _affordable(model, tokens, spec.page_size, dtype))
+    plan, num_pages = _largest(spec, tokens, length)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
     for cache in caches:  # taken before it is measured: pages are no activations
         cache.k.zero_()
         cache.v.zero_()
     builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1, model.kv.windows), dtype, device)
-    draws = [(0, 0)] * spec.max_num_seqs
-    plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [0], [tokens], [list(range(num_pages))], [0] * tokens, draws)
     seen: list[Tensor] = []
 
     def compute() -> None:
         before = None if stage.is_first else builder.empty(tokens, model.width).zero_()
         seen.append(model.hidden(builder.build(plan), caches, before))
 
-    activations = gauge.peak(compute)
+    activations = gauge.peak(compute) + (longest - length) * context_bytes(model.kv, tokens, dtype)
     return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0])) if stage.is_last else 0)
+
+
+def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
+    """A chunk of so many tokens that ends a context of this length, and how many pages it needs."""
+    first = (length - tokens) // spec.page_size
+    own = -(-length // spec.page_size) - first
+    pages = [0] * first + list(range(own))
+    draws = [(0, 0)] * spec.max_num_seqs
+    return StepPlan(0, [NewRow(0, DEAREST)], [0], [length - tokens], [tokens], [pages], [0] * tokens, draws), own
+
+
+def _affordable(model: Model, tokens: int, page_size: int, dtype: torch.dtype) -> int:
+    """The longest context that a dry run on CPU attends over: pages before the chunk are gathered, a tile of scores is filled."""
+    affordable = AFFORDABLE_OPERATIONS // (4 * tokens * model.width * len(model.kv.head_dims))
+    return max(tokens + page_size, TILE_BYTES // (tokens * model.kv.kv_heads * dtype.itemsize), affordable)
+
+
+def context_bytes(kv: KvLayout, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that one more token of context costs a chunk of so many: masks with what they are made from, a key and a value."""
+    masks = tokens * (len(kv.windows) * dtype.itemsize + _MASK_SCRATCH)
+    return masks + 2 * kv.kv_heads * max(kv.head_dims) * dtype.itemsize
 
 
 def _draw(model: Model, pipeline: Pipeline, hidden: Tensor) -> None:

@@ -1,0 +1,120 @@
+"""What the dry run says that the largest step needs covers the step that ends the longest context."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.model import attention
+from phalanx_runtime.model.attention import AttentionForm, LayerCache, PagedAttention, StepBatch, attend
+from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.rank import rehearsal
+from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.gauge import make_gauge
+from phalanx_runtime.rank.kv_cache import make_caches
+from phalanx_runtime.rank.pipeline import Pipeline
+from phalanx_runtime.rank.rehearsal import DEAREST, rehearse
+from phalanx_runtime.rank_spec import RankSpec
+
+CPU = torch.device("cpu")
+PAGE, TOKENS, HEADS, DIM, LENGTH = 16, 512, 8, 64, 8192
+
+
+class OneLayer:
+    """A model that only attends. `lengths` are the contexts that it was asked to attend over."""
+
+    num_bytes, positions, vocab_size = 0, 1 << 20, 32
+
+    def __init__(self, softcap: float | None, width: int = 8) -> None:
+        self.kv = KvLayout(2, (DIM,), frozenset({None}))
+        self.width = width
+        self.lengths: list[int] = []
+        self._form = AttentionForm(softcap=softcap)
+
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+        self.lengths += [chunk.length for chunk in batch.chunks]
+        q, k = torch.ones(TOKENS, HEADS, DIM), torch.ones(TOKENS, 2, DIM)
+        return PagedAttention()(q, k, k, caches[0], batch, self._form)[batch.drawn]
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), self.vocab_size)
+
+
+def spec() -> RankSpec:
+    return RankSpec(
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        local_rank=0,
+        incarnation=1,
+        hosts=["localhost"],
+        base_port=1,
+        token="",
+        model_dir=str(Path()),
+        max_num_batched_tokens=TOKENS,
+        max_num_seqs=2,
+        page_size=PAGE,
+    )
+
+
+def rehearsed(model: OneLayer, longest: int) -> int:
+    return rehearse(spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_gauge(CPU), longest).activations
+
+
+def taken(model: OneLayer) -> int:
+    """Bytes of a step whose chunk ends a context of LENGTH, each page its own."""
+    caches = make_caches(model.kv, LENGTH // PAGE, PAGE, torch.float32, CPU)
+    for cache in caches:
+        cache.k.zero_()
+        cache.v.zero_()
+    builder = BatchBuilder(CacheShape(PAGE, 2, 1, model.kv.windows), torch.float32, CPU)
+    pages = [list(range(LENGTH // PAGE))]
+    plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [LENGTH - TOKENS], [TOKENS], pages, [0] * TOKENS, [(0, 0)])
+    with torch.inference_mode():
+        return make_gauge(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_dry_run_covers_the_chunk_that_ends_the_longest_context(softcap: float | None, wide: bool) -> None:
+    model = OneLayer(softcap, width=1 << 20 if wide else 8)
+    needs = rehearsed(model, LENGTH)
+    assert model.lengths == [LENGTH // 2 if wide else LENGTH]  # a wide model is extrapolated, a narrow one run
+    assert taken(model) * 0.95 <= needs < 128 << 20
+
+
+def test_a_context_that_the_chunk_fills_alone_is_run_as_such() -> None:
+    model = OneLayer(None)
+    rehearsed(model, TOKENS // 2)
+    assert model.lengths == [TOKENS]
+
+
+def causal(queries: int, length: int) -> Tensor:
+    return torch.full((queries, length), float("-inf")).triu(1 + length - queries)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "mask"),
+    [
+        ((2, 3, 40, 8), 40, None),
+        ((2, 3, 40, 8), 72, causal(40, 72)),
+        ((5, 2, 4, 8), 72, causal(5, 72)[:, None, None, :]),  # decoding requests, whose masks are for all query heads
+    ],
+)
+def test_tiles_of_queries_give_equal_results(
+    shape: tuple[int, ...], length: int, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(shape), torch.randn((*shape[:2], length, 8)), torch.randn((*shape[:2], length, 8))
+    form = AttentionForm(softcap=3.0)
+    whole = attend(q, k, v, mask, form)
+    monkeypatch.setattr(attention, "TILE_BYTES", 3 * 4 * shape[0] * shape[1] * length)
+    torch.testing.assert_close(attend(q, k, v, mask, form), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_one_more_token_of_context_costs_a_mask_a_key_and_a_value() -> None:
+    kv = KvLayout(2, (64, 128), frozenset({None, 16}))
+    assert rehearsal.context_bytes(kv, 10, torch.bfloat16) == 10 * (2 * 2 + 3) + 2 * 2 * 128 * 2
