@@ -152,11 +152,20 @@ class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
     details: list[TokenDetail]
 
 
+class Cached(msgspec.Struct, frozen=True, array_like=True):
+    """So many prompt tokens of a request were found in the prefix cache; at least one."""
+
+    handle: int
+    epoch: int
+    cached_tokens: int
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """All tokens of one engine step, as parallel lists, in order of index within each request.
 
     `details` is parallel to `tokens` when any request of the step asked for some, else empty. `queue_times_s`: how long each
     request that this step started for the first time had waited in the engine; of no particular request, and never on the link.
+    `cached` comes with a request's first token in its epoch, for who ends the request before the engine does.
     """
 
     handles: list[int]
@@ -167,6 +176,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     details: list[TokenDetail | None] = []
     prompt_details: list[PromptDetails] = []
     queue_times_s: list[float] = []
+    cached: list[Cached] = []
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

@@ -15,7 +15,8 @@ class Delta:
     """Tokens that follow those delivered before: the first has output index `index`. The last delta carries `finish`.
 
     `details` is parallel to `tokens` when logprobs were asked for, else empty. `prompt_details` are those of prompt tokens, in
-    order from token 1 on over all deltas of the request; none after its first token.
+    order from token 1 on over all deltas of the request; none after its first token. `cached_tokens` of the prompt
+    were found in a prefix cache: every delta with tokens says it.
     """
 
     index: int

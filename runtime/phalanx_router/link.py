@@ -46,6 +46,10 @@ class Sink(Protocol):
         """What was asked about tokens of the prompt, before the first token."""
         ...
 
+    def cached(self, found: wire.Cached) -> None:
+        """What was found of its prompt in the prefix cache, before the first token."""
+        ...
+
     def finished(self, end: wire.Finished) -> None:
         """The request ended by itself."""
         ...
@@ -259,6 +263,10 @@ class LeaderLink:
             entry = sinks.get(told.handle)
             if entry is not None:
                 entry[0].prompt_told(told)
+        for cached in frame.cached:
+            entry = sinks.get(cached.handle)
+            if entry is not None:
+                entry[0].cached(cached)
         details = frame.details or [None] * len(frame.tokens)
         try:
             told_of = zip(frame.handles, frame.epochs, frame.indices, frame.tokens, details, strict=True)

@@ -32,6 +32,7 @@ class Stream:
         self._has_details = sampling.logprobs is not None or sampling.return_gaps
         self._details: list[wire.TokenDetail | None] = []
         self._prompt_details: list[wire.TokenDetail] = []
+        self._cached_tokens = 0
         self._end: wire.Finished | None = None
         self._setback: Setback | None = None
         self._has_news = False
@@ -55,10 +56,16 @@ class Stream:
         else:
             self._prompt_details += new
 
+    def cached(self, found: wire.Cached) -> None:
+        """What was found of the prompt in the group's prefix cache. Of several groups the one that found most counts."""
+        if found.epoch == self.journal.epoch:
+            self._cached_tokens = max(self._cached_tokens, found.cached_tokens)
+
     def finished(self, end: wire.Finished) -> None:
         """The request ended by itself."""
         if end.epoch == self.journal.epoch and self._setback is None:
             self._end = end
+            self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
             self._wake()
 
     def refused(self, refused: wire.Refused) -> None:
@@ -97,7 +104,7 @@ class Stream:
         delivered = self.journal.delivered
         start, self._start = self._start, len(delivered)
         if self._end is not None:
-            return self._delta(start, self._end.reason, self._end.cached_tokens)
+            return self._delta(start, self._end.reason)
         if len(delivered) > start:
             if self._setback is not None:
                 self._wake()
@@ -105,10 +112,10 @@ class Stream:
         setback, self._setback = self._setback, None
         return setback
 
-    def _delta(self, start: int, reason: wire.FinishReason | None = None, cached_tokens: int = 0) -> Delta:
+    def _delta(self, start: int, reason: wire.FinishReason | None = None) -> Delta:
         """All tokens from this index on, with what was told of them and of the prompt since the last delta."""
         delta = Delta(
-            start, self.journal.delivered[start:], reason, cached_tokens, self._details or (), self._prompt_details or ()
+            start, self.journal.delivered[start:], reason, self._cached_tokens, self._details or (), self._prompt_details or ()
         )
         if self._details or self._prompt_details:
             self._details, self._prompt_details = [], []

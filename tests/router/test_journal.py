@@ -142,6 +142,20 @@ def test_details_that_skip_a_prompt_token_are_a_loss() -> None:
     assert isinstance(stream.take(), Lost)
 
 
+def test_what_the_cache_had_is_told_with_the_first_token_and_of_this_epoch_only() -> None:
+    stream = Stream(make_request([1, 2, 3]))
+    stream.cached(wire.Cached(1, 7, 3))
+    stream.cached(wire.Cached(1, 0, 2))
+    stream.token(0, 0, 7)
+    assert stream.take() == Delta(0, [7], None, 2)
+    stream.lost(0, "gone")
+    assert isinstance(stream.take(), Lost)
+    stream.journal.next_epoch()
+    stream.cached(wire.Cached(2, 1, 1))
+    stream.token(1, 1, 8)
+    assert stream.take() == Delta(1, [8], None, 2), "of several groups the one that found most"
+
+
 def test_details_leave_with_their_tokens() -> None:
     detail, late = wire.TokenDetail(-1.0, 0, [7], [-1.0]), wire.TokenDetail(-2.0, 0, [8], [-2.0])
     stream = Stream(msgspec.structs.replace(make_request([1, 2]), sampling=wire.Sampling(4, 0, logprobs=1, prompt_logprobs=0)))

@@ -140,8 +140,9 @@ async def test_details_stay_beside_their_tokens_when_frames_are_joined() -> None
         sink.tokens(wire.Tokens([1000], [0], [0], [5], []))
         told = [wire.PromptDetails(1001, 0, 1, [detail])]
         sink.tokens(wire.Tokens([1001], [0], [0], [6], [], details=[detail], prompt_details=told))
-        sink.tokens(wire.Tokens([1000], [0], [1], [7], []))
+        sink.tokens(wire.Tokens([1000], [0], [1], [7], [], cached=[wire.Cached(1000, 0, 4)]))
         frame = await receive(connection, wire.Tokens)
+        assert frame.cached == [wire.Cached(7, 0, 4)]
         assert (frame.handles, frame.tokens, frame.details) == ([7, 8, 7], [5, 6, 7], [None, detail, None])
         assert frame.prompt_details == [wire.PromptDetails(8, 0, 1, [detail])]
 

@@ -157,6 +157,19 @@ async def test_details_wait_in_the_mailbox_for_their_tokens(rig: Rig) -> None:
     await stream.aclose()
 
 
+async def test_what_the_cache_had_is_told_with_the_first_token(rig: Rig) -> None:
+    backend, other = LocalBackend(rig.client), ListSink()
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    a, b = (await rig.engine.take_submit()).handle, rig.client.submit(make_request(5), other)
+    cached = [wire.Cached(b, 0, 3), wire.Cached(a, 0, 2), wire.Cached(99, 0, 1)]
+    await rig.engine.say(wire.Tokens([a, b], [0, 0], [0, 0], [5, 6], [], cached=cached))
+    assert await first == Delta(0, [5], None, 2)
+    assert await other.next() == wire.Tokens([b], [0], [0], [6], [], cached=cached[:1])
+    await stream.aclose()
+    assert [(end.reason, end.cached_tokens) for end in rig.meter.ends] == [("abort", 2)]
+
+
 async def test_what_happens_is_measured(rig: Rig) -> None:
     sink = ListSink()
     handle = rig.client.submit(make_request(5), sink)

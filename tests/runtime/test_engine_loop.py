@@ -149,6 +149,8 @@ def test_what_the_cache_spares_is_told_at_the_end_and_in_the_load() -> None:
     run_script(script)
     ends = [end for frame in script.sent if isinstance(frame, wire.Tokens) for end in frame.finished]
     assert [end.cached_tokens for end in ends] == [0, 20]
+    told = [(frame.handles, frame.cached) for frame in script.sent if isinstance(frame, wire.Tokens) and frame.cached]
+    assert told == [([2], [wire.Cached(2, 0, 20)])], "once, with the first token"
     load = script.of(wire.Load)[-1]
     assert (load.prefix_queried_tokens, load.prefix_hit_tokens, load.preemptions) == (42, 20, 0)
 

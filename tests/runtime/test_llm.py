@@ -93,6 +93,20 @@ def test_seeds_give_equal_outputs_whatever_the_ranks_the_batch_or_n(engines: lis
     assert first == [outputs[0] for outputs in whole[0]]
 
 
+def test_what_the_cache_had_of_a_prompt_is_told_however_the_answer_ends(engines: list[LLM]) -> None:
+    prompt = "a prompt that is asked several times, longer than a page or two of the cache"
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0.0, allowed_token_ids=[ord("x")], max_tokens=9, stop="xx"),
+    ]
+    for engine in engines:
+        [first] = engine.generate(prompt, asked[0])
+        again = [engine.generate(prompt, params)[0] for params in asked]
+        assert first.num_cached_tokens < 16
+        assert [output.num_cached_tokens for output in again] == [len(first.prompt_token_ids) // 16 * 16] * 2
+        assert only(again[1]).stop_reason == "xx"
+
+
 def only_ids(output: Any) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 

@@ -98,6 +98,25 @@ async def test_wishes_change_what_is_drawn(target: Target) -> None:
     ] == "length"
 
 
+async def test_usage_tells_what_the_cache_had_of_a_prompt_however_the_answer_ends(world: World, target: Target) -> None:
+    prompt = f"{target.metrics_prefix} asks for the same more than once. " * 10
+    asked: Any = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20}
+    for runtime in world.runtimes:  # the router may choose either
+        async with Target(runtime.base_url, "tiny").http() as http:
+            first = (await http.post("/v1/completions", json=asked)).json()["usage"]
+            assert first["prompt_tokens_details"]["cached_tokens"] < first["prompt_tokens"] - 1
+    async with target.client() as client, target.http() as http:
+        [*_, x] = (await http.post("/tokenize", json={"prompt": "x"})).json()["tokens"]
+        asked["extra_body"] = {"allowed_token_ids": [x]}
+        more: Any
+        for more, length in (({}, 20), ({"stop": "xxx"}, 3)):
+            whole = (await client.completions.create(**asked, **more)).usage
+            chunks = await client.completions.create(**asked, **more, stream=True, stream_options={"include_usage": True})
+            for usage in (whole, [chunk.usage async for chunk in chunks][-1]):
+                assert usage.completion_tokens == length
+                assert usage.prompt_tokens_details.cached_tokens == first["prompt_tokens"] - 1
+
+
 async def test_a_client_that_leaves_a_whole_answer_frees_its_pages_at_once(world: World) -> None:
     base_url = world.runtimes[0].base_url
     target = Target(base_url, "tiny")

@@ -33,6 +33,7 @@ class Request:
     offered to it until one was there already (`is_chained`). `farthest` is the highest
     value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
     `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
+    `has_drawn`: whether a token was drawn for it here; from then on `cached_tokens` stays.
     """
 
     handle: int
@@ -57,6 +58,7 @@ class Request:
     cached_tokens: int = 0
     lapsed_s: float | None = None
     told: int = 0
+    has_drawn: bool = False
 
     @property
     def missing(self) -> int:

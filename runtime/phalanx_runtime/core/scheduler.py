@@ -202,6 +202,9 @@ class Scheduler:
             self._policy.charge(request, 0, 1)
             if result.details:
                 frame.details.append(result.details[position])
+            if request.cached_tokens and not request.has_drawn:
+                frame.cached.append(wire.Cached(request.handle, request.epoch, request.cached_tokens))
+            request.has_drawn = True
             frame.handles.append(request.handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)

@@ -23,6 +23,7 @@ class _Mailbox:
     tokens: list[int] = field(default_factory=list)
     details: list[wire.TokenDetail | None] = field(default_factory=list)
     prompt_details: list[wire.TokenDetail] = field(default_factory=list)
+    cached_tokens: int = 0
     finished: wire.Finished | None = None
     error: BackendError | None = None
     reader: asyncio.Future[None] | None = None
@@ -36,9 +37,8 @@ class _Mailbox:
 
     def take(self) -> Delta:
         """Everything that waits, as one delta."""
-        end = self.finished
-        reason, cached = (None, 0) if end is None else (end.reason, end.cached_tokens)
-        delta = Delta(self.index, self.tokens, reason, cached, self.details or (), self.prompt_details or ())
+        reason = None if self.finished is None else self.finished.reason
+        delta = Delta(self.index, self.tokens, reason, self.cached_tokens, self.details or (), self.prompt_details or ())
         self.index += len(self.tokens)
         self.tokens = []
         if self.details or self.prompt_details:
@@ -110,9 +110,12 @@ class LocalBackend:
                     mailboxes[handle].details.append(detail)
         for told in frame.prompt_details:  # nobody wakes for these: they leave with the first token
             mailboxes[told.handle].prompt_details.extend(told.details)
+        for cached in frame.cached:
+            mailboxes[cached.handle].cached_tokens = cached.cached_tokens
         for finished in frame.finished:
             mailbox = mailboxes[finished.handle]
             mailbox.finished = finished
+            mailbox.cached_tokens = finished.cached_tokens
             mailbox.wake()
 
     def refused(self, frame: wire.Refused) -> None:

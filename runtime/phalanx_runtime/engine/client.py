@@ -92,11 +92,12 @@ class _Open:
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
+    cached_tokens: int = 0
 
-    def end(self, reason: str, now: float, cached_tokens: int = 0) -> Ended:
+    def end(self, reason: str, now: float) -> Ended:
         """What is told of it."""
         decode_s = self.last - self.first if self.first is not None else 0.0
-        return Ended(reason, self.prompt_tokens, cached_tokens, self.tokens, self.max_tokens, now - self.submitted, decode_s)
+        return Ended(reason, self.prompt_tokens, self.cached_tokens, self.tokens, self.max_tokens, now - self.submitted, decode_s)
 
 
 class EngineClient:
@@ -316,7 +317,8 @@ class EngineClient:
             if request is None:
                 continue
             _part(parts, request.sink).finished.append(end)
-            self._meter.ended(request.end(end.reason, now, end.cached_tokens))
+            request.cached_tokens = end.cached_tokens
+            self._meter.ended(request.end(end.reason, now))
         for wait_s in frame.queue_times_s:
             self._meter.queued(wait_s)
         self._meter.step(len(frame.handles))
@@ -325,6 +327,11 @@ class EngineClient:
 
     def _route_details(self, frame: wire.Tokens, parts: dict[int, tuple[Sink, wire.Tokens]]) -> None:
         """What was told of tokens, parallel to each part's tokens, and of prompts."""
+        for cached in frame.cached:
+            request = self._open.get(cached.handle)
+            if request is not None:
+                request.cached_tokens = cached.cached_tokens
+                _part(parts, request.sink).cached.append(cached)
         if frame.details:
             for handle, detail in zip(frame.handles, frame.details, strict=True):
                 request = self._open.get(handle)

@@ -212,8 +212,11 @@ class _Link:
         names = self._handles
         handles = [names[handle] for handle in frame.handles]
         told = [msgspec.structs.replace(prompt, handle=names[prompt.handle]) for prompt in frame.prompt_details]
+        cached = [msgspec.structs.replace(found, handle=names[found.handle]) for found in frame.cached]
         finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
-        self._add_tokens(wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished, frame.details, told))
+        self._add_tokens(
+            wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished, frame.details, told, cached=cached)
+        )
 
     def refused(self, frame: wire.Refused) -> None:
         """A request that does not run, with the engine's handle."""
@@ -234,6 +237,7 @@ class _Link:
                 last.details.extend([None] * (len(last.handles) - len(last.details)))
                 last.details.extend(frame.details or [None] * len(frame.handles))
             last.prompt_details.extend(frame.prompt_details)
+            last.cached.extend(frame.cached)
             last.handles.extend(frame.handles)
             last.epochs.extend(frame.epochs)
             last.indices.extend(frame.indices)
