@@ -5,8 +5,9 @@
       +-- setback: the group was lost, or refused
 
 Losing a group ends the epoch; prompt and delivered tokens go to another group. A group that refused a request never had
-it: the epoch stays, by which the next group knows a request that it may refuse too. Losses are bounded by `max_replays`, time
-without any group by `patience_s`; a request that no group ever took is answered at once, so that the client can retry.
+it: the epoch stays, by which the next group knows a request that it may refuse too. Losses are bounded by `max_replays`,
+they and orderly leaves together by `max_moves`, time without any group by `patience_s`; a request that no group ever took
+is answered at once, so that the client can retry.
 """
 
 import asyncio
@@ -33,9 +34,10 @@ log = logging.getLogger(__name__)
 class FleetSettings:
     """Bounds of one router.
 
-    max_replays: how often one stream may lose its group. patience_s: how long a stream that was running waits for a group.
-    keep_alive_s: silence after which the door hears that a stream lives. retry_after_s: what clients are told when no
-    group is ready. refusal_pause_s: wait before groups that refused a running stream are asked again.
+    max_replays: how often one stream may lose its group. max_moves: how often it may lose it or be left by it. patience_s:
+    how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
+    lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
+    running stream are asked again.
     """
 
     link: LinkSettings
@@ -45,6 +47,7 @@ class FleetSettings:
     keep_alive_s: float = 5.0
     retry_after_s: float = 2.0
     refusal_pause_s: float = 0.5
+    max_moves: int = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,7 @@ class _Run:
     group: str = ""
     handle: int = 0
     losses: int = 0
+    moves: int = 0
     excluded: set[str] = field(default_factory=set)
     trouble: Setback | None = None
     homeless_since: float | None = None
@@ -113,7 +117,7 @@ class Fleet:
                             return
                         self._set_back(run, setback)
         except BackendError as error:
-            outcome = "failed" if run.losses or error.status >= 500 else "refused"
+            outcome = "failed" if run.moves or error.status >= 500 else "refused"
             raise
         finally:
             self._runs.discard(run)
@@ -158,7 +162,7 @@ class Fleet:
         if run.homeless_since is None:
             run.homeless_since = now
         left_s = run.homeless_since + self._settings.patience_s - now
-        if not (run.losses or run.stream.journal.delivered) or left_s <= 0:
+        if not (run.moves or run.stream.journal.delivered) or left_s <= 0:
             raise self._no_group(run, choice.why)
         pause_s = self._settings.refusal_pause_s if views else self._settings.keep_alive_s
         if not await self._wait_for_change(min(pause_s, left_s)):
@@ -169,7 +173,7 @@ class Fleet:
         request = run.stream.journal.replay()
         run.link, run.group = link, key
         run.handle = link.submit(request, run.stream)
-        if request.delivered or run.losses:
+        if request.delivered or run.moves:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
 
@@ -190,18 +194,23 @@ class Fleet:
         run.link = None
         run.excluded.add(run.group)
         run.trouble = setback
-        if was_running or isinstance(setback, Lost):
-            run.stream.journal.next_epoch()
-            run.homeless_since = None
-        if isinstance(setback, wire.Refused):
-            if setback.status not in (429, 503):
-                raise BackendError(setback.status, setback.code, setback.message, setback.retry_after_s)
-            if not was_running:
-                return
-        run.losses += 1
-        why = setback.why if isinstance(setback, Lost) else setback.message
+        if isinstance(setback, wire.Refused) and setback.status not in (429, 503):
+            raise BackendError(setback.status, setback.code, setback.message, setback.retry_after_s)
+        if isinstance(setback, wire.Refused) and not was_running:
+            return
+        run.stream.journal.next_epoch()
+        run.homeless_since = None
+        self._count(run, setback)
+
+    def _count(self, run: _Run, setback: Setback) -> None:
+        """Counts a move, and a loss unless the group left in order. Raises BackendError when there were too many."""
+        why, is_leave = (setback.why, setback.is_leave) if isinstance(setback, Lost) else (setback.message, False)
+        run.moves += 1
+        run.losses += not is_leave
         if run.losses > self._settings.max_replays:
             raise BackendError(503, "too_many_replays", f"the stream lost its group {run.losses} times; last: {why}")
+        if run.moves > self._settings.max_moves:
+            raise BackendError(503, "too_many_moves", f"the stream moved {run.moves} times; last: {why}")
 
     def _eligible(self, tokenizer: str | None) -> dict[str, LeaderLink]:
         """Links of groups that take requests with this tokenizer, by key; leaving leaders only when there is no other."""

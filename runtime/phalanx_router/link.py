@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.frames import CloseCode
 
 from phalanx_api import wire
 from phalanx_router.endpoints import Endpoint
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 MAX_FRAME_BYTES = 1 << 28
 """A tokenizer of 250,000 words has 30 MB; a frame beyond this is a mistake."""
+PROPER_ENDS = frozenset({CloseCode.NORMAL_CLOSURE, CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART})
 LOOKS = 4
 """Looks per heartbeat timeout, at least one each second. All must see silence: a router that slept itself blames nobody."""
 
@@ -58,8 +60,8 @@ class Sink(Protocol):
         """The request does not run there."""
         ...
 
-    def lost(self, epoch: int, why: str) -> None:
-        """The group no longer works on it."""
+    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+        """The group no longer works on it; a leave is what a group that drained does in order."""
         ...
 
 
@@ -178,13 +180,14 @@ class LeaderLink:
                 close_timeout=1,
                 max_size=MAX_FRAME_BYTES,
             ) as connection:
-                why = "this router closes the link"
+                why, is_leave = "this router closes the link", False
                 try:
                     why = await self._converse(connection)
                 except (LinkBroken, msgspec.DecodeError, ConnectionClosed, TimeoutError) as error:
                     why = _explain(error)
+                    is_leave = self.state.draining and _is_proper_end(error)
                 finally:
-                    self._lose(why)
+                    self._lose(why, is_leave)
                 return why
         except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
             return _explain(error)
@@ -217,22 +220,22 @@ class LeaderLink:
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, is_leave: bool) -> None:
         """Tells every stream, once, before the connection is closed: closing may take a second."""
         if not self.is_open:
             return
         self.is_open = False
         self.state = wire.State(False, self.state.incarnation, why)
         self._outbox.clear()
-        self._drop_streams(f"group {self.endpoint.group}: {why}")
+        self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave)
         self._listener.link_changed(self)
 
-    def _drop_streams(self, why: str) -> None:
+    def _drop_streams(self, why: str, is_leave: bool) -> None:
         lost, self._sinks = self._sinks, {}
         if lost:
             self._send(wire.Abort(list(lost)))
         for sink, epoch in lost.values():
-            sink.lost(epoch, why)
+            sink.lost(epoch, why, is_leave)
 
     async def _read(self, connection: ClientConnection) -> str:
         while True:
@@ -283,8 +286,10 @@ class LeaderLink:
 
     def _take_state(self, state: wire.State) -> None:
         before, self.state = self.state, state
-        if not (state.serving or state.draining) or state.incarnation != before.incarnation:
-            self._drop_streams(f"group {self.endpoint.group}: {state.reason or 'it started anew'}")
+        is_new = state.incarnation != before.incarnation
+        if is_new or not (state.serving or state.draining):
+            why = f"group {self.endpoint.group}: {state.reason or 'it started anew'}"
+            self._drop_streams(why, is_leave=before.draining and not is_new)
         self._listener.link_changed(self)
 
     async def _write(self, connection: ClientConnection) -> str:
@@ -313,6 +318,11 @@ class LeaderLink:
                 return f"nothing came for {timeout_s:g} s"
             if stuck * look_s >= settings.heartbeat_timeout_s:
                 return f"the leader took nothing for {settings.heartbeat_timeout_s:g} s"
+
+
+def _is_proper_end(error: Exception) -> bool:
+    """Whether the leader closed the link as a server does that stops."""
+    return isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code in PROPER_ENDS
 
 
 def _explain(error: Exception) -> str:

@@ -14,9 +14,13 @@ from phalanx_router.journal import Journal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The stream's group no longer works on it; prompt and delivered tokens are in the journal."""
+    """The stream's group no longer works on it; prompt and delivered tokens are in the journal.
+
+    `is_leave`: the group had said that it would stop, and stopped in order.
+    """
 
     why: str
+    is_leave: bool = False
 
 
 Setback = Lost | wire.Refused
@@ -73,10 +77,10 @@ class Stream:
         if refused.epoch == self.journal.epoch:
             self._set_back(refused)
 
-    def lost(self, epoch: int, why: str) -> None:
-        """The group that had the stream in this epoch is gone."""
+    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+        """The group that had the stream in this epoch is gone, or left in order."""
         if epoch == self.journal.epoch:
-            self._set_back(Lost(why))
+            self._set_back(Lost(why, is_leave))
 
     def _set_back(self, setback: Setback) -> None:
         if self._setback is None and self._end is None:

@@ -120,6 +120,13 @@ class FakeLeader:
         for connection in list(self._running):
             connection.transport.abort()
 
+    async def close(self) -> None:
+        """Ends every connection as a server does that stops, and listens no more."""
+        assert self._server is not None
+        self._server.close(code=1012)
+        await self._server.wait_closed()
+        self._server = None
+
     def release(self) -> None:
         """Goes on after `hold_at`."""
         self._released.set()
@@ -260,11 +267,12 @@ def make_settings(
     patience_s: float = 10.0,
     keep_alive_s: float = 5.0,
     max_replays: int = 3,
+    max_moves: int = 32,
     refusal_pause_s: float = 0.02,
     served_names: tuple[str, ...] = (),
 ) -> FleetSettings:
     link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
-    return FleetSettings(link, served_names, max_replays, patience_s, keep_alive_s, 2.0, refusal_pause_s)
+    return FleetSettings(link, served_names, max_replays, patience_s, keep_alive_s, 2.0, refusal_pause_s, max_moves)
 
 
 class Leaders:

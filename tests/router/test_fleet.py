@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -306,6 +307,62 @@ async def test_streams_go_on_elsewhere_when_draining_ends_before_them(end: wire.
         await draining.tell(end)
         assert (await stream).tokens == expected([1, 2, 3], 16)
         assert [s.request.delivered for s in other.submitted] == [expected([1, 2, 3], 1)]
+
+
+def has_stepped(leader: FakeLeader) -> bool:
+    return leader.steps > 0
+
+
+@pytest.mark.parametrize(
+    ("max_replays", "max_moves", "ends"),
+    [(0, 32, None), (0, 3, None), (0, 2, "too_many_moves")],
+    ids=["leaves are no losses", "as many moves as allowed", "one more"],
+)
+async def test_a_stream_whose_groups_leave_in_order_has_lost_none(max_replays: int, max_moves: int, ends: str | None) -> None:
+    """Three groups drain and stop one after the other; the fourth finishes."""
+    leaders = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
+    async with running_world(*leaders, settings=make_settings(max_replays=max_replays, max_moves=max_moves)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for count, leader in enumerate(leaders[:3], 1):
+            await world.until(partial(has_stepped, leader))
+            await leader.tell(LEAVING)
+            await world.until_ready(4 - count)
+            await leader.tell(wire.State(False, 1, "the pod is stopping"))
+        if ends is None:
+            assert (await stream).tokens == expected([1, 2, 3], 16)
+        else:
+            with pytest.raises(BackendError, match="moved 3 times; last: group c: the pod is stopping") as caught:
+                await stream
+            assert caught.value.code == ends
+        assert world.metric("phalanx_router_replays_total") == (3 if ends is None else 2)
+
+
+async def test_a_leader_that_drained_and_closed_its_link_properly_left_in_order() -> None:
+    leader, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(leader, other, settings=make_settings(max_replays=0)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: leader.steps == 1)
+        await leader.tell(LEAVING)
+        await world.until_ready(1)
+        await leader.close()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+
+
+@pytest.mark.parametrize("end", ["cut", "new incarnation"])
+async def test_a_group_that_dies_while_it_drains_is_a_loss(end: str) -> None:
+    leader, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
+    async with running_world(leader, other, settings=make_settings(max_replays=0)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: leader.steps == 1)
+        await leader.tell(LEAVING)
+        await world.until_ready(1)
+        if end == "cut":
+            leader.cut()
+        else:
+            await leader.tell(wire.State(False, 2, "rank 1 died"))
+        with pytest.raises(BackendError) as caught:
+            await stream
+        assert caught.value.code == "too_many_replays"
 
 
 async def test_streams_leave_a_leader_that_left_the_list() -> None:
