@@ -1,6 +1,6 @@
 """From a checked body to a job for the backend: prompts, sampling, and one choice of the answer for each sequence."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -14,6 +14,7 @@ from phalanx_frontend.chat_parts import chat_format
 from phalanx_frontend.completion_format import CompletionFormat
 from phalanx_frontend.door import Door
 from phalanx_frontend.errors import invalid
+from phalanx_frontend.fields import Prompt
 from phalanx_frontend.formats import AnswerFormat, Head
 from phalanx_frontend.job import Choice, Job
 from phalanx_frontend.logprobs import Spelling
@@ -63,12 +64,12 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     requests = await requests_of(door.draw_seed, body, caller, model, prompts, id)
     head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
     format = endpoint.format(head, body, model)
+    echoes = echoes_of(body, model, prompts, wants)
     choices = []
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, wants)
-        echo = echo_of(body, model, request.prompt, index // per_prompt, wants)
         meter = door.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, door.seconds)
-        choices.append(Choice(request, reply, format.choice(index, request.prompt, echo, reply), meter))
+        choices.append(Choice(request, reply, format.choice(index, request.prompt, echoes[index // per_prompt], reply), meter))
     job = Job(id, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
     return Answer(job, door.backend, door.metrics, endpoint.route)
 
@@ -146,13 +147,20 @@ def make_reply(body: GenerationRequest, model: DoorModel, request: wire.Request,
     )
 
 
-def echo_of(body: GenerationRequest, model: DoorModel, prompt: list[int], position: int, wants: Wants) -> Echo | None:
-    """The prompt as it is shown again, if it is: as it was written, or as its ids spell."""
+def echoes_of(body: GenerationRequest, model: DoorModel, prompts: Sequence[list[int]], wants: Wants) -> list[Echo | None]:
+    """Each prompt as it is shown again before all its choices, or None where it is not."""
     if not (isinstance(body, CompletionRequest) and body.echo):
-        return None
-    detokenizer = make_detokenizer(model.tokenizer, body.skip_special_tokens is not False)
+        return [None] * len(prompts)
+    skip = body.skip_special_tokens is not False
+    return [_echo(written, prompt, model, skip, wants) for written, prompt in zip(body.prompt, prompts, strict=True)]
+
+
+def _echo(written: Prompt, prompt: list[int], model: DoorModel, skip_special_tokens: bool, wants: Wants) -> Echo:
+    """As it was written, or as its ids spell. Its pieces are made only where something of them is shown."""
+    if isinstance(written, str) and wants.logprobs is None:
+        return Echo(written)
+    detokenizer = make_detokenizer(model.tokenizer, skip_special_tokens)
     pieces = [detokenizer.feed(token) for token in prompt]
-    written = body.prompt[position]
     text = written if isinstance(written, str) else "".join(pieces) + detokenizer.end()
     starts = accumulate((len(piece) for piece in pieces[:-1]), initial=0)
     return Echo(text, [min(start, len(text)) for start in starts] if wants.logprobs is not None else ())

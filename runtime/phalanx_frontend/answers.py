@@ -20,11 +20,18 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+_RETRY_AFTER: dict[str, Any] = {
+    "Retry-After": {"schema": {"type": "integer"}, "description": "Of 429 and 503, where a time is known: seconds to wait."}
+}
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
-    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is, or not now (429, with Retry-After)."},
-    "5XX": {"model": ErrorBody, "description": "The server cannot serve it; 503 has Retry-After."},
+    "4XX": {
+        "model": ErrorBody,
+        "description": "It cannot be served as it is, or not now (429).",
+        "headers": _RETRY_AFTER,
+    },
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve it, or not now (503).", "headers": _RETRY_AFTER},
 }
 """Of every route."""
 STREAMED: Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Whole, or streamed."}}

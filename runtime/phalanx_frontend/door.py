@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.draw import draw_seed
 from phalanx_frontend.limits import Limits
@@ -23,14 +24,27 @@ class Door:
     unix_s: Clock = time.time
     draw_seed: Callable[[], int] = draw_seed
 
+    _known_s: dict[str, float] = field(default_factory=dict)
+
+    def assets(self) -> wire.Assets:
+        """What is served now. Raises BackendError 503 while that is not known."""
+        assets = self.backend.assets()
+        if assets.content_hash not in self._known_s:
+            self._known_s[assets.content_hash] = self.unix_s()
+        return assets
+
+    def known_s(self, assets: wire.Assets) -> float:
+        """The time of day when these were first served here."""
+        return self._known_s[assets.content_hash]
+
     async def model(self) -> DoorModel:
         """The model that is served now. Raises BackendError 503 while none is known."""
-        return await self.models.get(self.backend.assets())
+        return await self.models.get(self.assets())
 
     async def warm(self) -> None:
         """Loads the model if one is known, so that no request waits for it. A router may be ready before it knows any."""
         try:
-            assets = self.backend.assets()
+            assets = self.assets()
         except BackendError:
             return
         await self.models.get(assets)

@@ -58,7 +58,7 @@ def parse_logit_bias(value: object) -> dict[int, float]:
 
 
 def parse_content(value: object) -> str | None:
-    """Text of a message: a string, or its text parts joined by line ends."""
+    """Text of a message: a string, or its text parts joined by line ends. What was refused earlier is text too."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -67,9 +67,10 @@ def parse_content(value: object) -> str | None:
         raise ValueError("must be a string or an array of text parts")
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        text = part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise ValueError('every part must be {"type": "text", "text": ...}: this model reads text only')
-        texts.append(whole_text(part["text"]))
+        texts.append(whole_text(text))
     return "\n".join(texts)
 
 
@@ -85,17 +86,19 @@ def whole_text(value: str) -> str:
 _TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPTS = {"anyOf": [*_TEXTS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}
+
+
+def _part(kind: str) -> dict[str, Any]:
+    return {"type": "object", "required": ["type", kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}}
+
+
 _BIAS = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _PARTS = {
     "anyOf": [
         {"type": "string"},
         {
             "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            },
+            "items": {"anyOf": [_part("text"), _part("refusal")]},
         },
         {"type": "null"},
     ]

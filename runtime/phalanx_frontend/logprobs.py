@@ -60,7 +60,7 @@ def _by_text(id: int, detail: wire.TokenDetail, wants: Wants, spelling: Spelling
     found: dict[str, float] = {}
     for top, logprob in _tops(detail, wants.logprobs):
         found.setdefault(spelling.completion(top), _finite(logprob))
-    found[spelling.completion(id)] = _finite(detail.logprob)
+    found.setdefault(spelling.completion(id), _finite(detail.logprob))
     return found
 
 

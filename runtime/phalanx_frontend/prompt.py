@@ -7,7 +7,7 @@ from phalanx_frontend.errors import invalid
 from phalanx_frontend.model import DoorModel
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from phalanx_frontend.text.chat import ChatTemplateError
-from phalanx_frontend.tools import check_tools, shown_calls, shown_tools
+from phalanx_frontend.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 
 
 async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[list[int]]:
@@ -30,7 +30,7 @@ async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
     if body.tools or body.tool_choice:
-        options |= tool_options(body, model)
+        options |= tool_options(body.tools or [], body.tool_choice, model)
     text = render(model, body.messages, body.add_generation_prompt is not False, options)
     ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
@@ -38,11 +38,10 @@ async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
     return [ids]
 
 
-def tool_options(body: ChatRequest, model: DoorModel) -> dict[str, Any]:
+def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: DoorModel) -> dict[str, Any]:
     """The variable by which templates learn of tools. Raises ApiError 400 for tools that cannot be called."""
-    tools = body.tools or []
-    check_tools(tools, body.tool_choice)
-    shown = shown_tools(tools, body.tool_choice)
+    check_tools(tools, choice)
+    shown = shown_tools(tools, choice)
     if shown and not isinstance(model.template, str) and model.template.tool_format is None:
         raise invalid("tools", "this model's chat template knows no tools, or a format of calls that is not supported")
     return {"tools": shown} if shown else {}
@@ -51,10 +50,13 @@ def tool_options(body: ChatRequest, model: DoorModel) -> dict[str, Any]:
 async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
     """Token ids of a prompt or of messages, as a completion or a chat with them would have."""
     if body.messages is not None and body.prompt is None:
-        text = render(model, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {})
+        options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
+        text = render(model, body.messages, body.add_generation_prompt is not False, options)
         return await model.encode(text, bool(body.add_special_tokens), "messages")
     if body.prompt is None or body.messages is not None:
         raise invalid("prompt", "either prompt or messages must be given, and not both")
+    if body.tools:
+        raise invalid("tools", "tools are part of messages, not of a prompt")
     return await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
 
 

@@ -33,7 +33,7 @@ def openai_routes(door: Door) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The names that requests may use."""
-        assets = door.backend.assets()
+        assets = door.assets()
         return {"object": "list", "data": [model_card(door, assets, name) for name in assets.served_names]}
 
     @routes.get("/v1/models/{name:path}")
@@ -66,7 +66,7 @@ def model_card(door: Door, assets: wire.Assets, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": int(door.unix_s()),
+        "created": int(door.known_s(assets)),
         "owned_by": "phalanx",
         "root": assets.served_names[0],
         "parent": None,

@@ -80,7 +80,7 @@ def output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, asked: int | None, param: str) -> ApiError:
     """The 400 that clients know by its code."""
-    request = f"{num_prompt_tokens} in the {param}" + (f", {asked} in the completion" if asked is not None else "")
+    request = f"{num_prompt_tokens} in the {param}, {asked or 'at least 1'} in the completion"
     wanted = num_prompt_tokens + (asked or 1)
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens ({request})."

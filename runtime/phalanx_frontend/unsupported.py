@@ -1,7 +1,7 @@
 """Fields that OpenAI or vLLM define and this door does not implement yet, with the values that ask for nothing.
 
 A field here with any other value is refused by name: a client must never believe that it was obeyed. Fields that are
-hints or bookkeeping (`user`, `metadata`, `prompt_cache_key`, ...) and fields nobody defined are ignored, as vLLM does.
+hints or bookkeeping (`store`, `metadata`, `prompt_cache_key`, ...) and fields nobody defined are ignored, as vLLM does.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from phalanx_frontend.errors import invalid
 
 _OFF = (None, False)
 _EMPTY_LIST: tuple[object, ...] = (None, [])
-_ZERO = (None, 0, 0.0)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI, both endpoints
@@ -23,7 +22,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "store": _OFF,
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     # vLLM

@@ -11,9 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.app import create_app, create_health_app
+from phalanx_frontend.door import Door
+from phalanx_frontend.limits import Limits
+from phalanx_frontend.metrics import DoorMetrics, response_counter
 from phalanx_frontend.model import KEPT_MODELS, Models
+from phalanx_frontend.routes import model_card
 from phalanx_frontend.vitals import Health
-from tests.frontend.fakes import FakeBackend, saying, tiny_assets, token_ids
+from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, saying, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.posting import FULL, client_of
 
 
@@ -54,6 +58,54 @@ async def test_the_door_follows_the_model_that_is_served() -> None:
         assert (await client.get("/v1/models/org/next")).json()["id"] == "org/next"
         assert (await client.get("/v1/models/tiny")).status_code == 404
         assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["org/next", "next"]
+
+
+async def test_a_model_was_created_when_it_became_known() -> None:
+    backend, times = FakeBackend(), iter(range(100, 200))
+    registry = CollectorRegistry()
+    metrics = DoorMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
+    door = Door(backend, metrics, Limits(), unix_s=lambda: next(times))
+    first, again = model_card(door, door.assets(), "tiny"), model_card(door, (await door.model()).assets, "tiny")
+    assert first["created"] == again["created"] == 100
+    backend.current_assets = tiny_assets(names=["next"])
+    await door.warm()
+    assert model_card(door, door.assets(), "next")["created"] == 101
+
+
+async def test_tokens_of_messages_count_their_tools() -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "of a city"}}
+    template = CHAT_TEMPLATE + "{% for tool in tools %}<tool_call>{{ tool | tojson }}</tool_call>{% endfor %}"
+    body = {"messages": [{"role": "user", "content": "once"}]}
+    backend = FakeBackend(assets=tiny_assets(chat_template=template))
+    async with client_of(backend) as client:
+        bare = (await client.post("/tokenize", json=body)).json()["tokens"]
+        told = (await client.post("/tokenize", json={**body, "tools": [tool]})).json()["tokens"]
+        await client.post("/v1/chat/completions", json={**body, "tools": [tool], "max_tokens": 1})
+        assert backend.requests[0].prompt == told and len(told) > len(bare)
+        twice = await client.post("/tokenize", json={**body, "tools": [tool, tool]})
+        assert (twice.status_code, twice.json()["error"]["param"]) == (400, "tools[1].function.name")
+        alone = await client.post("/tokenize", json={"prompt": "once", "tools": [tool]})
+        assert (alone.status_code, alone.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "I will not"}]}, "I will not"),
+        ({"content": None, "refusal": "I will not"}, ""),
+        ({"content": "yes", "refusal": None}, "yes"),
+    ],
+    ids=["part", "field", "null"],
+)
+async def test_a_refusal_of_the_past_is_taken_as_text_or_ignored(message: dict[str, object], shown: str) -> None:
+    backend = FakeBackend()
+    async with client_of(backend) as client:
+        messages = [{"role": "user", "content": "once"}, {"role": "assistant", **message}]
+        answer = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+        assert answer.status_code == 200
+        broken = {"role": "assistant", "content": [{"type": "refusal", "text": "I will not"}]}
+        assert (await client.post("/v1/chat/completions", json={"messages": [broken]})).status_code == 400
+    assert tiny_tokenizer().decode(backend.requests[0].prompt).endswith(f"<|assistant|>{shown}\n<|assistant|>")
 
 
 async def test_a_model_is_loaded_once_and_the_longest_unused_is_forgotten() -> None:

@@ -1,5 +1,6 @@
 """What a request asks of the backend, over the model's defaults."""
 
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +61,20 @@ def test_what_never_fits_is_refused(body: GenerationRequest, num_prompt: int, pa
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
 
 
+@pytest.mark.parametrize(
+    ("body", "num_prompt", "told"),
+    [
+        (completion(max_tokens=0, echo=True), 100, "101 tokens (100 in the prompt, at least 1 in the completion)"),
+        (completion(), 100, "101 tokens (100 in the prompt, at least 1 in the completion)"),
+        (completion(max_tokens=5), 97, "102 tokens (97 in the prompt, 5 in the completion)"),
+    ],
+    ids=["echo alone", "not said", "said"],
+)
+def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_prompt: int, told: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(told)):
+        output_tokens(body, num_prompt, 100, Defaults())
+
+
 def test_the_request_goes_before_the_model_and_the_model_before_openai() -> None:
     defaults = read_defaults(b'{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 33}')
     assert defaults == Defaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=33)
@@ -99,13 +114,13 @@ def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("fields", [{"store": 0}, {"use_beam_search": 0}, {"best_of": True}], ids=str)
+@pytest.mark.parametrize("fields", [{"continue_final_message": 0}, {"use_beam_search": 0}, {"best_of": True}], ids=str)
 def test_zero_and_false_are_not_the_same(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError):
         check_fields(completion(**fields), Limits())
 
 
-@pytest.mark.parametrize("fields", [{"user": "me"}, {"metadata": {"a": "b"}}, {"no_such_field": 1}], ids=str)
+@pytest.mark.parametrize("fields", [{"user": "me"}, {"store": True}, {"metadata": {"a": "b"}}, {"no_such_field": 1}], ids=str)
 def test_hints_and_unknown_fields_are_ignored(fields: dict[str, Any]) -> None:
     check_fields(completion(**fields), Limits())
 

@@ -88,6 +88,16 @@ def test_a_token_beside_the_best_is_told_too() -> None:
     assert content == [{"token": "c", "logprob": -9.0, "bytes": [99], "top_logprobs": [top]}]
 
 
+def test_of_two_tokens_with_one_text_the_more_probable_stays() -> None:
+    class Twins(Spelling):
+        def completion(self, id: int) -> str:
+            return "same" if id in (1, 2) else "other"
+
+    token = ShownToken(1, 0, wire.TokenDetail(-9.0, 7, [2, 3], [-0.5, -1.0]))
+    told = completion_logprobs([token], Wants(logprobs=2), Twins(TOKENIZER, False), 0)
+    assert (told["token_logprobs"], told["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
+
+
 def test_a_token_that_cannot_be_has_a_number_all_the_same() -> None:
     token = ShownToken(token_ids("a")[0], 0, wire.TokenDetail(float("-inf"), 9, [], []))
     assert completion_logprobs([token], Wants(logprobs=0), SPELLING, 0)["token_logprobs"] == [LOWEST]

@@ -1,0 +1,45 @@
+"""A prompt that is shown again: made once for all choices, and of tokens only where tokens are shown."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from phalanx_frontend.accept import echoes_of
+from phalanx_frontend.model import load_model
+from phalanx_frontend.sampling import wants_of
+from phalanx_frontend.schemas import CompletionRequest
+from phalanx_frontend.shown import Echo
+from phalanx_frontend.text.tokenizer import TextTokenizer
+from tests.frontend.fakes import tiny_assets, token_ids
+
+MODEL = load_model(tiny_assets())
+UNTOUCHED = replace(MODEL, tokenizer=cast(TextTokenizer, object()))
+"""Fails as soon as a token of it is looked at."""
+
+
+def echoes(prompt: Any, model: Any = MODEL, **fields: Any) -> list[Echo | None]:
+    body = CompletionRequest.model_validate({"prompt": prompt, "echo": True, **fields})
+    prompts = [token_ids(each) if isinstance(each, str) else each for each in body.prompt]
+    return list(echoes_of(body, model, prompts, wants_of(body)))
+
+
+def test_without_an_echo_there_is_none() -> None:
+    assert echoes(["a", "b"], UNTOUCHED, echo=False) == [None, None]
+
+
+def test_written_text_is_shown_without_a_look_at_its_tokens() -> None:
+    assert echoes(["once", "upon"], UNTOUCHED, n=3) == [Echo("once"), Echo("upon")]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 0}], ids=["text", "tokens"])
+def test_ids_are_shown_as_they_spell(fields: dict[str, Any]) -> None:
+    (echo,) = echoes(token_ids("once upon"), **fields)
+    assert echo is not None and echo.text == "once upon"
+    assert len(echo.starts) == (len(token_ids("once upon")) if fields else 0)
+
+
+def test_tokens_of_written_text_start_where_its_pieces_do() -> None:
+    (echo,) = echoes("once upon", logprobs=1, n=2)
+    assert echo is not None and echo.text == "once upon"
+    assert list(echo.starts) == sorted(echo.starts) and len(echo.starts) == len(token_ids("once upon"))
