@@ -25,7 +25,7 @@ from phalanx_frontend.reply import Reply
 from phalanx_frontend.sampling import check_fields
 from phalanx_frontend.schemas import CompletionRequest
 from phalanx_frontend.shown import NOTHING
-from phalanx_runtime.offline.group import OwnGroup
+from phalanx_runtime.offline.group import GroupEnded, OwnGroup
 from phalanx_runtime.offline.options import settings_of
 from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, told, told_prompt
 from phalanx_runtime.offline.params import SamplingParams, body_of
@@ -35,6 +35,9 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 AT_ONCE = 512
 """Requests in the engine at once. More would pass the bound of its queue, fewer could leave rows of a step empty."""
+
+FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
+"""Between two tries of a request that found the engine's queue full; doubled from one to the next."""
 
 
 class GenerationError(RuntimeError):
@@ -76,7 +79,9 @@ class LLM:
             "dtype": dtype,
             "max_model_len": max_model_len,
         }
-        self._group = OwnGroup(settings_of(model, {**own, **flags}, os.environ))
+        settings = settings_of(model, {**own, **flags}, os.environ)
+        self._room = settings.max_num_seqs + settings.max_num_queued_reqs
+        self._group = OwnGroup(settings)
         try:
             self._model = load_model(self._group.backend.assets())
         except BaseException:
@@ -97,8 +102,6 @@ class LLM:
         several = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
         if len(several) != len(each):
             raise ValueError(f"{len(several)} sampling_params for {len(each)} prompts; expected one, or one for each")
-        if self._group.is_closed:
-            raise GenerationError("the engine was closed")
         bodies = [body_of(prompt, one) for prompt, one in zip(each, several, strict=True)]
         try:
             return self._group.run(self._answer(bodies, several))
@@ -109,6 +112,8 @@ class LLM:
             if error.status < 500:
                 raise ValueError(error.message) from error
             raise GenerationError(error.message) from error
+        except GroupEnded as error:
+            raise GenerationError(str(error)) from error
 
     def close(self) -> None:
         """Ends the ranks. May be called again."""
@@ -123,7 +128,7 @@ class LLM:
     async def _answer(self, bodies: list[CompletionRequest], params: list[SamplingParams]) -> list[RequestOutput]:
         """All requests checked first, then computed side by side."""
         prepared = [await self._choices(body, one) for body, one in zip(bodies, params, strict=True)]
-        room = asyncio.Semaphore(AT_ONCE)
+        room = asyncio.Semaphore(min(AT_ONCE, self._room))
         tasks = [asyncio.create_task(self._run(choice, room)) for choices in prepared for choice in choices]
         try:
             await asyncio.gather(*tasks)
@@ -144,8 +149,21 @@ class LLM:
         return [_Choice(request, make_reply(body, self._model, request, NOTHING)) for request in requests]
 
     async def _run(self, choice: _Choice, room: asyncio.Semaphore) -> None:
-        """Computes one sequence to its end. Raises BackendError."""
-        async with room, aclosing(self._group.backend.generate(choice.request)) as deltas:
+        """Computes one sequence to its end; a full queue is waited for. Raises BackendError."""
+        wait_s = FIRST_WAIT_S
+        async with room:
+            while True:
+                try:
+                    return await self._read(choice)
+                except BackendError as error:
+                    if error.status != 429:
+                        raise
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_WAIT_S)
+
+    async def _read(self, choice: _Choice) -> None:
+        """Reads one sequence to its end. Raises BackendError."""
+        async with aclosing(self._group.backend.generate(choice.request)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, KeepAlive):
                     continue
@@ -191,4 +209,7 @@ def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     ids = [item for item in prompts if isinstance(item, int)]
-    return [ids] if ids else [item for item in prompts if not isinstance(item, int)]
+    several = [item for item in prompts if not isinstance(item, int)]
+    if ids and several:
+        raise ValueError("prompts has token ids beside texts or lists; expected the ids of one prompt, or several prompts")
+    return [ids] if ids else several

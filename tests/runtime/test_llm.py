@@ -1,5 +1,6 @@
 """The engine in a user's process: equal to transformers, on one rank and on two; its ranks are gone when it is closed."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,17 @@ import pytest
 import torch
 
 import phalanx_runtime
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_runtime import LLM, SamplingParams, llm
+from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.llm import GenerationError, Prompt
+from phalanx_runtime.offline.group import GroupEnded, OwnGroup
 from phalanx_runtime.offline.options import settings_of
 from phalanx_runtime.offline.outputs import CompletionOutput
 from phalanx_runtime.offline.params import StructuredOutputsParams, body_of
+from phalanx_runtime.server.supervisor import LeaderSupervisor
 from tests.runtime.pods import is_alive
 from tests.runtime.tiny import EOS_ID, save_tiny
 
@@ -176,6 +183,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "grammar": ("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "structured_outputs"),
     "bias": ("a", SamplingParams(logit_bias={5000: 1.0}), "logit_bias"),
     "two kinds": ("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", grammar="b")), "structured_outputs"),
+    "ids and a text": ([1, 2, "x"], SamplingParams(), "prompts has token ids beside"),
     "number of parameters": (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
 }
 
@@ -192,6 +200,62 @@ def test_more_prompts_than_go_at_once_are_all_answered(engines: list[LLM], monke
     prompts = [f"prompt {number}" for number in range(20)]
     outputs = engines[0].generate(prompts, SamplingParams(max_tokens=2, temperature=0.0))
     assert [output.prompt for output in outputs] == prompts
+
+
+def test_a_full_queue_is_waited_for_and_a_caller_of_a_closed_engine_is_told(folder: Path) -> None:
+    with LLM(str(folder), max_num_seqs=1, max_num_queued_reqs=1, **OPTIONS) as engine:
+        refused = CountingBackend(engine._group.backend)
+        engine._group.backend = refused  # type: ignore[assignment]
+        assert len(engine.generate(["a"] * 6, GREEDY)) == 6
+        assert refused.count > 0
+        told: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                engine._group.run(asyncio.sleep(3600))
+            except GroupEnded as error:
+                told.append(error)
+
+        caller = threading.Thread(target=work, daemon=True)
+        caller.start()
+        time.sleep(0.1)
+        engine.close()
+        caller.join(30)
+        assert [str(error) for error in told] == ["the engine was closed"]
+
+
+def test_a_supervisor_that_breaks_tells_the_caller_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = threading.Event()
+
+    async def run(self: object) -> None:
+        while not broken.is_set():
+            await asyncio.sleep(0.05)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(LeaderSupervisor, "run", run)
+    own = OwnGroup.__new__(OwnGroup)
+    threading.Timer(0.2, broken.set).start()
+    with pytest.raises(RuntimeError, match="a bug"):
+        own.__init__(settings_of(str(folder), OPTIONS, {}))  # type: ignore[misc]
+    with pytest.raises(GroupEnded, match="the engine ended: a bug"):
+        own.run(asyncio.sleep(1))
+
+
+class CountingBackend:
+    """The group's backend; counts what was refused because the queue was full."""
+
+    def __init__(self, inner: LocalBackend) -> None:
+        self.count = 0
+        self._inner = inner
+
+    async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
+        async with aclosing(self._inner.generate(request)) as deltas:
+            try:
+                async for delta in deltas:
+                    yield delta
+            except BackendError as error:
+                self.count += error.status == 429
+                raise
 
 
 def test_a_lost_rank_ends_the_call_and_the_engine_comes_back(folder: Path) -> None:

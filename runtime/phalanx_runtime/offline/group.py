@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -24,6 +24,10 @@ CLOSE_S = 10.0
 """How long the ranks have to leave. They are killed after a second, so this bounds a bug."""
 
 
+class GroupEnded(RuntimeError):
+    """The group was closed, or ended by a bug, before the work was done; the message says which."""
+
+
 class OwnGroup:
     """Ranks, scheduler and engine of the server, without its HTTP. Closing it, or the end of this process, ends the ranks."""
 
@@ -33,6 +37,10 @@ class OwnGroup:
         self._settings = settings
         self._command = rank_command
         self._ready: Future[None] = Future()
+        self._why = "the engine was closed"
+        self._is_ending = False
+        self._ending = threading.Lock()
+        """Held to begin work and to end: no work begins that nobody will end."""
         self._loop = asyncio.new_event_loop()
         self._leave = asyncio.Event()
         self._thread = threading.Thread(target=self._live, name="phalanx engine", daemon=True)
@@ -49,10 +57,16 @@ class OwnGroup:
         return not self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What this coroutine gives on the group's event loop. An interrupt of the waiting caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """What this coroutine gives on the group's event loop. Raises GroupEnded. An interrupt of the caller cancels it."""
+        with self._ending:
+            if self._is_ending:
+                work.close()
+                raise GroupEnded(self._why)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError as error:
+            raise GroupEnded(self._why) from error
         except BaseException:
             future.cancel()
             raise
@@ -67,9 +81,13 @@ class OwnGroup:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
+            self._why = f"the engine ended: {error}"
             if not self._ready.done():
                 self._ready.set_exception(error)
         finally:
+            with self._ending:
+                self._is_ending = True
+            self._loop.run_until_complete(_end_others())
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -83,11 +101,12 @@ class OwnGroup:
         leave = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait([supervisor, leave], return_when=asyncio.FIRST_COMPLETED)
-            if supervisor.done():
-                supervisor.result()
+            if supervisor.done() and (error := supervisor.exception()) is not None:
+                self._why = f"the engine ended: {error}"
+                raise error
         finally:
             stop.set()
-            client.refuse("the engine was closed")
+            client.refuse(self._why)
             supervisor.cancel()
             leave.cancel()
             await asyncio.gather(supervisor, leave, return_exceptions=True)
@@ -102,3 +121,11 @@ class OwnGroup:
             self._ready.set_result(None)
         elif state.incarnation > 1:
             self._ready.set_exception(ModelError(state.reason))
+
+
+async def _end_others() -> None:
+    """Cancels every other task of the running loop and waits for their ends: a loop that closes before leaves callers waiting."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
