@@ -40,7 +40,7 @@ class Settings:
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings from a command line. Raises SystemExit 2 with the name and the value of what is wrong."""
-    parser = _parser()
+    parser = make_parser()
     given = parser.parse_args(arguments)
     if bool(given.leaders) == bool(given.service):
         parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
@@ -79,7 +79,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser("phalanx-router", description="The front door of an InferenceService.")
     serve = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("serve", help="serve clients over the groups")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")

@@ -114,7 +114,7 @@ def read_settings(
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> ServeSettings | ConvertSettings:
     """What the flags say. When one cannot be used, the parser's `error`: it exits with code 2, the name and the value."""
-    parser = _make_parser(parser_class)
+    parser = make_parser(parser_class)
     flags = parser.parse_args(arguments)
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
@@ -157,7 +157,8 @@ def read_settings(
     )
 
 
-def _make_parser(parser_class: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The command line."""
     parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)

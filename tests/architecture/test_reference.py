@@ -1,0 +1,59 @@
+"""docs/reference.md: flags and HTTP endpoints, generated from the programs themselves."""
+
+import argparse
+import pathlib
+import re
+
+import pytest
+
+from phalanx_frontend.app import create_app
+from phalanx_router.settings import make_parser as router_parser
+from phalanx_runtime.settings import make_parser as runtime_parser
+from tests.frontend.fakes import FakeBackend
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference.md"
+
+
+def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """A row for each flag of a command."""
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    rows = ["| flag | default | what it says |", "|---|---|---|"]
+    for action in commands.choices[command]._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        name = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+        choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
+        default = "" if action.default in (None, [], "", argparse.SUPPRESS) else f"`{action.default}`"
+        told = re.sub(r" \(default %\(default\)s(; )?([^)]*)\)", r" \2", action.help or "").strip()
+        rows.append(f"| {name} | {default} | {told or 'one of'}{choices} |")
+    return rows
+
+
+def endpoints() -> list[str]:
+    """A row for each operation of the door."""
+    rows = ["| endpoint | what it gives |", "|---|---|"]
+    for path, operations in create_app(FakeBackend()).openapi()["paths"].items():
+        for method, operation in operations.items():
+            told = " ".join((operation.get("description") or operation.get("summary", "")).split())
+            rows.append(f"| `{method.upper()} {path}` | {told} |")
+    return rows
+
+
+def page() -> str:
+    parts = [
+        [
+            "# Reference",
+            "",
+            "Generated from the programs by `make golden`. Request fields are in `/openapi.json` of a running server.",
+        ],
+        ["## HTTP", *endpoints()],
+        ["## `phalanx-runtime serve`", *flags(runtime_parser(), "serve")],
+        ["## `phalanx-router serve`", *flags(router_parser(), "serve")],
+    ]
+    return "\n\n".join("\n".join([part[0], "", *part[1:]] if part[0].startswith("## ") else part) for part in parts) + "\n"
+
+
+def test_the_reference_is_current(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--golden-update", default=False):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "run `make golden`"
