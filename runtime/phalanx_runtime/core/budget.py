@@ -3,7 +3,8 @@
     no target, or nothing decodes, or no times known yet     max_num_batched_tokens - decodes
     else                                                     as many as keep the step within the target, and at least a few
 
-With several plans in flight a stream waits for all of them between its tokens: each gets its part of the target.
+With several plans in flight a stream waits for all of them between its tokens: each gets its part of the target, one without
+decodes too while others have some.
 
 The few: what makes the step a quarter longer than the decodes alone, so that prompts progress where the target cannot hold.
 Nobody waits for a timer: a step starts with what is there.
@@ -16,10 +17,13 @@ LEAST_STRETCH = 1.25
 LEAST_TOKENS = 8
 
 
-def prefill_tokens(limits: Limits, model: StepModel | None, decodes: int, context_tokens: int) -> int:
-    """How many prompt tokens may join this many decodes, whose contexts sum to `context_tokens`."""
+def prefill_tokens(limits: Limits, model: StepModel | None, decodes: int, context_tokens: int, elsewhere: int = 0) -> int:
+    """How many prompt tokens may join this many decodes, whose contexts sum to `context_tokens`.
+
+    elsewhere: decodes in other plans in flight.
+    """
     room = limits.max_num_batched_tokens - decodes
-    if limits.itl_target_s is None or model is None or not decodes:
+    if limits.itl_target_s is None or model is None or not decodes + elsewhere:
         return room
     alone_s = model.predict(StepWork(0, decodes, context_tokens))
     limit_s = max(limits.itl_target_s / limits.plans_in_flight, LEAST_STRETCH * alone_s)

@@ -33,9 +33,9 @@ class Composer:
         self._seats.sort(lambda request: self._place(request, now))
         draft = Draft(step)
         before = self.num_preemptions
-        self._add_decodes(draft, now)
+        elsewhere = self._add_decodes(draft, now)
         context = sum(chunk.end for chunk in draft.chunks)
-        draft.budget = prefill_tokens(self._limits, model, len(draft.chunks), context)
+        draft.budget = prefill_tokens(self._limits, model, len(draft.chunks), context, elsewhere)
         self._add_prompts(draft, now, may_admit=self.num_preemptions == before)
         return draft
 
@@ -43,13 +43,14 @@ class Composer:
         policy = self._policy
         return policy.rank(policy.lane(request)), policy.key(request, now), request.order
 
-    def _add_decodes(self, draft: Draft, now: float) -> None:
-        """Adds running requests that miss one token."""
+    def _add_decodes(self, draft: Draft, now: float) -> int:
+        """Adds running requests that miss one token; gives back how many others do, which are in plans in flight."""
         decodes = [request for request in self._seats.running if request.missing == 1 and not request.gone]
         ready = [request for request in decodes if not request.in_flight]
         for request in ready[: decode_share(self._limits, len(decodes))]:
             if request.row is not None and self._has_slot(request, now):
                 self._sharing.note_written(draft.add(request, 1), draft)
+        return len(decodes) - len(ready)
 
     def _has_slot(self, request: Request, now: float) -> bool:
         """Whether the request has a slot for its token, after it got a page if it needed one. May preempt it or others."""

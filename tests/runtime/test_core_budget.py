@@ -1,0 +1,42 @@
+"""How many prompt tokens a step gets beside decodes, with one plan in flight and with several."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.budget import prefill_tokens
+from phalanx_runtime.core.plan import PoolShape, StepResult
+from phalanx_runtime.core.scheduler import Scheduler
+from tests.runtime.fake_runner import make_request
+
+MODEL = StepModel(fixed_s=0.001, token_s=0.0001, knee_tokens=0, context_s=0.0, attention_s=0.0)
+LIMITS = Limits(max_model_len=2000, max_num_seqs=8, max_num_batched_tokens=1000, itl_target_s=0.041)
+
+
+@pytest.mark.parametrize(
+    ("flights", "decodes", "elsewhere", "tokens"),
+    [(1, 0, 0, 1000), (1, 10, 0, 390), (2, 10, 10, 185), (2, 0, 10, 195), (2, 0, 0, 1000), (4, 10, 30, 82)],
+    ids=["nothing decodes", "one plan", "half the target each", "a stream in the other plan waits too", "none waits", "quarters"],
+)
+def test_plans_in_flight_share_the_target(flights: int, decodes: int, elsewhere: int, tokens: int) -> None:
+    limits = replace(LIMITS, plans_in_flight=flights)
+    assert prefill_tokens(limits, MODEL, decodes, 100 * decodes, elsewhere) == pytest.approx(tokens, abs=1)
+
+
+@pytest.mark.parametrize("flights", [1, 2])
+def test_a_prompt_beside_a_stream_in_another_plan_keeps_within_the_target(flights: int) -> None:
+    scheduler = Scheduler(replace(LIMITS, plans_in_flight=flights), PoolShape(1000, 4))
+    for tokens in range(1, 200):
+        scheduler.fit.add(StepWork(tokens, 0, 0), MODEL.predict(StepWork(tokens, 0, 0)))
+    assert scheduler.submit(1, make_request(1, 50)) is None
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(StepResult(plan.step, [7]))
+    if flights == 2:
+        assert scheduler.schedule() is not None, "the stream's next token"
+    assert scheduler.submit(2, make_request(1500, 1)) is None
+    beside = scheduler.schedule()
+    assert beside is not None
+    assert (len(beside.rows), sum(beside.counts)) == pytest.approx({1: (2, 400), 2: (1, 195)}[flights], rel=0.05)
