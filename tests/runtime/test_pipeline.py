@@ -17,6 +17,8 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.linear import Kernels
+from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.cgroup import System
 from phalanx_runtime.rank.group import join_group
 from phalanx_runtime.rank.rank import load_rank
@@ -26,7 +28,7 @@ from tests.runtime.equal import compare
 from tests.runtime.pods import make_spec
 from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, with_group
 from tests.runtime.served import Script, Served, Watched, serve
-from tests.runtime.test_model_parity import generate, reference
+from tests.runtime.test_model_parity import as_bf16, generate, reference
 from tests.runtime.test_sampling_equality import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 
@@ -81,6 +83,16 @@ def test_families_give_the_tokens_of_transformers_on_two_stages(models: Models, 
 def test_stages_and_their_ranks_give_the_tokens_of_transformers(tmp_path: Path, pods: list[int], stages: int, tied: bool) -> None:
     folder = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, tie_word_embeddings=tied)
     outputs = generate(folder, pods, Build(stages=stages))
+    outcome = compare(reference(folder, outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_of_compiled_kernels_give_the_tokens_of_transformers(tmp_path: Path, tied: bool) -> None:
+    if library() is None:
+        pytest.skip("no compiler here")
+    folder = as_bf16(save_tiny(tmp_path / "model", tie_word_embeddings=tied))
+    outputs = generate(folder, [2], Build(kernels=Kernels(compiled=True), stages=2))
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome
 

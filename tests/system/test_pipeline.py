@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from bench.programs import Program
+from bench.programs import Program, free_port
 from tests.cluster.service import Answer, stream_all
 from tests.system.test_hung_rank import BODIES, incarnation, model, ranks_of, readiness, runtime, wait_until
 
@@ -45,3 +47,14 @@ def test_two_stages_answer_like_one_rank_and_come_back(model: Path) -> None:
             assert incarnation(two) == number
             assert hit[0] not in ranks_of(two)
         assert [a.text for a in answers(two)] == [a.text for a in plain]
+
+
+def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
+    exact = ("--dtype", "float64")
+    with runtime("alone", model, *exact) as alone:
+        plain = answers(alone)
+    flags = (*exact, "-pp", "2", "--nnodes", "2", "--master-port", str(free_port()))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        pods = [runtime(f"pod{pod}", model, *flags, "--node-rank", str(pod)) for pod in range(2)]
+        leader, _ = pool.map(stack.enter_context, pods)
+        assert [a.text for a in answers(leader)] == [a.text for a in plain]
