@@ -9,6 +9,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.seeds import mix
+from phalanx_frontend.answer import Answer
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.chat_parts import chat_format
 from phalanx_frontend.completion_format import CompletionFormat
@@ -24,7 +25,6 @@ from phalanx_frontend.reply import Reply
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of, wants_of
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.shown import Echo, Wants
-from phalanx_frontend.sse import Answer
 from phalanx_frontend.structured import Asked, grammar_of, only_one
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.tools import forced_calls

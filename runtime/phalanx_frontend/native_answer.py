@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phalanx_api import wire
+from phalanx_frontend.answer import run_while_connected
 from phalanx_frontend.backend import Backend, BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, internal_error, of_backend
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
 from phalanx_frontend.reply import Reply, StreamBroken
 from phalanx_frontend.siblings import close
-from phalanx_frontend.sse import run_while_connected
 
 log = logging.getLogger(__name__)
 

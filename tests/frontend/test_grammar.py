@@ -3,8 +3,11 @@
 import pytest
 
 from phalanx_api.wire import Grammar
-from phalanx_frontend.text.grammar import GrammarError, check_grammar
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.structured import GrammarCheck
+from tests.frontend.fakes import tiny_tokenizer_json
 
+CHECK = GrammarCheck(tiny_tokenizer_json())
 GOOD = [
     Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
     Grammar("json_schema", '{"x-guidance": {"whitespace_pattern": " "}, "type": "array"}'),
@@ -21,12 +24,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("grammar", GOOD, ids=lambda grammar: grammar.kind)
-def test_grammars_that_compile_pass(grammar: Grammar) -> None:
-    check_grammar(grammar)
+async def test_grammars_that_compile_pass(grammar: Grammar) -> None:
+    await CHECK.check("form", grammar)
 
 
 @pytest.mark.parametrize(("grammar", "why"), BAD.values(), ids=BAD.keys())
-def test_others_are_refused_with_the_reason_in_one_line(grammar: Grammar, why: str) -> None:
-    with pytest.raises(GrammarError, match=why) as refused:
-        check_grammar(grammar)
-    assert "\n" not in str(refused.value)
+async def test_others_are_refused_with_the_reason_in_one_line(grammar: Grammar, why: str) -> None:
+    with pytest.raises(ApiError, match=why) as refused:
+        await CHECK.check("form", grammar)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "form", "invalid_grammar")
+    assert "\n" not in refused.value.message

@@ -33,10 +33,3 @@ def grammar_source(grammar: wire.Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
         case _:
             assert_never(grammar.kind)
-
-
-def check_grammar(grammar: wire.Grammar) -> None:
-    """Raises GrammarError when the grammar cannot be compiled. Needs no tokenizer; takes up to seconds for the largest."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_source(grammar))
-    if is_error:
-        raise GrammarError(" ".join(messages[0].split()))

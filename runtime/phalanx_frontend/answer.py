@@ -1,4 +1,4 @@
-"""The answer to one request, streamed or whole, as a bare ASGI response: a frame less per token than a framework's.
+"""The answer to one request of the OpenAI routes, streamed or whole: bare ASGI, a frame less per token than a framework's.
 
 Each delta leaves as one chunk, however many tokens it holds. Whenever the client goes away the backend's iterators are closed,
 which aborts their requests; the same for a stop string, an error, a server that shuts down. A failure of one choice ends all.
