@@ -1,6 +1,7 @@
 """A rank program without a model: speaks the contract of stdin, stdout and exit codes. Its words say what it does.
 
-`ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `mute` is ready but serves nothing; `hang`
+`ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `held` too, but no step ends before there is a
+file `marks/go`; `mute` is ready but serves nothing; `hang`
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
 rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
 `stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
@@ -64,10 +65,11 @@ def main(words: list[str]) -> NoReturn:
             say_ready()
             if spec["incarnation"] == int(incarnation):
                 leave(1, "out of memory")
-    if words[0] in ("ready", "mute", "silent-at", "slow-at"):
+    if words[0] in ("ready", "held", "mute", "silent-at", "slow-at"):
         say_ready()
-    if spec["engine_socket"] and words[0] in ("ready", "silent-at", "slow-at"):
-        threading.Thread(target=serve_engine, args=(spec,), daemon=True).start()
+    if spec["engine_socket"] and words[0] in ("ready", "held", "silent-at", "slow-at"):
+        gate = marks / "go" if words == ["held"] else None
+        threading.Thread(target=serve_engine, args=(spec, gate), daemon=True).start()
     wait_for_parent()
 
 
@@ -93,13 +95,20 @@ def say(what: dict[str, object]) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def serve_engine(spec: dict[str, object]) -> None:
+def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
     sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("crds", "runtime", ".")]
     from phalanx_runtime.core.admission import Limits
+    from phalanx_runtime.core.plan import StepPlan, StepResult
     from phalanx_runtime.engine.loop import run_engine
     from tests.runtime.fake_runner import FakeRunner
 
-    run_engine(FakeRunner(NUM_PAGES, PAGE_SIZE), Limits(200, 8, 64), str(spec["engine_socket"]))
+    class HeldRunner(FakeRunner):
+        def run(self, plan: StepPlan) -> StepResult:
+            while gate is not None and not gate.exists():
+                time.sleep(0.01)
+            return super().run(plan)
+
+    run_engine(HeldRunner(NUM_PAGES, PAGE_SIZE), Limits(200, 8, 64), str(spec["engine_socket"]))
 
 
 def wait_for_parent() -> NoReturn:

@@ -340,7 +340,7 @@ async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
 async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     running = asyncio.create_task(drain(backend, make_request(2)))
-    while not rig.client.num_open:
+    while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
     assert rig.client.state() == wire.State(False, 1, "leaving", draining=True)
@@ -358,7 +358,7 @@ async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: 
 async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     running = asyncio.create_task(drain(backend, make_request(2)))
-    while not rig.client.num_open:
+    while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
     rig.client.refuse("gone")
@@ -371,7 +371,7 @@ async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -
 
 async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_pod_stops(rig: Rig) -> None:
     running = asyncio.create_task(drain(LocalBackend(rig.client), make_request(2)))
-    while not rig.client.num_open:
+    while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("the pod is stopping")
     rig.client.lose(2, "rank 0 was killed")

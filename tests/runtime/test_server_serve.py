@@ -18,6 +18,7 @@ from phalanx_api.account import MemoryAccount
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import RankHealth
+from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.serve import PodServer, make_rank_specs, make_server
@@ -61,6 +62,12 @@ class Running:
         return health
 
 
+def client_of(running: Running) -> EngineClient:
+    """The engine client of a leader's pod."""
+    assert isinstance(running.server._leaver, EngineClient)
+    return running.server._leaver
+
+
 @asynccontextmanager
 async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]:
     running = Running(make_server(settings, command(*words)))
@@ -86,7 +93,7 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
         answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        await until(lambda: not running.server._client or running.server._client.load().total_pages > 0)
+        await until(lambda: client_of(running).load().total_pages > 0)
         metrics = (await running.get("/metrics")).text
         for line in [
             'vllm:num_requests_running{model_name="tiny"} 0.0',
@@ -110,7 +117,7 @@ async def test_a_pod_is_ready_only_when_its_door_has_the_tokenizer(tmp_path: Pat
     folder = make_model(tmp_path / "tiny")
     (folder / "tokenizer.json").write_text("{}")
     async with served(make_settings(folder), "ready") as running:
-        await until(lambda: running.server._client is not None and running.server._client.state().serving)
+        await until(lambda: client_of(running).state().serving)
         assert (await running.get("/readyz")).status_code == 500
 
 
@@ -218,9 +225,8 @@ async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path:
     async with served(make_settings(folder, "--shutdown-timeout", timeout), "mute") as running:
         await running.ready()
         asking = asyncio.create_task(ask(running))
-        client = running.server._client
-        assert client is not None
-        await until(lambda: bool(client.num_open))
+        client = client_of(running)
+        await until(lambda: client.is_busy)
         for _ in range(signals):
             running.server.handle_exit(signal.SIGTERM, None)
         answer = await asking
@@ -236,9 +242,8 @@ async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_pat
     async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
         await running.ready()
         asking = asyncio.create_task(ask(running))
-        client = running.server._client
-        assert client is not None
-        await until(lambda: bool(client.num_open))
+        client = client_of(running)
+        await until(lambda: client.is_busy)
         running.server.handle_exit(signal.SIGTERM, None)
         await until(lambda: not client.state().serving)
         refused = await ask(running)
@@ -247,7 +252,7 @@ async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_pat
         assert (await running.get("/readyz")).status_code == 503
         health = await running.get("/v1/health")
         assert (health.status_code, health.json()["alive"], health.json()["ready"]) == (503, True, False)
-        assert client.num_open == 1 and not asking.done() and not running.task.done()
+        assert client.is_busy and not asking.done() and not running.task.done()
         asking.cancel()  # the last one is over: the server waits for nobody
         async with asyncio.timeout(30):
             await running.task
@@ -259,14 +264,13 @@ async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
         await running.ready()
-        client = running.server._client
-        assert client is not None
+        client = client_of(running)
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
             await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
             request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
             await link.send(wire.encode(wire.Submit(1, request)))
-            await until(lambda: client.num_open == 1)
+            await until(lambda: client.is_busy)
             running.server.handle_exit(signal.SIGTERM, None)
             states: list[wire.State] = []
             while len(states) < 2:
@@ -274,10 +278,81 @@ async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its
                 states += [frame] if isinstance(frame, wire.State) else []
             assert [(state.serving, state.draining) for state in states] == [(True, False), (False, True)]
             assert (await running.get("/readyz")).status_code == 503
-            assert client.num_open == 1
+            assert client.is_busy
             await link.send(wire.encode(wire.Abort([1])))
             async with asyncio.timeout(30):
                 await running.task
+
+
+@asynccontextmanager
+async def two_pods(folder: Path, *, leader_s: str = "600", member_s: str = "600") -> AsyncIterator[tuple[Running, Running]]:
+    """The leader and the member of a group that serves, whose steps wait for the file `marks/go`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    settings = make_settings(folder, *flags, "--shutdown-timeout", leader_s)
+    beside = make_settings(folder, *flags, "--shutdown-timeout", member_s, "--node-rank", "1")
+    async with served(settings, "held") as leader, served(beside, "held") as member:
+        await leader.ready()
+        await member.ready()
+        yield leader, member
+
+
+async def test_a_signal_to_all_pods_of_a_group_lets_open_streams_finish(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder) as (leader, member):
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        member.server.handle_exit(signal.SIGTERM, None)  # deleting a StatefulSet tells all pods together
+        leader.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: client_of(leader).state().draining)
+        async with asyncio.timeout(20):
+            while (health := await member.get("/readyz")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert health.json()["error"]["message"] == "the pod is stopping"
+        assert not asking.done() and not member.task.done()
+        (folder / "marks" / "go").touch()
+        answer = await asking
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 16)
+        async with asyncio.timeout(30):
+            await asyncio.gather(leader.task, member.task)
+        assert (leader.server.exit_code, member.server.exit_code) == (0, 0)
+    assert not any(is_alive(mark_of(folder, 1, rank)["pid"]) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("member_s", "signals"), [("0.1", 1), ("600", 2)], ids=["its time is over", "told twice"])
+async def test_a_member_leaves_though_its_group_serves_when(tmp_path: Path, member_s: str, signals: int) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder, member_s=member_s) as (leader, member):
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        for _ in range(signals):
+            member.server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(30):
+            await member.task
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "group_restarting")
+
+
+async def test_a_member_that_was_told_to_leave_leaves_with_its_leader(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder) as (leader, member):
+        member.server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(20):
+            while (await member.get("/readyz")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert member.server._leaver.is_busy and not member.server.should_exit
+        leader.server.should_exit = True
+        async with asyncio.timeout(30):
+            await asyncio.gather(leader.task, member.task)
+
+
+async def test_a_member_without_a_group_that_serves_leaves_at_once(tmp_path: Path) -> None:
+    flags = ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--shutdown-timeout", "600", "--master-port", "1"]
+    async with served(make_settings(make_model(tmp_path / "tiny"), *flags), "ready") as member:
+        member.server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(30):
+            await member.task
 
 
 async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:

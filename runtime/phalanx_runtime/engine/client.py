@@ -127,9 +127,9 @@ class EngineClient:
         return handle in self._open
 
     @property
-    def num_open(self) -> int:
-        """How many requests are."""
-        return len(self._open)
+    def is_busy(self) -> bool:
+        """Whether any request is."""
+        return bool(self._open)
 
     @property
     def stops(self) -> str | None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -42,15 +43,33 @@ EXIT_SUPERVISOR = 1
 STOPPING = "the pod is stopping"
 
 
+class Leaver(Protocol):
+    """What the pod leaves when a signal comes: its engine's requests at the leader, its group elsewhere."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything open would break if the pod ended now."""
+        ...
+
+    def drain(self, reason: str) -> None:
+        """Takes nothing new; what runs goes on."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Ends what still runs."""
+        ...
+
+
 class PodServer(uvicorn.Server):
     """A server that takes no more requests when a signal comes, and ends open streams after `drain_s` or a second signal.
 
-    Routers hear at once that the group does not serve, and take their streams elsewhere.
+    Routers hear at once that the group drains, and send it nothing new. A pod that is not the leader's stays as long as its
+    group serves: its ranks compute the leader's open streams.
     """
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient | None, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, leaver: Leaver, drain_s: float) -> None:
         super().__init__(config)
-        self._client = client
+        self._leaver = leaver
         self._drain_s = drain_s
         self._leaving: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,24 +85,24 @@ class PodServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ends the server once open streams are done; at the second signal they are ended."""
-        if self._loop is not None and self._client is not None and not self.should_exit:
-            self._loop.call_soon_threadsafe(self._leave, self._client, self._drain_s)
+        if self._loop is not None and not self.should_exit:
+            self._loop.call_soon_threadsafe(self._leave, self._drain_s)
         else:
             super().handle_exit(sig, frame)
 
-    def _leave(self, client: EngineClient, drain_s: float) -> None:
+    def _leave(self, drain_s: float) -> None:
         if self._leaving is not None:
             self._leaving.cancel()
             drain_s = 0.0
-        self._leaving = asyncio.get_running_loop().create_task(self._drain(client, drain_s))
+        self._leaving = asyncio.get_running_loop().create_task(self._drain(drain_s))
 
-    async def _drain(self, client: EngineClient, drain_s: float) -> None:
-        client.drain(STOPPING)
-        log.info("leaving: open streams go on", extra={"streams": client.num_open, "seconds": drain_s})
+    async def _drain(self, drain_s: float) -> None:
+        self._leaver.drain(STOPPING)
+        log.info("leaving: open streams go on", extra={"seconds": drain_s})
         end = asyncio.get_running_loop().time() + drain_s
-        while client.num_open and asyncio.get_running_loop().time() < end:
+        while self._leaver.is_busy and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_LOOK_S)
-        client.refuse(STOPPING)
+        self._leaver.refuse(STOPPING)
         self.should_exit = True
 
     def fail(self, error: BaseException) -> None:
@@ -120,12 +139,13 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     )
     client: EngineClient | None = None
     supervisor: LeaderSupervisor | MemberSupervisor
+    leaver: Leaver
     tally = Tally()
     if settings.node_rank == 0:
         client = EngineClient(EngineMetrics(registry, settings.served_names[0], tally))
-        supervisor = LeaderSupervisor(place, parts, client)
+        leaver, supervisor = client, LeaderSupervisor(place, parts, client)
     else:
-        supervisor = MemberSupervisor(place, parts)
+        leaver = supervisor = MemberSupervisor(place, parts)
     vitals = PodVitals(supervisor, tally, client)
 
     def ended() -> None:
@@ -142,7 +162,7 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         app = make_leader_app(vitals, client, link, registry, lifespan, settings.api_keys)
     else:
         app = create_health_app(vitals.health, registry=registry, lifespan=lifespan)
-    server = PodServer(make_config(app, settings.host, settings.port), client, settings.shutdown_timeout)
+    server = PodServer(make_config(app, settings.host, settings.port), leaver, settings.shutdown_timeout)
     return server
 
 

@@ -186,10 +186,26 @@ class MemberSupervisor:
         self._membership = Membership(place.token, place.pod, place.num_pods, self._obey, place.timing)
         self._status = Status(False, 0, "looking for the leader")
         self._accounts: list[MemoryAccount] = []
+        self._stops: str | None = None
 
     def status(self) -> Status:
-        """Whether the group serves, as the leader said."""
+        """Whether the group serves, as the leader said; a pod that is told to leave is not ready, whatever its group does."""
+        if self._stops is not None and self._status.ready:
+            return Status(False, self._status.incarnation, self._stops)
         return self._status
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the group serves: until the leader says Stop, or is gone, its open streams need the ranks of this pod."""
+        return self._status.ready
+
+    def drain(self, reason: str) -> None:
+        """Is not ready from now on; the ranks go on."""
+        self._stops = reason
+
+    def refuse(self, reason: str) -> None:
+        """Tells the reason for good; the ranks end with `run`."""
+        self._show(Status(False, self._status.incarnation, reason))
 
     async def run(self) -> None:
         """Obeys the leader until cancelled, which ends the ranks."""
