@@ -166,3 +166,35 @@ def test_events_of_pages_replay_to_what_the_cache_finds() -> None:
         (keys.add if event.is_added else keys.remove)(event.key)
     assert keys == set(engine.scheduler.pool.snapshot()[1])
     assert engine.scheduler.load().pages_evicted > 0
+
+
+def test_a_tail_goes_over_to_a_copier_when_its_writer_leaves() -> None:
+    engine = Engine()
+    for handle in (1, 2):
+        assert engine.scheduler.submit(handle, make_request(PROMPT, 20, seed=handle)) is None
+        engine.step()
+    engine.step()
+    assert engine.scheduler.sharing.hit_tokens == len(PROMPT) - 1
+    engine.scheduler.abort(1)
+    engine.serve({3: make_request(PROMPT, 3, seed=3)})
+    assert engine.scheduler.sharing.hit_tokens == 2 * (len(PROMPT) - 1)
+    assert engine.copies == 2
+
+
+def test_a_tail_is_copied_into_a_page_that_others_share_and_harms_none() -> None:
+    """Two prompts that end with a page and differ in its last token: the tail is one, the pages have two keys. A third finds
+    the second's page by its key before it is written."""
+    engine, begin = Engine(), PROMPT[:35]
+    first = make_request([*begin, 1], 12, seed=1)
+    others = {2: make_request([*begin, 2], 3, seed=2), 3: make_request([*begin, 2, 7, 7, 7], 3, seed=3)}
+    assert engine.scheduler.submit(1, first) is None
+    engine.step()
+    for handle, request in others.items():
+        assert engine.scheduler.submit(handle, request) is None
+    engine.step()
+    [(_, target)] = engine.runner.plans[-1].copies
+    holders = [handle for handle, request in engine.scheduler._requests.items() if request.pages[8] == target]
+    assert holders == [2, 3]
+    while not engine.scheduler.is_idle():
+        engine.step()
+    assert engine.outputs == {handle: expected_output(request) for handle, request in {1: first, **others}.items()}

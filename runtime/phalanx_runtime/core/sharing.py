@@ -5,9 +5,10 @@
 A page found by key may not be written yet. Nobody owns that work: whoever has a chunk there first writes it, and all others
 skip to what is written by the plans made so far (a step writes all keys and values of a layer before it attends). So when a
 writer leaves before it wrote, the next one goes on in its place.
-The tail of a prompt (its tokens after the last full page, but for the last token) has no key; while its first owner runs, equal
-requests copy its page. Copies happen before the pass, so they take only pages that earlier plans wrote: a request whose tail is
-being written in this very step waits for the next one. A page that begins like ours but goes on otherwise is copied as well.
+The tail of a prompt (its tokens after the last full page, but for the last token) has no key; while its first owner runs, or one
+who copied from it, equal requests copy its page. Copies happen before the pass, so they take only pages that earlier plans wrote:
+a request whose tail is being written in this very step waits for the next one. A page that begins like ours but goes on
+otherwise is copied as well.
 At least the last token is always computed: its scores are wanted. Requests that want details of their prompt compute all of it.
 """
 
@@ -30,7 +31,8 @@ class Sharing:
         self.hit_tokens = 0
         self._model = model
         self._is_on = is_on
-        self._tails: dict[Tail, int] = {}
+        self._tails: dict[Tail, list[int]] = {}
+        """The pages that hold each tail, its first owner's first; the others are copies."""
         self._tail_of: dict[int, Tail] = {}
 
     def begin(self, request: Request, asked: wire.Request) -> None:
@@ -48,8 +50,8 @@ class Sharing:
         """Whether all but the tail of a waiting request is written, and the tail is being written in this step."""
         if len(run) < self._full(request) or not self._shares(request):
             return False
-        page = self._tails.get(self._tail(request))
-        return page in draft.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
+        pages = self._tails.get(self._tail(request))
+        return pages is not None and pages[0] in draft.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
 
     def take(self, request: Request, run: list[int], draft: Draft) -> None:
         """Gives a request all pages for its tokens: the run, which `find` gave just now, and new ones, published for others."""
@@ -112,7 +114,9 @@ class Sharing:
         for page in request.pages:
             tail = self._tail_of.pop(page, None) if self._tail_of else None
             if tail is not None:
-                del self._tails[tail]
+                self._tails[tail].remove(page)
+                if not self._tails[tail]:
+                    del self._tails[tail]
         self.pool.give_back(request.pages)
         request.pages = []
         request.farthest = max(request.farthest, request.computed)
@@ -137,19 +141,27 @@ class Sharing:
         return before, tuple(request.tokens[full * self.pool.page_size : -1])
 
     def _take_tail(self, request: Request, full: int, draft: Draft) -> bool:
-        """Copies the tail from a page that holds it, or makes this request the one that others copy from."""
+        """Copies the tail from a page that holds it, or makes this request the one that others copy from.
+
+        The page that is copied to may have other sharers: when the prompt ends with a page, that page has a key already. They
+        share it for equal tokens after equal tokens, so the copy puts there what is there or what they wait for.
+        """
         tail, own = self._tail(request), request.pages[full]
-        source = self._tails.get(tail)
-        if source == own:
+        pages = self._tails.get(tail, [])
+        if own in pages:
             return True
-        if source is not None and source in draft.fresh:
+        if pages and pages[0] in draft.fresh:
             return False
-        if source is not None and self.pool.written(source) >= len(tail[1]):
-            self._copy(source, own, draft)
+        if pages and self.pool.written(pages[0]) >= len(tail[1]):
+            self._copy(pages[0], own, draft)
             request.computed += len(tail[1])
+            self.pool.mark_written(own, len(tail[1]))
+            draft.fresh.add(own)
+            self._offer(own, tail)
             return True
-        if source is not None:
-            del self._tail_of[source], self._tails[tail]
+        for page in pages:
+            del self._tail_of[page]
+        self._tails.pop(tail, None)
         self._offer_tail(request)
         return True
 
@@ -158,9 +170,13 @@ class Sharing:
         full = self._full(request)
         if self._is_on and full * self.pool.page_size < len(request.tokens) - 1:
             tail, own = self._tail(request), request.pages[full]
-            if tail not in self._tails and own not in self._tail_of:
-                self._tails[tail] = own
-                self._tail_of[own] = tail
+            if tail not in self._tails:
+                self._offer(own, tail)
+
+    def _offer(self, page: int, tail: Tail) -> None:
+        if page not in self._tail_of:
+            self._tails.setdefault(tail, []).append(page)
+            self._tail_of[page] = tail
 
     def _copy_beginning(self, request: Request, position: int, draft: Draft) -> None:
         """Copies what a cached page has in common with the first page that was not found."""
