@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from phalanx_api.cost import HUNG_FACTOR, HUNG_FLOOR_S
 from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.step_time import ENOUGH_STEPS, FIRST_BOUND_S, StepTimes, form_of
+from phalanx_runtime.core.step_time import ENOUGH_STEPS, FIRST_BOUND_S, NEW_FORM_BOUND_S, StepTimes, form_of
 
 FORM = (3, 9)
 
@@ -32,7 +32,7 @@ def test_bound(times: list[float], bound: float) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "expected_s", "bound"),
-    [(ENOUGH_STEPS, 0.1, HUNG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, FIRST_BOUND_S), (0, 100.0, 500.0)],
+    [(ENOUGH_STEPS, 0.1, HUNG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, NEW_FORM_BOUND_S), (0, 100.0, 500.0)],
     ids=["quick", "slow", "the first of its form", "the first of its form, and slow"],
 )
 def test_the_fitted_time_goes_before_what_was_seen(steps: int, expected_s: float, bound: float) -> None:
