@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +55,18 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.tick_s
         return self.now
+
+
+class CountingCheck:
+    """A check of pages that counts how often it is asked for."""
+
+    def __init__(self, inner: Callable[[], list[str]]) -> None:
+        self.count = 0
+        self._inner = inner
+
+    def __call__(self) -> list[str]:
+        self.count += 1
+        return self._inner()
 
 
 def run_script(script: Script, tick_s: float = 0.001) -> EngineLoop:
@@ -127,16 +140,36 @@ def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
     assert [load for load in loads[1:-1] if load.running == 0] == []
 
 
-def test_an_unreadable_frame_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    script = Script([b"\xc1", wire.Submit(1, make_request(3, 2))])
+def test_an_unreadable_request_ends_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    unreadable = msgspec.msgpack.encode(["submit", 7, ["request", 3, "no list of tokens"]])
+    script = Script([unreadable, wire.Submit(1, make_request(3, 2))])
     run_script(script)
     assert len(tokens_of(script, 1)) == 2
     assert "cannot be read" in caplog.text
+    [refused] = [frame for frame in script.sent if isinstance(frame, wire.Refused)]
+    assert (refused.handle, refused.epoch, refused.status, refused.code) == (7, 3, 500, "unreadable_request")
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", b"\x93\xa6submit\xa1x\x90", b"\x91\xa5abort"])
+def test_a_frame_that_names_no_request_ends_the_incarnation_so_that_nobody_waits_for_ever(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError, match="names no request"):
+        run_script(Script([frame]))
+
+
+def test_pages_are_looked_at_once_a_second_however_often_the_engine_falls_idle() -> None:
+    for tick_s, looks in ((0.001, 1), (0.5, 4)):
+        batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(handle, make_request(3, 1))] for handle in (1, 2, 3)]
+        script = Script(*batches)
+        loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))
+        counted = CountingCheck(loop._scheduler.check)
+        loop._scheduler.check = counted  # type: ignore[method-assign]
+        loop.run()
+        assert counted.count == looks
 
 
 def test_a_leak_is_logged_when_idle_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     script = Script([wire.Submit(1, make_request(3, 2))])
-    loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(0.001))
+    loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(1.0))
     loop._scheduler.pool.take(1)
     loop.run()
     assert len(tokens_of(script, 1)) == 2

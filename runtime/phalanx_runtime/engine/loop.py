@@ -7,6 +7,7 @@ A request with a grammar is in no step before that was compiled, in a thread (`c
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 """How often a busy engine reports its load. Routers choose by it; more often costs frames, less often makes choices stale."""
+CHECK_INTERVAL_S = 1.0
+"""How often at most all pages are looked at: an engine may fall idle after every short request."""
 DEFAULT_RULES = Rules()
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """Bounds of the Retry-After that a full queue answers: its backlog over the measured rate may be far off on either side."""
@@ -61,6 +64,7 @@ class EngineLoop:
         self._compiling = None if grammars is None else Compiling(grammars, channel.wake)
         self._load_due = 0.0
         self._is_settled = False
+        self._check_due = -math.inf
         self._tokens_per_s = 0.0
         self._queued: dict[int, float] = {}
         """When each request came that no step has had yet."""
@@ -137,6 +141,7 @@ class EngineLoop:
         except msgspec.DecodeError as error:
             # Both ends are this program in one pod, so this is a bug; the requests of other frames need not suffer for it.
             log.error("frame for the engine cannot be read: %s", error)
+            self._channel.send(wire.encode(_unreadable(message)))
             return
         match frame:
             case wire.Abort(handles):
@@ -196,18 +201,34 @@ class EngineLoop:
 
     def _rest(self) -> None:
         """Before the loop blocks: reports the load. When idleness starts, checks that every page came back; with a leak we serve
-        on, and say it."""
+        on, and say it. All pages are looked at, so this is done only so often."""
         if not self._scheduler.is_idle():
             self._report(self._clock())
             return
         if self._is_settled:
             return
         self._is_settled = True
+        now = self._clock()
+        if now < self._check_due:
+            self._report(now)
+            return
+        self._check_due = now + CHECK_INTERVAL_S
         wrong = self._scheduler.check()
         self._leaks += len(wrong)
-        self._report(self._clock())
+        self._report(now)
         for what in wrong:
             log.error("page pool is wrong: %s", what)
+
+
+def _unreadable(message: bytes) -> wire.Refused:
+    """The end of a request whose frame cannot be read. Raises DecodeError when not even its handle can: then nobody knows who
+    waits, and the incarnation ends, which tells all."""
+    try:
+        _, handle, asked = msgspec.msgpack.decode(message, type=tuple[str, int, list[object]])
+    except msgspec.MsgspecError as error:
+        raise msgspec.DecodeError(f"frame for the engine names no request: {error}") from error
+    epoch = asked[1] if len(asked) > 1 and isinstance(asked[1], int) else 0
+    return wire.Refused(handle, epoch, 500, "unreadable_request", "the engine cannot read this request")
 
 
 def run_engine(
