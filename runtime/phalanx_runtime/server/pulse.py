@@ -17,10 +17,14 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Longest silence of a rank: after its first beat, and before it, when the interpreter starts and libraries load."""
+    """Longest silence of a rank: after its first beat, and before it, when the interpreter starts and libraries load.
+
+    The second is no measure of health. torch alone is gigabytes, read in small pieces: a cold disk of a busy node needs minutes,
+    and a rank that is killed for it begins anew. Ten minutes bound a bug and nothing else.
+    """
 
     silence_s: float = 5.0
-    start_s: float = 120.0
+    start_s: float = 600.0
 
 
 DEFAULT_BOUNDS = Bounds()
