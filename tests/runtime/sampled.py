@@ -44,9 +44,9 @@ def run(
         for at, row in enumerate(running):
             if at in why:
                 failures[row] = why[at]
-            else:
+            elif at not in drawn.over:
                 outputs[row].append(drawn.tokens[at])
         stops = [outputs[row][-1:] and outputs[row][-1] in asks[row].sampling.stop_token_ids for row in running]
-        over = {at for at, stop in enumerate(stops) if stop} | set(drawn.ended) | set(why)
+        over = {at for at, stop in enumerate(stops) if stop} | set(drawn.ended) | set(drawn.over) | set(why)
         running = [row for at, row in enumerate(running) if at not in over]
     return outputs, failures

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
@@ -123,7 +124,7 @@ def test_replayed_from_any_point_the_output_is_the_same(grammars: Grammars) -> N
         (whole,), failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 240)
         assert failures == {}
         check(kind, text_of(whole))
-        for cut in range(0, len(whole) - 1, 3):
+        for cut in [*range(0, len(whole) - 1, 3), len(whole)]:
             assert run(Sampler(VOCAB_SIZE, grammars), [ask], 240, [whole[:cut]])[0] == [whole], (kind, cut)
 
 
@@ -136,6 +137,17 @@ def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: Gram
     first, second = sampler.draw(scores, [(0, 0)]), sampler.draw(scores, [(0, 1)])
     assert (first.tokens, first.ended) == ([ord("a")], [])
     assert (second.tokens, second.ended) == ([ord("b")], [0])
+
+
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_a_grammar_that_is_complete_already_ends_its_replay_before_min_tokens_as_it_ends_the_request(
+    grammars: Grammars, min_tokens: int
+) -> None:
+    sampling = wire.Sampling(9, 0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
+    ask = Ask([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
+    whole, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9)
+    assert len(whole[0]) == 1
+    assert run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [list(whole[0])]) == (whole, failures) == (whole, {})
 
 
 def test_blanks_between_json_tokens_are_bounded(grammars: Grammars) -> None:

@@ -48,7 +48,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
     tokens from `start` on) for request i of the plan. `failed`: positions in `draws` where no token could be drawn (the one in
-    `tokens` is none), with the reason for the client; only such a request ends.
+    `tokens` is none), with the reason for the client; only such a request ends. `over`: positions whose request was complete by
+    its grammar before, with the tokens that it came with; none was drawn.
     """
 
     step: int
@@ -57,6 +58,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ended: list[int] = []
     prompt_details: list[tuple[int, int, list[wire.TokenDetail]]] = []
     failed: list[tuple[int, str]] = []
+    over: list[int] = []
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

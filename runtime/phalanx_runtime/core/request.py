@@ -27,7 +27,15 @@ class Wishes:
 
 @dataclass(slots=True)
 class Request:
-    """State of one request. `order` says who came first; `row` is None while it waits; `gone` once it ended or was aborted.
+    """State of one request.
+
+        tokens   |------- prompt -------|-- output --|        num_prompt <= len(tokens) <= max_len
+        computed |==============>             |               tokens in the pages; `farthest` (|): before a preemption
+        pages    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]               one for each page_size tokens
+        keyed    |=======>                                    pages offered to the prefix cache
+        sent     |================>                           pages that the ranks know
+
+    `order` says who came first; `row` is None while it waits; `gone` once it ended or was aborted.
 
     [0, sent) of `pages` the ranks know · [0, keyed) of `pages` are in the prefix cache, or were
     offered to it until one was there already (`is_chained`). `farthest` is the highest
@@ -110,8 +118,12 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
+def is_penalised(sampling: wire.Sampling) -> bool:
+    """Whether any penalty changes a score."""
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+
+
 def needs_history(sampling: wire.Sampling) -> bool:
     """Whether the next draw depends on the tokens before it otherwise than through the model, or they are to be told."""
-    penalised = sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
     told = sampling.prompt_logprobs is not None
-    return penalised or told or bool(sampling.bad_words) or sampling.grammar is not None
+    return is_penalised(sampling) or told or bool(sampling.bad_words) or sampling.grammar is not None

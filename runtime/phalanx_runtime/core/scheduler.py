@@ -182,7 +182,7 @@ class Scheduler:
     def _read(self, draft: Draft, result: StepResult) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""
         frame = wire.Tokens([], [], [], [], [])
-        ended, failed = frozenset(result.ended), dict(result.failed)
+        ended, over, failed = frozenset(result.ended), frozenset(result.over), dict(result.failed)
         self.refused = []
         for i, start, details in result.prompt_details:
             request = draft.chunks[i].request
@@ -193,6 +193,10 @@ class Scheduler:
         for position, ((i, index), token) in enumerate(zip(draft.draws, result.tokens, strict=True)):
             request = draft.chunks[i].request
             if request.gone:
+                continue
+            if position in over:
+                frame.finished.append(wire.Finished(request.handle, request.epoch, "stop", request.cached_tokens))
+                self._end(request)
                 continue
             if position in failed:
                 self.refused.append(wire.Refused(request.handle, request.epoch, 400, "nothing_to_draw", failed[position]))

@@ -15,11 +15,6 @@ from torch import Tensor
 from phalanx_api import wire
 
 
-def is_penalised(sampling: wire.Sampling) -> bool:
-    """Whether any penalty changes a score."""
-    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-
-
 class Seen:
     """The different tokens of one request, and how often each is in its output: arrays that grow by doubling."""
 

@@ -3,15 +3,20 @@
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.plan import NewRow
+from phalanx_runtime.core.request import is_penalised
 from phalanx_runtime.rank.grammar import Grammars, Matcher
 from phalanx_runtime.rank.masks import Bans, wrong_ids
-from phalanx_runtime.rank.penalties import Seen, is_penalised
+from phalanx_runtime.rank.penalties import Seen
+
+COMPLETE = "its grammar is complete"
+"""The failure that is none: the tokens that a row was admitted with are all there is to draw, whatever min_tokens asks for."""
 
 
 class Row:
     """One request. A row that is admitted with a history is as if it had drawn that history's output itself.
 
-    `failure` says why nothing can be drawn. `tokens`, `seen` and `matcher` are None where nothing depends on them.
+    `failure` says why nothing can be drawn, COMPLETE included. `tokens`,
+    `seen` and `matcher` are None where nothing depends on them.
     """
 
     __slots__ = ("bans", "failure", "has_state", "matcher", "sampling", "seen", "tokens")
@@ -51,6 +56,7 @@ class Row:
             if grammars is None:
                 raise GrammarError("this runtime was started without grammars")
             self.matcher = grammars.matcher(grammar)
-            self.matcher.accept(output)
+            if output and self.matcher.accept(output):
+                self.failure = COMPLETE
         except GrammarError as error:
             self.failure = f"grammar: {error}"

@@ -103,7 +103,7 @@ class ModelRunner:
         if scores is None:
             return StepResult(plan.step, [], prompt_details=told)
         drawn = self._sampler.draw(scores, [(plan.rows[request], index) for request, index in plan.draws])
-        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed)
+        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed, drawn.over)
 
     def _hidden(self, plan: StepPlan) -> Tensor:
         """What this stage makes of the plan's tokens."""

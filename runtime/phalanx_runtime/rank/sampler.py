@@ -22,7 +22,7 @@ from phalanx_runtime.rank.changes import Changed, change
 from phalanx_runtime.rank.gaps import gap
 from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import token_details
-from phalanx_runtime.rank.row import Row
+from phalanx_runtime.rank.row import COMPLETE, Row
 from phalanx_runtime.rank.sampling import Draw, draw
 
 MIN_TEMPERATURE = 1e-5
@@ -33,13 +33,15 @@ MIN_TEMPERATURE = 1e-5
 class Drawn:
     """Tokens parallel to what was asked; details too, or empty.
 
-    `ended` and `failed` name positions: complete by their grammar, and not drawn for the reason told (the token there is none).
+    `ended`, `failed` and `over` name positions: complete by their grammar, not drawn for the reason told (the token there is
+    none), and not drawn because the grammar was complete before.
     """
 
     tokens: list[int]
     details: list[wire.TokenDetail | None] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
 
 
 class Sampler:
@@ -68,7 +70,8 @@ class Sampler:
             tokens,
             _details(scores, rows, draws, tokens, changed),
             ended=[at for at in drawn if rows[at].has_state and rows[at].drew(tokens[at])],
-            failed=list(changed.failed.items()),
+            failed=[(at, why) for at, why in changed.failed.items() if why != COMPLETE],
+            over=[at for at, why in changed.failed.items() if why == COMPLETE],
         )
 
 
