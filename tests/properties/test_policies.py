@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api import wire
+from phalanx_api.cost import StepModel
 from phalanx_runtime.core.plan import PoolShape
-from phalanx_runtime.core.policy import AGING_S, POLICY_NAMES, Fcfs, PolicyName
+from phalanx_runtime.core.policy import AGING_S, POLICY_NAMES, Deadline, Fcfs, PolicyName
 from phalanx_runtime.core.policy_fair import MAX_TENANTS, OUTPUT_WEIGHT, Fair
+from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduler import Scheduler
 from tests.properties.simulation import LIMITS, Job, Simulation
@@ -136,6 +139,26 @@ def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(loa
         run = Simulation(policy).run(jobs)
         met[policy] = sum(run.first_s[i] - job.at_s <= (job.ttft_s or 0) for i, job in enumerate(jobs))
     assert met["deadline"] > 1.1 * met["fcfs"], met
+
+
+def test_the_queue_is_sorted_again_when_the_deadline_policy_learns_that_keys_have_shrunk() -> None:
+    policy = Deadline()
+    queue = Queue(policy)
+    sizes = [(100, 30.0), (10, 20.0), (900, 21.0), (500, 22.0), (2000, 23.0)]
+    for order, (size, ttft_s) in enumerate(sizes):
+        wanted = wire.Request(str(order), 0, [1] * size, [], wire.Sampling(4, 0), ttft_target_ms=1e3 * ttft_s)
+        queue.push(make_request(order, order, wanted, 4096), 0.0)
+    first = queue.first(0.0)
+    assert first is not None and first.order == 1
+    assert policy.learn(StepModel(0.0, 0.01, 0, 0.0, 0.0))
+    assert not policy.learn(StepModel(0.0, 0.0105, 0, 0.0, 0.0)), "too small a change to sort a queue for"
+    queue.sort(0.0)
+    served = []
+    while (request := queue.first(0.0)) is not None:
+        served.append(request.order)
+        queue.pop(request)
+    due = {number: ttft_s - 0.01 * size for number, (size, ttft_s) in enumerate(sizes)}
+    assert served == sorted(due, key=lambda number: due[number]) != [1, 2, 3, 4, 0]
 
 
 def test_a_deadline_for_the_whole_answer_goes_before_none() -> None:

@@ -7,7 +7,8 @@
     deadline  one lane, key = due time - time of the work that is left (least slack: `now` is the same for all)
     fair      a lane for each tenant, ranked by the tenant's virtual token counter (module `policy_fair`)
 
-A key of a waiting request may only grow: the queue looks again before it trusts one. Pure: the time is an argument.
+A key of a waiting request only grows, unless `learn` says otherwise: the queue looks again before it trusts one.
+Pure: the time is an argument.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ NO_TARGET_S = 30.0
 """Due time of the first token of a request without wishes, so that it is served among those that have some."""
 GRACE_S = 60.0
 """A waiting request that cannot be in time any more is due so much later: those that still can go before it for so long."""
+LEARN_SHARE = 0.1
+"""A measured time that changed by a smaller share leaves due times as they are: each change sorts the whole queue."""
 EXPECTED_OUTPUT = 256
 """How many output tokens at most a deadline for the whole answer is thought to need: max_tokens is often just a bound."""
 
@@ -52,8 +55,8 @@ class Policy(Protocol):
         """The request starts to compute so many prompt tokens, or was spared them (negative), or drew so many output tokens."""
         ...
 
-    def learn(self, model: StepModel) -> None:
-        """How long steps take now."""
+    def learn(self, model: StepModel) -> bool:
+        """Takes how long steps take now. Whether keys of waiting requests may have shrunk, so that all are to be sorted."""
         ...
 
 
@@ -72,8 +75,8 @@ class _OneLane:
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         return
 
-    def learn(self, model: StepModel) -> None:
-        return
+    def learn(self, model: StepModel) -> bool:
+        return False
 
 
 class Fcfs(_OneLane):
@@ -103,15 +106,19 @@ class Deadline(_OneLane):
     step_s: float = 0.0
 
     def key(self, request: Request, now: float) -> float:
-        """The latest moment to begin what is left in time."""
+        """The latest moment to begin what is left in time. When that is past, remembers when it was: the key grows, once."""
         latest = self._latest(request)
         if latest < now and request.row is None and request.lapsed_s is None and not request.num_output:
             request.lapsed_s = now
         return latest if request.lapsed_s is None else max(latest, request.lapsed_s + GRACE_S)
 
-    def learn(self, model: StepModel) -> None:
-        """Takes the marginal time of a token and the time of a small step."""
-        self.token_s, self.step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256))
+    def learn(self, model: StepModel) -> bool:
+        """Takes the marginal time of a token and the time of a small step, if one of them changed by more than LEARN_SHARE."""
+        token_s, step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256))
+        if _is_near(token_s, self.token_s) and _is_near(step_s, self.step_s):
+            return False
+        self.token_s, self.step_s = token_s, step_s
+        return True
 
     def _latest(self, request: Request) -> float:
         wishes = request.wishes
@@ -121,6 +128,10 @@ class Deadline(_OneLane):
             outputs = min(request.max_len - len(request.tokens), EXPECTED_OUTPUT)
             latest = min(latest, wishes.arrived_s + wishes.deadline_s - left_s - outputs * self.step_s)
         return latest
+
+
+def _is_near(new: float, old: float) -> bool:
+    return abs(new - old) <= LEARN_SHARE * old
 
 
 def _next_token_due(wishes: Wishes, num_output: int) -> float:

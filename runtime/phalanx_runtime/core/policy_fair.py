@@ -56,8 +56,9 @@ class Fair:
             self._last = tenant
         self._counters[tenant] = self.rank(tenant) + PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
-    def learn(self, model: StepModel) -> None:
-        """Nothing: tokens are what is shared, not time."""
+    def learn(self, model: StepModel) -> bool:
+        """Never: tokens are what is shared, not time."""
+        return False
 
     def _forget(self, keep: set[str]) -> None:
         """Drops counters not above the floor, where a tenant that comes back would start; if there are none, the lowest half."""

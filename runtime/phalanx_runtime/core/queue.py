@@ -78,6 +78,13 @@ class Queue:
         if self._num_gone > len(self) + 64:
             self._sweep()
 
+    def sort(self, now: float) -> None:
+        """Takes the keys of all requests anew."""
+        self._sweep()
+        for heap in self._lanes.values():
+            heap[:] = [(self._policy.key(request, now), order, request) for _, order, request in heap]
+            heapify(heap)
+
     def _top(self, heap: list[Entry], now: float) -> Request:
         """The first of a lane that has one, after keys that have grown were put right."""
         while True:

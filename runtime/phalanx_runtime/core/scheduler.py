@@ -49,6 +49,7 @@ class Scheduler:
         self._step = 0
         self._order = 0
         self._usual_output = 0.0
+        self._is_unsorted = False
 
     @property
     def num_preemptions(self) -> int:
@@ -108,6 +109,9 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a plan in flight is committed. May preempt requests."""
         assert len(self._flights) < self.limits.plans_in_flight, "a step before was not committed"
+        if self._is_unsorted:
+            self._queue.sort(now)
+            self._is_unsorted = False
         draft = self._composer.draft(self._step + 1, self.fit.model(), now)
         if not draft.chunks:
             return None
@@ -233,4 +237,4 @@ class Scheduler:
         self.fit.add(draft.work, wall_s)
         model = self.fit.model()
         if model is not None:
-            self._policy.learn(model)
+            self._is_unsorted |= self._policy.learn(model)
