@@ -73,7 +73,9 @@ class GenericModel:
         self.kv = layout_of(calls)
         self.positions = positions
         self.num_bytes = num_bytes
-        self.vocab_size = self.width = int(model.config.get_text_config().vocab_size)
+        text = model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self.width = int(getattr(text, "hidden_size", None) or self.vocab_size)
         self._model = model
         self._calls = calls
         self._attention = attention
