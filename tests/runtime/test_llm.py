@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("offline") / "model")
 
 
-@pytest.fixture(scope="module")
-def engines(folder: Path) -> Iterator[list[LLM]]:
-    """One rank, and two stages of two."""
+@pytest.fixture(scope="module", params=["one", pytest.param("four", marks=pytest.mark.system)])  # four more starts of torch
+def engines(folder: Path, request: pytest.FixtureRequest) -> Iterator[list[LLM]]:
+    """One rank alone; or beside it two stages of two, which answer the same."""
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))
-    with LLM(str(folder), **OPTIONS) as one, LLM(str(folder), **SPLIT, **OPTIONS) as four:
-        yield [one, four]
+    with ExitStack() as stack:
+        options: list[dict[str, Any]] = [{}] if request.param == "one" else [{}, SPLIT]
+        yield [stack.enter_context(LLM(str(folder), **more, **OPTIONS)) for more in options]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_seeds_give_equal_outputs_whatever_the_ranks_the_batch_or_n(engines: lis
         SamplingParams(seed=seed, max_tokens=10, n=3, top_k=40, presence_penalty=0.3, ignore_eos=True) for seed in range(4)
     ]
     whole = [[only_ids(output) for output in engine.generate(PROMPTS, several)] for engine in engines]
-    assert whole[0] == whole[1]
+    assert whole[0] == whole[-1]
     assert len({tuple(ids) for outputs in whole[0] for ids in outputs}) == 12
     alone = [SamplingParams(seed=one.seed, max_tokens=10, top_k=40, presence_penalty=0.3, ignore_eos=True) for one in several]
     first = [only(engines[0].generate(prompt, one)[0]).token_ids for prompt, one in zip(PROMPTS, alone, strict=True)]
@@ -164,8 +165,9 @@ def test_texts_stop_and_match_what_was_asked(engines: list[LLM]) -> None:
         ),
         SamplingParams(temperature=0.0, logit_bias={ord("y"): 100.0}, bad_words=["yy"], max_tokens=None, stop_token_ids=[EOS_ID]),
     ]
-    one, two = ([only(output) for output in engine.generate(["a"] * len(asked), asked)] for engine in engines)
-    assert [(out.text, out.token_ids) for out in one] == [(out.text, out.token_ids) for out in two]
+    one, *others = ([only(output) for output in engine.generate(["a"] * len(asked), asked)] for engine in engines)
+    for two in others:
+        assert [(out.text, out.token_ids) for out in one] == [(out.text, out.token_ids) for out in two]
     json_, regex, choice, stopped, shown, long = one
     assert set(json.loads(json_.text)) == {"ok"}
     assert len(regex.text) == 4 and set(regex.text) <= set("abc")
@@ -258,6 +260,7 @@ class CountingBackend:
                 raise
 
 
+@pytest.mark.system  # two more starts of torch
 def test_a_lost_rank_ends_the_call_and_the_engine_comes_back(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as engine:
         [pid] = ranks_of(os.getpid())[-1:]
