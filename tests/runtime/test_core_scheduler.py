@@ -269,3 +269,15 @@ def test_a_full_queue_still_takes_a_stream_that_has_begun_elsewhere() -> None:
     delivered = msgspec.structs.replace(make_request(5), delivered=[7])
     assert scheduler.submit(2, lost_before_its_first_token) is None
     assert scheduler.submit(3, delivered) is None
+
+
+def test_a_request_that_was_complete_when_it_came_ends_without_a_token() -> None:
+    scheduler = Scheduler(Limits(64, 4, 16), PoolShape(16, 4))
+    assert scheduler.submit(1, msgspec.structs.replace(make_request(3, 8), epoch=1, delivered=[5])) is None
+    plan = scheduler.schedule()
+    assert plan is not None
+    frame = scheduler.commit(StepResult(plan.step, [0], over=[0]))
+    assert (frame.handles, frame.tokens) == ([], [])
+    assert frame.finished == [wire.Finished(1, 1, "stop", 0)]
+    assert scheduler.is_idle()
+    assert scheduler.check() == []
