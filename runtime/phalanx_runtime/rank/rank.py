@@ -70,11 +70,11 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     model = source.load(pipeline.peers, form, stage=pipeline.stage)
     held = gauge.held()
     keep_freed_memory()
-    usable = _usable_bytes(spec, device, system)
     size = page_bytes(model.kv, spec.page_size, dtype)
-    held_tokens = _pool_bytes(spec, usable, held, device, system) // size * spec.page_size
+    held_tokens = _pool_bytes(spec, _usable_bytes(spec, device, system), held, device, system) // size * spec.page_size
     longest = min(spec.max_model_len or source.max_position, held_tokens)
     needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+    usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
     room = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system)
     num_pages = _agree(room // size, collective, device)
     max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)

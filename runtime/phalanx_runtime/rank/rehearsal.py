@@ -4,7 +4,8 @@ The largest step computes one prompt chunk of `max_num_batched_tokens` that ends
 `max_num_seqs` requests, each with penalties and every filter. The ranks of a stage run it together; pages of its own are taken
 and given back: all that lies before the chunk is one page, again and again.
 On CPU a long context takes too long to attend over at every start. There a shorter one is run, and what grows with the context
-is added: the mask, and the keys and values that are gathered (scores are computed in tiles, which do not grow).
+is added: the mask, and the keys and values that are gathered (scores are computed in tiles, which do not grow; two more of them
+stand for what the allocator may not find again between larger pieces).
 """
 
 from dataclasses import dataclass
@@ -78,7 +79,9 @@ def _measure(
         before = None if stage.is_first else builder.empty(tokens, model.width).zero_()
         seen.append(model.hidden(builder.build(plan), caches, before))
 
-    activations = gauge.peak(compute) + (longest - length) * context_bytes(model.kv, tokens, dtype)
+    activations = gauge.peak(compute)
+    if longest > length:
+        activations += (longest - length) * context_bytes(model.kv, tokens, dtype) + 2 * TILE_BYTES
     return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0])) if stage.is_last else 0)
 
 
