@@ -44,7 +44,8 @@ class Running:
     def __init__(self, server: PodServer) -> None:
         self.server = server
         self.task = asyncio.create_task(server.serve())
-        self.http = httpx.AsyncClient(timeout=20)
+        # The server closes connections that were idle for 5 s, about as long as a test waits elsewhere: none is used twice.
+        self.http = httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def port(self) -> int:
