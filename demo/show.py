@@ -88,7 +88,8 @@ def stream_answer(url: str, namespace: str) -> None:
                 pod = answering_pod(namespace)
                 if pod is None:
                     sys.exit("\nno group says that it runs the request")
-                kubectl("delete", "pod", pod, "-n", namespace, "--wait=false")
+                # Within a second, as an eviction may: with its whole grace period the group would finish the answer itself.
+                kubectl("delete", "pod", pod, "-n", namespace, "--wait=false", "--grace-period=1")
                 print(f"\n   [deleted pod {pod} of the answering group]\n", flush=True)
     if finish is None:
         sys.exit("\nthe answer did not complete")
