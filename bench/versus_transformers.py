@@ -119,7 +119,8 @@ def start(args: argparse.Namespace, dtype: str, stack: ExitStack) -> tuple[dict[
     threads = len(os.sched_getaffinity(0))
     worker = stack.enter_context(running_worker(args.model, dtype, threads, folder / "transformers.log"))
     flags = ["--served-model-name", _NAME, "--token-file", str(token_file)]
-    ranks = ["--tensor-parallel-size", str(args.tensor_parallel_size), "--dtype", dtype]
+    # Every engine gets the same prompts, some more than once: a prefix cache would compute them only the first time.
+    ranks = ["--tensor-parallel-size", str(args.tensor_parallel_size), "--dtype", dtype, "--no-enable-prefix-caching"]
     runtime = stack.enter_context(running("runtime", "phalanx_runtime", ["serve", str(args.model), *flags, *ranks], folder))
     engines: list[Engine] = [
         Served("runtime", runtime, _NAME),
