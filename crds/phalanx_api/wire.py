@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api import moves
+
 PROTOCOL_VERSION = 1
 """Version of the link. The handshake refuses a peer of another version."""
 
@@ -82,10 +84,36 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     ttft_target_ms: float | None = None
     tpot_target_ms: float | None = None
     deadline_ms: float | None = None
+    alone: bool = False
+    """Compute it in steps of its own: two groups died under it, and it must not take others along."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """Start this request under this handle."""
+    """Start this request under this handle; with `move`, on the pages that came with that move."""
+
+    handle: int
+    request: Request
+    move: str = ""
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
+    """To the target of a move (`phalanx_api.moves`): reserve pages for this request for `lease_s`, say what you hold of it."""
+
+    move: str
+    request: Request
+    lease_s: float = 10.0
+
+
+class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
+    """Give me, under this handle, the orphan of this request id from output index `next_index` on: its router was lost."""
+
+    handle: int
+    request_id: str
+    next_index: int
+
+
+class Adopted(msgspec.Struct, frozen=True, array_like=True, tag="adopted"):
+    """The orphan is yours: the request as it was submitted, its epoch raised; its tokens from the asked index on follow."""
 
     handle: int
     request: Request
@@ -118,6 +146,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     revision: str
     page_size: int
     assets_hash: str
+    model_hash: str = ""
+    """Weights, dtype, quantisation and tokenizer: a stream goes on only where it is equal."""
+    layout: str = ""
+    """What pages look like in memory (ranks, stages, dtype, page size): pages go only where it is equal."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -190,6 +222,30 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     retry_after_s: float | None = None
 
 
+class HeavyPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """A prefix of many prompts: the key of its last page, its pages, and its share of the prompt tokens that came lately."""
+
+    key: bytes
+    pages: int
+    token_share: float
+
+
+class PageChanges(msgspec.Struct, frozen=True, array_like=True, tag="page_changes"):
+    """What the prefix cache finds now and did not before, and the reverse, in order: (is_added, key) each.
+
+    `first` is the number of the first change. With `is_snapshot` the list is all that is found, just before change `first`.
+    A receiver that sees a number that is not next asks with `SendPages`.
+    """
+
+    first: int
+    changes: list[tuple[bool, bytes]]
+    is_snapshot: bool = False
+
+
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
+    """Send a snapshot of the page keys, then changes from there on."""
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """What the engine has in hand. `outstanding_tokens` counts prompt tokens not yet computed and output tokens still allowed.
 
@@ -210,6 +266,35 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     pages_evicted: int = 0
     leaks: int = 0
     step_model: list[float] = []
+    sequence: int = 0
+    """Number of the report since the incarnation began."""
+    last_handle: int = 0
+    """The highest handle of a Submit that the engine had taken in when it made this report, in the receiver's own handles."""
+    reserved_pages: int = 0
+    """Of the pages that are not free, those that moves will fill."""
+    waiting_prompt_tokens: int = 0
+    running_prompt_tokens: int = 0
+    """Prompt tokens not yet computed, of requests that wait and of those that run; what the cache holds is not counted."""
+    waiting_pages: int = 0
+    """Pages that the requests that wait will need."""
+    context_tokens: int = 0
+    """Tokens in the pages of running requests."""
+    oldest_wait_s: float = 0.0
+    step_s: float = 0.0
+    longest_step_s: float = 0.0
+    """Time of a step: followed over about twenty of them, and the longest since the last report."""
+    prompt_tokens_per_step: float = 0.0
+    """Prompt tokens in a step, followed the same way."""
+    refusals: int = 0
+    recomputed_tokens: int = 0
+    """Since the start: requests refused at the door, and tokens computed again after preemptions."""
+    steps_to_full: float | None = None
+    """After how many steps no page is free if all go on; None when nothing runs."""
+    prefixes: list[HeavyPrefix] = []
+    mean_output_tokens: float = 0.0
+    """Output tokens that requests had lately."""
+    max_num_batched_tokens: int = 0
+    """Tokens that a step may hold."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
@@ -239,8 +324,24 @@ class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):
     """Rows of the embedding: a tokenizer may know ids that the model does not. None: not told."""
 
 
-ToLeader = Hello | Submit | Abort | Fetch
-FromLeader = Welcome | Tokens | Refused | Load | State | Assets
+ToLeader = (
+    Hello | Submit | Abort | Fetch | SendPages | Adopt | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+)
+FromLeader = (
+    Welcome
+    | Tokens
+    | Refused
+    | Load
+    | State
+    | Assets
+    | PageChanges
+    | Adopted
+    | moves.Prepared
+    | moves.Frozen
+    | moves.Arrived
+    | moves.MoveFailed
+    | moves.AskRescue
+)
 ToEngine = Submit | Abort
 FromEngine = Tokens | Refused | Load
 

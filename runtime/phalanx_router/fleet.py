@@ -153,7 +153,7 @@ class Fleet:
     async def _place(self, run: _Run) -> bool:
         """Whether the stream went to a group. If not, some time has passed and it may be tried again."""
         links = self._eligible(run.tokenizer)
-        views = [GroupView(key, link.ledger.outstanding_tokens) for key, link in links.items()]
+        views = [GroupView(key, outstanding_tokens=link.ledger.outstanding_tokens) for key, link in links.items()]
         choice = choose(views, run.excluded, self._draw())
         if not isinstance(choice, NoChoice):
             self._submit(run, choice.key, links[choice.key])

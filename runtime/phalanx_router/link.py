@@ -21,7 +21,7 @@ from websockets.frames import CloseCode
 
 from phalanx_api import wire
 from phalanx_router.endpoints import Endpoint
-from phalanx_router.route.view import Ledger, request_cost
+from phalanx_router.route.ledger import Ledger, request_cost
 
 log = logging.getLogger(__name__)
 

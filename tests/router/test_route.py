@@ -4,12 +4,13 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_router.route.choose import Choice, NoChoice, choose
-from phalanx_router.route.view import GroupView, Ledger, request_cost
+from phalanx_router.route.ledger import Ledger, request_cost
+from phalanx_router.route.view import GroupView
 from tests.router.fakes import make_request
 
 
 def groups(**tokens: int) -> list[GroupView]:
-    return [GroupView(key, count) for key, count in tokens.items()]
+    return [GroupView(key, outstanding_tokens=count) for key, count in tokens.items()]
 
 
 @pytest.mark.parametrize(

@@ -1,50 +1,82 @@
-"""What the router knows of a group when it chooses, and the ledger that fills the time between two load reports.
+"""What the router knows of a group when it chooses or moves, and what follows from it: backlog, time to first token, pressure.
 
-    outstanding = reported + dispatched since the last report + dispatched between the last two
+    token_s    = speed * t(room, B, C) / room        what one prompt token costs there, t of `phalanx_api.cost`
+    backlog_s  = queued_prompt_tokens * token_s      what is to be computed before a newcomer
+    ttft_s(m)  = backlog_s + m * token_s             predicted time to first token when m tokens are in no page there
+    itl_s      = speed * t(p, B, C)                  time of a step
+    pressure   = (used + reserved + waiting demand) / all pages
 
-A report may have been sent before the latest dispatch arrived, so a dispatch counts until the second report after it: for
-one interval of 50 ms it may count twice, never not at all. Without it, all requests of one interval would go to one group.
+Every number contains what this router sent there since the group last reported (`route.ledger`). A group that has not measured
+its steps yet is taken for one that costs `UNKNOWN`.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from phalanx_api import wire
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.summary import Freshness
+
+UNKNOWN = StepModel(fixed_s=0.02, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
+"""Any model that orders groups by what they have in hand."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupView:
-    """One group that could take the request at hand: it serves, and it reads the same token ids.
+    """One group as of now. Tokens, pages and requests are counts.
 
-    key: leader pod and incarnation; a group that came back is another key, so that its past failure no longer counts.
+    key: leader pod, connection and incarnation; a group that came back is another key, so that its past failure no longer counts.
+    room: tokens that a step may hold. used_pages: held by running requests. demand_pages: what waiting ones will need.
+    queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
+    speed: measured time of a step over what groups of the same shape take; 1 is usual. steps_to_full: None when nothing runs.
     """
 
     key: str
-    outstanding_tokens: int
+    group: str = ""
+    revision: str = ""
+    model_hash: str = ""
+    layout: str = ""
+    state: Freshness = "fresh"
+    draining: bool = False
+    model: StepModel = UNKNOWN
+    speed: float = 1.0
+    room: int = 2048
+    waiting: int = 0
+    running: int = 0
+    queued_prompt_tokens: int = 0
+    context_tokens: int = 0
+    prompt_tokens_per_step: float = 0.0
+    mean_output_tokens: float = 0.0
+    total_pages: int = 1
+    page_size: int = 16
+    used_pages: int = 0
+    reserved_pages: int = 0
+    demand_pages: int = 0
+    preempted_lately: bool = False
+    steps_to_full: float | None = None
+    outstanding_tokens: int = 0
 
+    @cached_property
+    def token_s(self) -> float:
+        """Seconds that one more prompt token costs here."""
+        work = StepWork(self.room, self.running, self.context_tokens)
+        return self.speed * self.model.predict(work) / self.room
 
-def request_cost(request: wire.Request) -> int:
-    """Tokens that a group has to compute for this request at most: its prompt and all its output."""
-    return len(request.prompt) + request.sampling.max_tokens
+    @cached_property
+    def backlog_s(self) -> float:
+        """Seconds until a newcomer's first prompt token is computed."""
+        return self.queued_prompt_tokens * self.token_s
 
+    @cached_property
+    def itl_s(self) -> float:
+        """Seconds between two tokens of a running request."""
+        work = StepWork(int(self.prompt_tokens_per_step), self.running, self.context_tokens)
+        return self.speed * self.model.predict(work)
 
-class Ledger:
-    """Outstanding tokens of one group, as of now."""
+    @cached_property
+    def pressure(self) -> float:
+        """Share of the pages that are used, reserved or wanted; above 1 some requests cannot run."""
+        return (self.used_pages + self.reserved_pages + self.demand_pages) / self.total_pages
 
-    def __init__(self) -> None:
-        self._reported = 0
-        self._before_report = 0
-        self._since_report = 0
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """The sum that the module's first lines give."""
-        return self._reported + self._before_report + self._since_report
-
-    def dispatch(self, tokens: int) -> None:
-        """Notes a request that goes to the group now."""
-        self._since_report += tokens
-
-    def report(self, load: wire.Load) -> None:
-        """Notes what the group says it has in hand."""
-        self._reported = load.outstanding_tokens
-        self._before_report, self._since_report = self._since_report, 0
+    def ttft_s(self, missing_tokens: int) -> float:
+        """Predicted time to first token of a request of which so many tokens are in no page here."""
+        return self.backlog_s + missing_tokens * self.token_s

@@ -310,6 +310,8 @@ class _Link:
                 return None
             case wire.Hello():
                 return "Hello comes once"
+            case _:
+                return f"{type(frame).__name__} is not understood here"
 
     def _submit(self, frame: wire.Submit) -> str | None:
         if frame.handle in self._engines:
