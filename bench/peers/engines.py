@@ -59,6 +59,7 @@ def peers(machine: Machine) -> list[Peer]:
         Peer("openvino int8", "int8", _openvino_int8),
         Peer("llama.cpp", "bfloat16", _llama, {"samplers": ["temperature"]}),
         Peer("transformers", fast, _transformers, kv_bytes=0),
+        Peer("transformers continuous", fast, _transformers_continuous),
     ]
 
 
@@ -105,10 +106,14 @@ def _openvino_int8(machine: Machine) -> Starting:
     return _openvino(machine, "int8")
 
 
-def _transformers(machine: Machine) -> Starting:
+def _transformers(machine: Machine, batching: str = "generate") -> Starting:
     port = free_port()
-    command = [sys.executable, "-m", "bench.peers.transformers_server", str(small()), str(port), machine.dtype]
+    command = [sys.executable, "-m", "bench.peers.transformers_server", str(small()), str(port), machine.dtype, batching]
     return serving("transformers", command, port, "/health", machine.folder, 300)
+
+
+def _transformers_continuous(machine: Machine) -> Starting:
+    return _transformers(machine, "continuous")
 
 
 def _llama(machine: Machine) -> Starting:

@@ -1,7 +1,8 @@
-"""`generate` of transformers behind the completions API: `python -m bench.peers.transformers_server MODEL PORT DTYPE`.
+"""transformers behind the completions API: `python -m bench.peers.transformers_server MODEL PORT DTYPE generate|continuous`.
 
-Requests that wait are answered together, at most 16 in one left-padded batch, each cut to the tokens that it asked for. One
-request alone is streamed token by token; a batch comes whole, which is all that `generate` gives.
+continuous is `bench.peers.transformers_batching`. With generate, requests that wait are answered together, at most 16 in one
+left-padded batch, each cut to the tokens that it asked for. One request alone is streamed token by token; a batch comes whole,
+which is all that `generate` gives.
 """
 
 import asyncio
@@ -92,8 +93,12 @@ async def health(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def serve(folder: str, port: int, dtype: str) -> None:
+async def serve(folder: str, port: int, dtype: str, batching: str) -> None:
     """Serves until the process is ended."""
+    if batching == "continuous":
+        from bench.peers.transformers_batching import work as answer
+    else:
+        answer = work
     app = web.Application(client_max_size=1 << 24)
     app["waiting"] = asyncio.Queue[Waiting]()
     app.add_routes([web.post("/v1/completions", completions), web.get("/health", health)])
@@ -101,8 +106,8 @@ async def serve(folder: str, port: int, dtype: str) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    await work(model, app["waiting"])
+    await answer(model, app["waiting"])
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

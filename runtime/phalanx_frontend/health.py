@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import JSONResponse, Response
 
-from phalanx_frontend.answers import EXPOSITION
 from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openapi import EXPOSITION
 from phalanx_frontend.vitals import Health
 
 

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from phalanx_api.account import MemoryAccount
 from phalanx_frontend.accept import wire_request
-from phalanx_frontend.answers import STREAMED
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.door import Door
@@ -16,6 +15,7 @@ from phalanx_frontend.errors import ApiError, invalid, of_backend
 from phalanx_frontend.metrics import RequestMeter
 from phalanx_frontend.native_answer import BatchAnswer, Entry, Generation, NativeAnswer
 from phalanx_frontend.native_schemas import BatchRequest, GenerateRequest
+from phalanx_frontend.openapi import STREAMED
 from phalanx_frontend.reply import Reply
 from phalanx_frontend.routes import Asker
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Depends
 from phalanx_api import wire
 from phalanx_frontend.accept import CHAT, COMPLETIONS, accept
 from phalanx_frontend.answer import Answer
-from phalanx_frontend.answers import STREAMED
 from phalanx_frontend.caller import Caller, caller_of
 from phalanx_frontend.door import Door
+from phalanx_frontend.openapi import STREAMED
 from phalanx_frontend.prompt import tokenize_prompt
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 

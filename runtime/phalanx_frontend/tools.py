@@ -8,11 +8,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from phalanx_api import wire
 from phalanx_frontend.errors import invalid
-from phalanx_frontend.fields import whole_text
+from phalanx_frontend.fields import Text
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
@@ -25,7 +25,6 @@ class _Strict(BaseModel):
 NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
 """OpenAI's names of functions, and the dot that MCP servers use."""
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
-Text = Annotated[str, AfterValidator(whole_text)]
 
 
 class Function(_Strict):
