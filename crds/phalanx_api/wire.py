@@ -150,6 +150,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Weights, dtype, quantisation and tokenizer: a stream goes on only where it is equal."""
     layout: str = ""
     """What pages look like in memory (ranks, stages, dtype, page size): pages go only where it is equal."""
+    page_bytes: int = 0
+    """Bytes of a page, all ranks together; 0: not told."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,8 @@ class GroupView:
     room: tokens that a step may hold. used_pages: held by running requests. demand_pages: what waiting ones will need.
     queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
     speed: measured time of a step over what groups of the same shape take; 1 is usual. steps_to_full: None when nothing runs.
+    page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
+    prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix.
     """
 
     key: str
@@ -54,6 +56,9 @@ class GroupView:
     preempted_lately: bool = False
     steps_to_full: float | None = None
     outstanding_tokens: int = 0
+    page_bytes: int = 0
+    copy_bytes_per_s: float = 1e9
+    prefix_share: float = 0.0
 
     @cached_property
     def token_s(self) -> float:
