@@ -13,8 +13,9 @@ import uvicorn
 from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import LeaderSource, StaticLeaders
-from phalanx_router.fleet import Fleet, FleetSettings
+from phalanx_router.fleet import Fleet
 from phalanx_router.link import LinkSettings
+from phalanx_router.run import FleetSettings
 from phalanx_router.settings import Settings, read_settings
 
 log = logging.getLogger("phalanx_router")

@@ -10,8 +10,9 @@ from starlette.applications import Starlette
 from phalanx_frontend.app import create_app
 from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
-from phalanx_router.fleet import Fleet, FleetSettings
+from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.run import FleetSettings
 
 
 def _raise(error: BaseException) -> None:

@@ -30,8 +30,11 @@ class RouterMetrics:
         """Counts a link that was open and ended."""
         self._links_lost.inc()
 
-    def show(self, known: int, ready: int, streams: int) -> None:
-        """Shows how many groups are known and ready, and how many streams are open."""
+    def show_groups(self, known: int, ready: int) -> None:
+        """Shows how many groups are known, and how many are ready."""
         self._groups_known.set(known)
         self._groups_ready.set(ready)
+
+    def show_streams(self, streams: int) -> None:
+        """Shows how many streams are open."""
         self._streams.set(streams)

@@ -15,9 +15,10 @@ from websockets.http11 import Response as HttpResponse
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
 from phalanx_router.endpoints import Endpoint
-from phalanx_router.fleet import Fleet, FleetSettings
+from phalanx_router.fleet import Fleet
 from phalanx_router.link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.run import FleetSettings
 from tests.frontend.fakes import detail_of, prompt_details_of
 
 TOKEN = "secret of the service"

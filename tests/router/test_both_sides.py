@@ -20,7 +20,7 @@ async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> No
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([first, second])))]
         try:
             async with asyncio.timeout(10):
-                while fleet.num_ready < 2:
+                while fleet.links.num_ready < 2:
                     await asyncio.sleep(0.002)
             assert fleet.assets() == ASSETS
             requests = [make_request([i, 2], max_tokens=50, id=f"r{i}") for i in range(8)]
@@ -47,14 +47,14 @@ async def test_streams_finish_over_the_real_link_of_a_leader_that_drains() -> No
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([address])))]
         try:
             async with asyncio.timeout(10):
-                while fleet.num_ready < 1:
+                while fleet.links.num_ready < 1:
                     await asyncio.sleep(0.002)
                 stream = asyncio.create_task(hear(fleet, make_request(max_tokens=50)))
                 while not engine.submitted:
                     await asyncio.sleep(0.002)
                 engine.step()
                 engine.change(wire.State(False, 1, "the pod is stopping", draining=True))
-                while fleet.num_ready:
+                while fleet.links.num_ready:
                     await asyncio.sleep(0.002)
             tasks.append(asyncio.create_task(engine.run()))
             assert (await stream).tokens == expected([1, 2, 3], 50)
@@ -73,11 +73,11 @@ async def test_a_link_without_requests_lives_on() -> None:
         task = asyncio.create_task(fleet.run(StaticLeaders([address])))
         try:
             async with asyncio.timeout(10):
-                while fleet.num_ready < 1:
+                while fleet.links.num_ready < 1:
                     await asyncio.sleep(0.002)
                 await asyncio.sleep(0.7)  # more than two silences of either side
             assert metrics.get_sample_value("phalanx_router_links_lost_total") == 0
-            assert (door.routers, fleet.num_ready) == (1, 1)
+            assert (door.routers, fleet.links.num_ready) == (1, 1)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,48 @@
+"""One stream on its way through groups, and the bounds of all such ways."""
+
+from dataclasses import dataclass, field
+
+from phalanx_router.link import LeaderLink, LinkSettings
+from phalanx_router.stream import Setback, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Bounds of one router.
+
+    max_replays: how often one stream may lose its group. max_moves: how often it may lose it or be left by it. patience_s:
+    how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
+    lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
+    running stream are asked again.
+    """
+
+    link: LinkSettings
+    served_names: tuple[str, ...] = ()
+    max_replays: int = 3
+    patience_s: float = 60.0
+    keep_alive_s: float = 5.0
+    retry_after_s: float = 2.0
+    refusal_pause_s: float = 0.5
+    max_moves: int = 32
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Where one stream is. `link` is None while no group has it; `group` is the key of the last one that had it."""
+
+    stream: Stream
+    tokenizer: str | None
+    link: LeaderLink | None = None
+    group: str = ""
+    handle: int = 0
+    losses: int = 0
+    moves: int = 0
+    excluded: set[str] = field(default_factory=set)
+    trouble: Setback | None = None
+    homeless_since: float | None = None
+
+    def leave(self) -> None:
+        """Ends what the group does for the stream, if one has it."""
+        if self.link is not None:
+            self.link.abort(self.handle)
+            self.link = None
