@@ -146,12 +146,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     revision: str
     page_size: int
     assets_hash: str
-    model_hash: str = ""
-    """Weights, dtype, quantisation and tokenizer: a stream goes on only where it is equal."""
-    layout: str = ""
-    """What pages look like in memory (ranks, stages, dtype, page size): pages go only where it is equal."""
-    page_bytes: int = 0
-    """Bytes of a page, all ranks together; 0: not told."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -235,8 +229,8 @@ class HeavyPrefix(msgspec.Struct, frozen=True, array_like=True):
 class PageChanges(msgspec.Struct, frozen=True, array_like=True, tag="page_changes"):
     """What the prefix cache finds now and did not before, and the reverse, in order: (is_added, key) each.
 
-    `first` is the number of the first change. With `is_snapshot` the list is all that is found, just before change `first`.
-    A receiver that sees a number that is not next asks with `SendPages`.
+    `first` is the number of the first change; an incarnation begins at 0 with no pages. With `is_snapshot` the list is all that
+    is found, just before change `first`. A leader sends none before `SendPages`; a receiver asks when a number is not the next.
     """
 
     first: int
@@ -269,9 +263,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     leaks: int = 0
     step_model: list[float] = []
     sequence: int = 0
-    """Number of the report since the incarnation began."""
+    """Number of the report since the incarnation began, from 1. One that is sent again keeps its own."""
     last_handle: int = 0
-    """The highest handle of a Submit that the engine had taken in when it made this report, in the receiver's own handles."""
+    """The highest handle of a Submit that the engine had taken in at this report, in the receiver's own handles; 0: none."""
     reserved_pages: int = 0
     """Of the pages that are not free, those that moves will fill."""
     waiting_prompt_tokens: int = 0
@@ -289,7 +283,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Prompt tokens in a step, followed the same way."""
     refusals: int = 0
     recomputed_tokens: int = 0
-    """Since the start: requests refused at the door, and tokens computed again after preemptions."""
+    """Since the start: requests refused because the queue was full, and tokens computed again after preemptions."""
     steps_to_full: float | None = None
     """After how many steps no page is free if all go on; None when nothing runs."""
     prefixes: list[HeavyPrefix] = []
@@ -297,18 +291,33 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Output tokens that requests had lately."""
     max_num_batched_tokens: int = 0
     """Tokens that a step may hold."""
+    cached_pages: int = 0
+    """Of the free pages, those that the prefix cache finds."""
+
+
+class Served(msgspec.Struct, frozen=True, array_like=True):
+    """What an incarnation computes with: known once its ranks have loaded."""
+
+    model_hash: str = ""
+    """Weights, dtype, quantisation and tokenizer: a stream goes on only where it is equal. The `model` of `root_key`."""
+    layout: str = ""
+    """What pages look like in memory (ranks, stages, dtype, page size): pages go only where it is equal."""
+    page_bytes: int = 0
+    """Bytes of a page, all ranks together; 0: not told."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
-    """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost.
+    """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost, and all pages.
 
     A group that does not serve has lost its requests too, unless it is `draining`: then it takes no more, and finishes those.
+    `served` is told by a group that serves or drains; None before its first incarnation has loaded.
     """
 
     serving: bool
     incarnation: int
     reason: str = ""
     draining: bool = False
+    served: Served | None = None
 
 
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):

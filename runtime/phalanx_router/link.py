@@ -22,6 +22,7 @@ from websockets.frames import CloseCode
 from phalanx_api import wire
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.route.ledger import Ledger, request_cost
+from phalanx_router.route.page_feed import PageFeed
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ class Listener(Protocol):
         """The leader sent its assets."""
         ...
 
+    def pages_came(self, link: "LeaderLink", changes: wire.PageChanges) -> None:
+        """What the group's prefix cache finds: all of it (a snapshot), or what follows the changes told before."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
@@ -98,7 +103,14 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
+        self.page_size = 0
+        self.served = wire.Served()
         self.ledger = Ledger()
+        self.load: wire.Load | None = None
+        """The latest report of this incarnation on this connection."""
+        self.load_at = 0.0
+        """When it came, on the event loop's clock. A report that came again is as old as it was."""
+        self._feed = PageFeed()
         self._settings = settings
         self._listener = listener
         self._draw = draw
@@ -216,7 +228,10 @@ class LeaderLink:
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
+        self.page_size = welcome.page_size
         self.ledger = Ledger()
+        self.load = None
+        self._feed = PageFeed()
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
 
@@ -245,7 +260,9 @@ class LeaderLink:
                 case wire.Tokens():
                     self._give_tokens(frame)
                 case wire.Load():
-                    self.ledger.report(frame)
+                    self._take_load(frame)
+                case wire.PageChanges():
+                    self._take_pages(frame)
                 case wire.Refused():
                     sink, _ = self._sinks.pop(frame.handle, (None, 0))
                     if sink is not None:
@@ -284,9 +301,29 @@ class LeaderLink:
             if sink is not None:
                 sink.finished(end)
 
+    def _take_load(self, load: wire.Load) -> None:
+        if self.load is None or load.sequence != self.load.sequence:
+            self.load_at = asyncio.get_running_loop().time()
+        self.load = load
+        self.ledger.report(load)
+
+    def _take_pages(self, changes: wire.PageChanges) -> None:
+        match self._feed.take(changes):
+            case "use":
+                self._listener.pages_came(self, changes)
+            case "ask":
+                self._send(wire.SendPages())
+            case "drop":
+                pass
+
     def _take_state(self, state: wire.State) -> None:
         before, self.state = self.state, state
+        self.served = state.served or self.served
         is_new = state.incarnation != before.incarnation
+        if is_new:
+            self.load = None
+            self._feed.restart()
+            self._listener.pages_came(self, wire.PageChanges(0, [], is_snapshot=True))
         if is_new or not (state.serving or state.draining):
             why = f"group {self.endpoint.group}: {state.reason or 'it started anew'}"
             self._drop_streams(why, is_leave=before.draining and not is_new)

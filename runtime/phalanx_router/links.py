@@ -102,6 +102,9 @@ class Links:
             link.assets_hash = ""
         self._update()
 
+    def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
+        """Nothing yet: no choice looks at pages."""
+
     async def _keep(self, link: LeaderLink) -> None:
         """Runs a link. A bug in it costs that link a second, and no other stream anything."""
         while True:
