@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model.attention import StepBatch
+from phalanx_runtime.model.attention import AttentionForm, DenseAttention, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape, decode_groups
 
 PAGE = 4
@@ -105,3 +105,16 @@ def test_a_row_that_starts_anew_forgets_its_pages() -> None:
     batch = made.build(StepPlan(3, [row(0)], [0], [0], [2], [[11]], [1, 2], [(0, 0)]))
     assert batch.slots.tolist()[:2] == [11 * HEADS * PAGE, (11 * HEADS + 1) * PAGE]
     assert batch.chunks[0].table.tolist() == [11]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20], ids=["one by one", "two", "all"])
+def test_however_little_is_gathered_at_once_attention_is_the_same(gather_bytes: int, window: int | None) -> None:
+    _, batch = mixed()
+    assert [group.size for group in batch.groups] == [2]
+    chance = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, 8, generator=chance) for heads in (2 * HEADS, HEADS, HEADS))
+    cache = LayerCache(*(torch.randn(10, HEADS, PAGE, 8, generator=chance) for _ in range(2)))
+    form = AttentionForm(window=window)
+    given = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
+    torch.testing.assert_close(given, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)

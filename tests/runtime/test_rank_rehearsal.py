@@ -87,6 +87,24 @@ def test_the_dry_run_covers_the_chunk_that_ends_the_longest_context(softcap: flo
     assert taken(model) * 0.7 <= needs < 192 << 20
 
 
+def test_many_long_contexts_that_decode_take_no_more_than_was_reserved() -> None:
+    model = OneLayer(None)
+    reserved = rehearsed(model, LENGTH)
+    rows = TOKENS  # each gathers 8 MiB: together they would take 4 GiB
+    table = list(range(LENGTH // PAGE))
+    caches = make_caches(model.kv, len(table), PAGE, torch.float32, CPU)
+    for cache in caches:
+        cache.k.zero_()
+        cache.v.zero_()
+    builder = BatchBuilder(CacheShape(PAGE, 2, 1, model.kv.windows), torch.float32, CPU)
+    numbers, new = list(range(rows)), [NewRow(row, DEAREST) for row in range(rows)]
+    plan = StepPlan(0, new, numbers, [LENGTH - 1] * rows, [1] * rows, [table] * rows, [0] * rows, [(i, 0) for i in numbers])
+    with torch.inference_mode():
+        assert [group.size for group in builder.build(plan).groups] == [rows]
+        peak = make_gauge(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
+    assert peak * 0.7 <= reserved < 192 << 20
+
+
 def test_a_context_that_the_chunk_fills_alone_is_run_as_such() -> None:
     model = OneLayer(None)
     rehearsed(model, TOKENS // 2)

@@ -19,6 +19,9 @@ Windows = dict[int | None, Tensor]
 TILE_BYTES = 16 << 20
 """Scores that are there at once where attention is written out. Smaller tiles are more calls, larger ones fall out of caches."""
 
+GATHER_BYTES = 32 << 20
+"""Keys and values of decoding requests that are gathered at once, where one request alone does not have more."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
@@ -104,11 +107,15 @@ def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
 
 
 class PagedAttention:
-    """The fast path: gather by index_select into kept buffers, then scaled_dot_product_attention."""
+    """The fast path: gather by index_select into kept buffers, then scaled_dot_product_attention.
 
-    __slots__ = ("_k", "_v")
+    However many requests decode, no more is gathered than `gather_bytes` or the context of one of them.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_gather_bytes", "_k", "_v")
+
+    def __init__(self, gather_bytes: int = GATHER_BYTES) -> None:
+        self._gather_bytes = gather_bytes
         # Kept between steps: on CPU a fresh allocation of this size costs ten times the gather, in page faults.
         self._k = torch.empty(0)
         self._v = torch.empty(0)
@@ -127,12 +134,16 @@ class PagedAttention:
         write_pages(k, v, cache, slots)
 
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
-        kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
-        keys, values = self._gather(cache, group.lumps)
-        at = slice(group.start, group.start + group.size)
-        shape = (group.size, kv_heads, -1, dim)
-        folded = attend(q[at].view(shape), keys.view(shape), values.view(shape), group.masks[form.window], form)
-        out[at].view(shape).copy_(folded)
+        kv_heads, page, dim = cache.k.shape[1:]
+        lumps, mask = group.lumps.view(group.size, -1), group.masks[form.window]
+        size = max(1, self._gather_bytes // (2 * lumps.shape[1] * page * dim * cache.k.element_size()))
+        for first in range(0, group.size, size):
+            part = slice(first, first + size)
+            keys, values = self._gather(cache, lumps[part].reshape(-1))
+            shape = (len(lumps[part]), kv_heads, -1, dim)
+            at = slice(group.start + first, group.start + first + shape[0])
+            folded = attend(q[at].view(shape), keys.view(shape), values.view(shape), mask[part], form)
+            out[at].view(shape).copy_(folded)
 
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: Chunk, form: AttentionForm, out: Tensor

@@ -6,6 +6,7 @@ and given back: all that lies before the chunk is one page, again and again.
 On CPU a long context takes too long to attend over at every start. There a shorter one is run, and what grows with the context
 is added: the mask, and the keys and values that are gathered (scores are computed in tiles, which do not grow; two more of them
 stand for what the allocator may not find again between larger pieces).
+A step that only decodes gathers up to `GATHER_BYTES` more than one context, which is added too.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention import TILE_BYTES
+from phalanx_runtime.model.attention import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.gauge import Gauge
@@ -79,7 +80,7 @@ def _measure(
         before = None if stage.is_first else builder.empty(tokens, model.width).zero_()
         seen.append(model.hidden(builder.build(plan), caches, before))
 
-    activations = gauge.peak(compute)
+    activations = gauge.peak(compute) + (GATHER_BYTES if spec.max_num_seqs > 1 else 0)
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype) + 2 * TILE_BYTES
     return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0])) if stage.is_last else 0)
