@@ -79,6 +79,16 @@ class FakeRunner:
             drawn.append(next_token([token for token in context if token is not None], self._seeds[plan.rows[i]]))
         return StepResult(plan.step, drawn)
 
+    def page(self, page: int) -> list[int | None]:
+        """What the slots of a page hold."""
+        size = self._pool.page_size
+        return self._slots[page * size : (page + 1) * size]
+
+    def put(self, page: int, slots: list[int | None]) -> None:
+        """Writes a page, as one that came from another group."""
+        size = self._pool.page_size
+        self._slots[page * size : (page + 1) * size] = slots
+
     def _slot(self, row: int, position: int) -> int:
         size = self._pool.page_size
         return self._tables[row][position // size] * size + position % size

@@ -45,7 +45,7 @@ class Composer:
 
     def _add_decodes(self, draft: Draft, now: float) -> int:
         """Adds running requests that miss one token; gives back how many others do, which are in plans in flight."""
-        decodes = [request for request in self._seats.running if request.missing == 1 and not request.gone]
+        decodes = [one for one in self._seats.running if one.missing == 1 and not (one.gone or one.is_frozen)]
         ready = [request for request in decodes if not request.in_flight]
         for request in ready[: decode_share(self._limits, len(decodes))]:
             if request.row is not None and self._has_slot(request, now):
@@ -72,7 +72,7 @@ class Composer:
 
     def _add_prompts(self, draft: Draft, now: float, may_admit: bool) -> None:
         """Fills the budget with prompt tokens of running requests and newcomers."""
-        running = [r for r in self._seats.running if r.missing > 1 and not r.in_flight and not r.gone]
+        running = [r for r in self._seats.running if r.missing > 1 and not (r.in_flight or r.gone or r.is_frozen)]
         running.reverse()
         draft.whole, draft.others = draft.budget, len(running) + self._queue.num_ready - 1
         put_off: list[Request] = []

@@ -42,6 +42,7 @@ class Request:
     value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
     `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
     `has_drawn`: whether a token was drawn for it here; from then on `cached_tokens` stays.
+    `is_frozen`: no further step for now, pages and row stay; `num_losses`: how often it lost its pages.
     """
 
     handle: int
@@ -67,6 +68,8 @@ class Request:
     lapsed_s: float | None = None
     told: int = 0
     has_drawn: bool = False
+    is_frozen: bool = False
+    num_losses: int = 0
 
     @property
     def missing(self) -> int:

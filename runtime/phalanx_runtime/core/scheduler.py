@@ -3,6 +3,7 @@
     submit:   refused, or into the queue              schedule: a plan of requests that are in no other plan in flight
     release:  one that was submitted before it could be served may be served now
     abort:    gone, pages after its plan's commit     commit:   computed += counts, drawn tokens are appended, the ended leave
+    freeze:   no step until thaw, pages and row stay  reservations: rows and pages of requests that will come by a move
 
 The same calls with the same arguments in the same order give the same plans: the time and the measured step times are arguments.
 Plans are committed in the order in which they were made, up to `Limits.plans_in_flight` of them at once.
@@ -11,7 +12,7 @@ What a step holds is decided in `compose`, how pages are shared in `sharing`, th
 """
 
 from collections import deque
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
@@ -23,11 +24,26 @@ from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.policy import Fcfs, Policy
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 
 OUTPUT_WEIGHT = 0.05
 """Weight of the latest request in the usual length of outputs: the last twenty or so count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A running request: its output tokens, the tokens in its pages, and whether these stay as they are: frozen, in no plan.
+
+    `num_losses` counts preemptions: while it is the same, the pages are the same ones, and full ones hold the same.
+    """
+
+    num_output: int
+    computed: int
+    pages: tuple[int, ...]
+    is_settled: bool
+    num_losses: int
 
 
 class Scheduler:
@@ -44,6 +60,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._queue = Queue(self._policy)
         self._seats = Seats(limits.max_num_seqs, self.sharing)
+        self.reservations = Reservations(self.limits, self._seats, self.sharing)
         self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing)
         self._flights: deque[Draft] = deque()
         self._step = 0
@@ -62,10 +79,13 @@ class Scheduler:
         output tokens as requests had lately."""
         return self._queue.tokens + int(len(self._queue) * self._usual_output)
 
-    def submit(self, handle: int, asked: wire.Request, now: float = 0.0, is_held: bool = False) -> Refuse | wire.Finished | None:
+    def submit(
+        self, handle: int, asked: wire.Request, now: float = 0.0, is_held: bool = False, move: str = ""
+    ) -> Refuse | wire.Finished | None:
         """None when the request is taken; its end when the tokens already delivered end it; or why it does not run here.
 
-        One that is held waits, in its order of arrival, but is in no step before `release`.
+        One that is held is in no step before `release`, but keeps its place. With `move` it runs at once on the pages that
+        arrived for it; if they did not, it waits like any other, and computes what it has.
         """
         fits = fits_ever(len(asked.prompt), self.limits)
         if isinstance(fits, Refuse):
@@ -83,7 +103,10 @@ class Scheduler:
         self._order += 1
         self._requests[handle] = request
         self.sharing.begin(request, asked)
-        if is_held:
+        if move and self.reservations.take(move, request):
+            self._policy.arrive(request, self._queue.lanes())
+            request.is_frozen = is_held
+        elif is_held:
             self._queue.hold(request)
         else:
             self._enter(request, now)
@@ -94,6 +117,34 @@ class Scheduler:
         request = self._queue.release(handle)
         if request is not None:
             self._enter(request, now)
+        else:
+            self.thaw(handle)
+
+    def freeze(self, handle: int) -> bool:
+        """Whether a running request computes no further step, after those it is in, until `thaw`. A waiting one has no pages."""
+        request = self._requests.get(handle)
+        if request is None or request.row is None or request.is_frozen:
+            return False
+        request.is_frozen = True
+        return True
+
+    def thaw(self, handle: int) -> None:
+        """Lets a frozen request go on. One that is gone is no error."""
+        request = self._requests.get(handle)
+        if request is not None:
+            request.is_frozen = False
+
+    def held_by(self, handle: int) -> Held | None:
+        """What a running request has in its pages; None when it waits or is gone."""
+        request = self._requests.get(handle)
+        if request is None or request.row is None:
+            return None
+        settled = request.is_frozen and not request.in_flight
+        return Held(request.num_output, request.computed, tuple(request.pages), settled, request.num_losses)
+
+    def victims(self) -> list[int]:
+        """Running requests in the order in which they are preempted, the first one first. Frozen ones are not."""
+        return [one.handle for one in reversed(self._seats.running) if not (one.is_frozen or one.gone)]
 
     def abort(self, handle: int) -> None:
         """Forgets a request; an unknown handle is no error. Pages that a plan in flight writes are free after its commit."""
@@ -151,15 +202,15 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self._requests and not self._seats.running
+        return not self._requests and not self._seats.running and not len(self.reservations)
 
     def epoch_of(self, handle: int) -> int:
         """The epoch of a request that is here."""
         return self._requests[handle].epoch
 
     def must_wait(self) -> bool:
-        """Whether nothing can be computed before the next submit or release: all that is here is held."""
-        return not self._queue.num_ready and not self._seats.running
+        """Whether nothing can be computed before the next submit, release or thaw: all that is here is held or frozen."""
+        return not self._queue.num_ready and all(one.is_frozen and not one.in_flight for one in self._seats.running)
 
     def load(self) -> wire.Load:
         """What the engine has in hand."""
@@ -177,11 +228,12 @@ class Scheduler:
             pages_reused=counters.reused,
             pages_evicted=counters.evicted,
             step_model=[] if model is None else list(astuple(model)),
+            reserved_pages=self.reservations.num_pages,
         )
 
     def check(self) -> list[str]:
         """What is wrong with pages and rows; empty when all are accounted for."""
-        return self._seats.check()
+        return self._seats.check(self.reservations.held())
 
     def _read(self, draft: Draft, result: StepResult) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""

@@ -71,6 +71,23 @@ class Sharing:
         self._publish(request, keys)
         self._offer_tail(request)
 
+    def hold(self, request: Request) -> list[int]:
+        """The wholly written pages that a request would share now, held from now on: it will come with the rest of them."""
+        run = self.find(request)
+        size = self.pool.page_size
+        written = next((i for i, page in enumerate(run) if self.pool.written(page) < size), len(run))
+        self.pool.share(run[:written])
+        return run[:written]
+
+    def adopt(self, request: Request, pages: list[int], num_held: int, computed: int) -> None:
+        """Gives a request pages that hold its first `computed` tokens; those after the first `num_held` can be found now."""
+        request.pages, request.keyed = pages, num_held
+        request.computed = request.farthest = computed
+        full = computed // self.pool.page_size
+        self._publish(request, self._keys(request), full)
+        for page in pages[num_held:full]:
+            self.pool.mark_written(page, self.pool.page_size)
+
     def skip(self, request: Request, draft: Draft) -> bool:
         """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
         if not self._shares(request) or request.missing <= 1:

@@ -1,0 +1,239 @@
+"""Requests that go between two schedulers at random steps, stopped or copied ahead, kept or called off.
+
+The fake runner draws from what the page slots hold, so a page that did not come, or was given to another, gives other tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.reservations import Reservation
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
+
+End = Literal["move", "thaw", "drop", "replay", "lose"]
+"""A move that succeeds; one called off before and after all arrived; one whose pages came too late; one whose source aborts."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Move request `handle` away from where it is: prepared at a step, frozen `copies` steps later, decided `wait` later."""
+
+    at_step: int
+    handle: int
+    copies: int
+    wait: int
+    end: End
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    page_size: int
+    seqs: int
+    flights: int
+    policy: PolicyName
+    caching: bool
+
+
+@dataclass
+class Moving:
+    """One order on its way."""
+
+    order: Order
+    name: str
+    source: int
+    reservation: Reservation
+    losses: int
+    copied: int
+    freeze_at: int
+    decide_at: int | None = None
+
+
+@dataclass
+class Side:
+    """One group."""
+
+    shape: Shape
+    flights: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
+        limits = Limits(64, self.shape.seqs, 24, plans_in_flight=self.shape.flights)
+        self.scheduler = make_scheduler(limits, self.runner.pool, Rules(self.shape.policy, "lru", self.shape.caching))
+
+
+class World:
+    """Two groups, requests at the first, and orders. Every claim is checked at every step."""
+
+    def __init__(self, prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:
+        self.sides = [Side(shape), Side(shape)]
+        self.requests = {i: self._request(i, *prompt) for i, prompt in enumerate(prompts)}
+        self.at = dict.fromkeys(self.requests, 0)
+        self.output: dict[int, list[int]] = {i: [] for i in self.requests}
+        self.orders = list(orders)
+        self.moving: list[Moving] = []
+        self.num_moved = self.num_held = self.num_gone = 0
+
+    def _request(self, number: int, own: int, common: int, max_tokens: int) -> wire.Request:
+        prompt = [(5 * i * i) % VOCAB for i in range(common)] + [(number * 11 + 7 * i) % VOCAB for i in range(own)]
+        return make_request(prompt, max_tokens, seed=number)
+
+    def run(self) -> "World":
+        for handle, request in self.requests.items():
+            assert self.sides[0].scheduler.submit(handle, request) is None
+        for step in range(5000):
+            self._begin(step)
+            for moving in list(self.moving):
+                self._advance(moving, step)
+            for side, group in enumerate(self.sides):
+                assert group.scheduler.check() == []
+                self._turn(side, group, step)
+            if not self.output and not self.moving and not any(group.flights for group in self.sides):
+                break
+        assert not self.output, "requests that never ended"
+        for group in self.sides:
+            assert group.scheduler.is_idle()
+            assert group.scheduler.pool.free_pages == group.runner.pool.num_pages
+        return self
+
+    def _begin(self, step: int) -> None:
+        for order in [order for order in self.orders if order.at_step <= step]:
+            self.orders.remove(order)
+            source = self.at.get(order.handle, 0)
+            held = self.sides[source].scheduler.held_by(order.handle)
+            if order.handle not in self.output or held is None or any(m.order.handle == order.handle for m in self.moving):
+                continue
+            target, name = self.sides[1 - source].scheduler, f"m{order.at_step}-{order.handle}"
+            before = target.pool.free_pages
+            answer = target.reservations.reserve(name, self._now(order.handle))
+            if isinstance(answer, Refuse):
+                assert target.pool.free_pages == before
+                continue
+            self.num_held += answer.num_held
+            self.moving.append(Moving(order, name, source, answer, held.num_losses, answer.num_held, step + order.copies))
+
+    def _now(self, handle: int) -> wire.Request:
+        request = self.requests[handle]
+        return wire.Request(request.id, 1, request.prompt, list(self.output[handle]), request.sampling)
+
+    def _advance(self, moving: Moving, step: int) -> None:
+        order, source = moving.order, self.sides[moving.source].scheduler
+        held = source.held_by(order.handle) if self.at.get(order.handle) == moving.source else None
+        if held is None or held.num_losses != moving.losses or order.handle not in self.output:
+            self._call_off(moving)
+        elif moving.decide_at is None and step < moving.freeze_at:
+            self._copy(moving, held.pages, held.computed // self.sides[0].shape.page_size)
+        elif moving.decide_at is None:
+            assert source.freeze(order.handle)
+            moving.decide_at = step + order.wait
+        elif held.is_settled and step >= moving.decide_at:
+            self._decide(moving, held.pages, held.computed)
+
+    def _decide(self, moving: Moving, pages: tuple[int, ...], computed: int) -> None:
+        handle, source = moving.order.handle, self.sides[moving.source].scheduler
+        target = self.sides[1 - moving.source].scheduler
+        self._copy(moving, pages, -(-computed // self.sides[0].shape.page_size))
+        has_room = computed <= len(moving.reservation.pages) * self.sides[0].shape.page_size
+        if moving.order.end in ("move", "drop") and has_room:
+            target.reservations.arrived(moving.name, computed)
+        if moving.order.end in ("thaw", "drop") or moving.order.end == "lose":
+            source.thaw(handle)
+            self._call_off(moving)
+            return
+        request = self._now(handle)
+        assert target.submit(handle, request, move=moving.name) is None
+        taken = target.held_by(handle)
+        if target.reservations.get(moving.name) is None:
+            assert moving.order.end == "move"
+            assert taken is not None
+            assert taken.computed >= computed, "what arrived is computed again"
+            self.num_moved += 1
+        source.abort(handle)
+        self.at[handle] = 1 - moving.source
+        self._call_off(moving)
+
+    def _call_off(self, moving: Moving) -> None:
+        source, target = self.sides[moving.source].scheduler, self.sides[1 - moving.source].scheduler
+        if self.at.get(moving.order.handle) == moving.source:
+            source.thaw(moving.order.handle)
+            if moving.order.end == "lose" and moving.order.handle in self.output:
+                source.abort(moving.order.handle)
+                del self.output[moving.order.handle]
+                self.num_gone += 1
+        target.reservations.drop(moving.name)
+        self.moving.remove(moving)
+
+    def _copy(self, moving: Moving, pages: tuple[int, ...], end: int) -> None:
+        source, target = self.sides[moving.source].runner, self.sides[1 - moving.source].runner
+        for i in range(moving.copied, min(end, len(moving.reservation.pages))):
+            target.put(moving.reservation.pages[i], source.page(pages[i]))
+            moving.copied = i + 1
+
+    def _turn(self, side: int, group: Side, step: int) -> None:
+        plan = group.scheduler.schedule(float(step))
+        if plan is not None:
+            group.flights.append(plan)
+        if group.flights and (plan is None or len(group.flights) == group.shape.flights):
+            frame = group.scheduler.commit(group.runner.run(group.flights.pop(0)), wall_s=0.01)
+            frozen = {m.order.handle for m in self.moving if m.source == side and m.decide_at is not None}
+            for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
+                if self.at[handle] != side:
+                    raise AssertionError("a request draws where it is no more")
+                assert index == len(self.output[handle]), "an index is missing or double"
+                assert handle not in frozen or group.shape.flights > 0
+                self.output[handle].append(token)
+            for end in frame.finished:
+                whole = expected_output(self.requests[end.handle], group.scheduler.limits.max_model_len)
+                assert self.output.pop(end.handle) == whole
+
+
+PROMPTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 16), st.integers(1, 25)), min_size=1, max_size=6)
+ORDERS = st.lists(
+    st.builds(
+        Order,
+        at_step=st.integers(0, 40),
+        handle=st.integers(0, 5),
+        copies=st.integers(0, 5),
+        wait=st.integers(0, 5),
+        end=st.sampled_from(["move", "move", "move", "thaw", "drop", "replay", "lose"]),
+    ),
+    max_size=10,
+)
+SHAPES = st.builds(
+    Shape,
+    tokens=st.integers(40, 120),
+    page_size=st.sampled_from([1, 2, 4]),
+    seqs=st.integers(1, 5),
+    flights=st.integers(1, 3),
+    policy=st.sampled_from(POLICY_NAMES),
+    caching=st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
+def test_requests_move_at_any_step_and_no_page_is_lost_and_no_token_differs(
+    prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape
+) -> None:
+    World(prompts, orders, shape).run()
+
+
+@settings(max_examples=30, deadline=None)
+@given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
+def test_the_same_moves_give_the_same_plans(prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:
+    once, twice = World(prompts, orders, shape).run(), World(prompts, orders, shape).run()
+    assert [side.runner.plans for side in once.sides] == [side.runner.plans for side in twice.sides]
+
+
+def test_a_crowd_moves_there_and_back_and_shares_what_the_other_side_has() -> None:
+    orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(4)]
+    world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True)).run()
+    assert world.num_moved >= 8
+    assert world.num_held > 0
