@@ -166,6 +166,34 @@ def test_a_request_through_the_router_is_counted_once_over_the_service(world: Wo
     assert "vllm:" not in page
 
 
+def test_logs_name_requests_and_never_their_prompts(world: World) -> None:
+    secret, name = "the-vault-opens-at-midnight", "req-that-was-logged"
+    asked: list[dict[str, Any]] = [
+        {"prompt": secret, "max_tokens": 3},
+        {"prompt": secret, "max_tokens": 3, "stream": True},
+        {"prompt": secret, "max_tokens": -1},
+        {"prompt": secret * 400, "max_tokens": 3},
+    ]
+    for program in (world.runtimes[1], world.router):
+        statuses = [
+            httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60, headers={"X-Request-Id": name}).status_code
+            for body in asked
+        ]
+        assert statuses == [200, 200, 400, 400]
+        assert name in program.log.read_text()
+    for program in (*world.runtimes, world.router):
+        assert secret not in program.log.read_text()
+
+
+def test_a_runtime_tells_where_the_memory_of_each_rank_went(world: World) -> None:
+    told = httpx.get(f"{world.runtimes[1].base_url}/v1/metrics", timeout=10).json()
+    (rank,) = told["memory"]
+    assert rank["weights_bytes"] > 0 and rank["activations_bytes"] > 0 and rank["logits_sampler_bytes"] >= 0
+    assert 0.9 * 8_000_000 < rank["kv_pool_bytes"] <= 8_000_000
+    assert told["kv_bytes_per_token"] > 0
+    assert sum(rank[f"{part}_bytes"] for part in ("weights", "activations", "logits_sampler", "kv_pool")) < rank["total_bytes"]
+
+
 def test_streams_outlive_the_runtime_that_served_them(world: World) -> None:
     fixed = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True}
     bodies = [{**fixed, "prompt": f"prompt {i}", "temperature": 0} for i in range(4)]
