@@ -42,6 +42,8 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared"):
     held_tokens: int
     addresses: list[PageAddress]
     key: bytes
+    room_tokens: int = 0
+    """Tokens that the reserved pages hold, those held already included; 0: not told. The source freezes before it passes them."""
 
 
 class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
@@ -58,26 +60,30 @@ class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
 class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen"):
     """From the source, after the last token: the request has `num_output` output tokens, computes no more, and keeps its pages.
 
-    `num_computed` tokens of it, prompt and output together, are in the pages that it sends.
+    `num_computed` tokens of it, prompt and output together, are in the pages that it sends. `tail_s`: how long the pages that
+    are still to come should take.
     """
 
     move: str
     epoch: int
     num_output: int
     num_computed: int
+    tail_s: float = 0.0
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """From the target: every rank has the pages of `num_computed` tokens, checked."""
+    """From the target: every rank has the pages of `num_computed` tokens, checked. `num_bytes` of them came over the network."""
 
     move: str
     num_computed: int
+    num_bytes: int = 0
 
 
 class MoveFailed(msgspec.Struct, frozen=True, array_like=True, tag="move_failed"):
     """From either: this move comes to nothing here, and its reservation or copy is gone. A source goes on as before.
 
-    `code` is machine-readable: no_room, ended, not_converging, lease, target_lost, checksum, incompatible, unknown.
+    `code` is machine-readable: no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum,
+    incompatible, replaced, unknown.
     """
 
     move: str

@@ -13,7 +13,10 @@ HOMES = {
     "phalanx_router": "runtime",
     "phalanx_runtime": "runtime",
 }
-PURE = ["phalanx_api", "phalanx_operator.decide", "phalanx_operator.render", "phalanx_runtime.core", "phalanx_router.route"]
+PURE = [
+    *("phalanx_api", "phalanx_operator.decide", "phalanx_operator.render"),
+    *("phalanx_runtime.core", "phalanx_router.route", "phalanx_router.moves"),
+]
 EFFECTS = [
     *("asyncio", "threading", "time", "random", "secrets", "socket", "os", "logging", "subprocess"),
     *("aiohttp", "httpx", "websockets", "zmq", "kopf", "kubernetes", "fastapi", "torch", "prometheus_client"),
