@@ -8,9 +8,12 @@ from phalanx_api.account import MemoryAccount
 from phalanx_runtime.server.incarnation import (
     Action,
     BackoffOver,
+    Drain,
+    Drained,
     Event,
     Group,
     Joined,
+    Leaving,
     Left,
     RanksFailed,
     RanksReady,
@@ -28,6 +31,7 @@ HALF = Group(2, hosts=((0, "a"),))
 LOADING = Group(2, phase="loading", hosts=HERE)
 HALF_READY = replace(LOADING, ready=frozenset({0}))
 SERVING = replace(LOADING, phase="serving", ready=frozenset({0, 1}), serving_since=100.0)
+DRAINING = replace(SERVING, leaving=frozenset({1}))
 BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
 
 
@@ -57,6 +61,16 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         (BACKOFF, Left(1, "reset"), "backoff", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), BackoffOver(5), "gathering", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), Joined(1, "b"), "backoff", 5, []),
+        (SERVING, Leaving(1, "told to"), "serving", 1, [Drain(1, "pod 1 is leaving: told to")]),
+        (DRAINING, Leaving(0, "told to"), "serving", 1, []),
+        (DRAINING, Drained(1), "gathering", 2, [Stop(1, "pod 1 is leaving")]),
+        (DRAINING, Drained(0), "serving", 1, []),
+        (SERVING, Drained(1), "serving", 1, []),
+        (DRAINING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
+        (DRAINING, RanksFailed(0, 1, "oom"), "gathering", 2, [Stop(1, "pod 0: oom")]),
+        (LOADING, Leaving(1, "told to"), "gathering", 2, [Stop(1, "pod 1 is leaving: told to")]),
+        (BACKOFF, Leaving(1, "told to"), "backoff", 5, []),
+        (HALF, Leaving(0, "told to"), "gathering", 1, []),
     ],
     ids=[
         "the first of two pods joins",
@@ -82,6 +96,16 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         "a pod is lost during the wait",
         "the wait is over but a pod is missing",
         "a pod joins during the wait",
+        "a pod is told to leave",
+        "another one is, too",
+        "nothing runs any more",
+        "an earlier incarnation is drained",
+        "nobody asked for that",
+        "the pod could not wait",
+        "ranks fail meanwhile",
+        "a pod is told to leave while loading",
+        "a pod is told to leave during the wait",
+        "the only pod is told to leave",
     ],
 )
 def test_what_the_leader_does(before: Group, event: Event, phase: str, incarnation: int, actions: list[Action]) -> None:

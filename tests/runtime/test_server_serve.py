@@ -41,8 +41,9 @@ def make_settings(folder: Path, *arguments: str) -> ServeSettings:
 class Running:
     """A pod's server in this process."""
 
-    def __init__(self, server: PodServer) -> None:
+    def __init__(self, server: PodServer, settings: ServeSettings) -> None:
         self.server = server
+        self.settings = settings
         self.task = asyncio.create_task(server.serve())
         # The server closes connections that were idle for 5 s, about as long as a test waits elsewhere: none is used twice.
         self.http = httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
@@ -71,7 +72,7 @@ def client_of(running: Running) -> EngineClient:
 
 @asynccontextmanager
 async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]:
-    running = Running(make_server(settings, command(*words)))
+    running = Running(make_server(settings, command(*words)), settings)
     try:
         await until(lambda: running.server.started or running.task.done())
         yield running
@@ -336,17 +337,27 @@ async def test_a_member_leaves_though_its_group_serves_when(tmp_path: Path, memb
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "group_restarting")
 
 
-async def test_a_member_that_was_told_to_leave_leaves_with_its_leader(tmp_path: Path) -> None:
+async def test_a_member_that_alone_is_told_to_leave_waits_for_open_streams_and_its_group_for_a_successor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with two_pods(folder) as (leader, member):
-        member.server.handle_exit(signal.SIGTERM, None)
-        async with asyncio.timeout(20):
-            while (await member.get("/readyz")).status_code == 200:
-                await asyncio.sleep(0.01)
-        assert member.server._leaver.is_busy and not member.server.should_exit
-        leader.server.should_exit = True
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        member.server.handle_exit(signal.SIGTERM, None)  # as an eviction does
+        await until(lambda: client_of(leader).state().draining)
+        assert (await ask(leader)).status_code == 503
+        assert not asking.done() and not member.server.should_exit
+        (folder / "marks" / "go").touch()
+        assert (await asking).json()["usage"]["completion_tokens"] == 16
         async with asyncio.timeout(30):
-            await asyncio.gather(leader.task, member.task)
+            await member.task
+        assert (member.server.exit_code, leader.server.should_exit) == (0, False)
+        reason = (await leader.get("/readyz")).json()["error"]["message"]
+        assert reason.startswith("waiting for pod 1")
+        async with served(member.settings, "held") as successor:
+            await leader.ready()
+            await successor.ready()
+            assert (await leader.get("/v1/health")).json()["incarnation"] == 2
+            assert (await ask(leader)).status_code == 200
 
 
 async def test_a_member_without_a_group_that_serves_leaves_at_once(tmp_path: Path) -> None:
@@ -374,7 +385,7 @@ async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> No
     taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
     port = str(taken.sockets[0].getsockname()[1])
     settings = make_settings(folder, "-tp", "2", "--nnodes", "2", "--master-port", port)
-    running = Running(make_server(settings, command("ready")))
+    running = Running(make_server(settings, command("ready")), settings)
     async with asyncio.timeout(20):
         await running.task
     await running.http.aclose()

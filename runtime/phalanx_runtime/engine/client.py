@@ -183,6 +183,11 @@ class EngineClient:
         """Says anew why the group does not serve."""
         self._change(wire.State(False, next_incarnation, reason))
 
+    def pause(self, reason: str) -> None:
+        """Takes no more requests in this incarnation; those that run go on."""
+        if self._stops is None:
+            self._change(wire.State(False, self._state.incarnation, reason, draining=True))
+
     def drain(self, reason: str) -> None:
         """Takes no more requests; those that run go on, unless their incarnation ends: there will be no other."""
         self._stops = reason

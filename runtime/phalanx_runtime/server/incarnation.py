@@ -1,11 +1,12 @@
 """What a group's leader does when pods come and go and ranks load and fail: joint starts, all or nothing.
 
-    gathering --all pods are there--> loading --all pods are ready--> serving
-        ^------ a pod left / ranks failed, after the back-off ----------'
+    gathering --all pods are there--> loading --all pods are ready--> serving --a pod is leaving--> (draining)
+        ^------ a pod left / ranks failed, after the back-off ----------'  ^----- drained -------------'
 
 At rest: serving, no action. Any failure ends the whole incarnation: every pod ends its ranks, and the number goes up at once, so
 that routers see the loss before the next start. A pod that left is no crash: the group starts when it is back. Failed ranks are:
 the first failure after a long service starts again at once, others wait 1, 2, 4 ... 30 s.
+A pod that is told to leave says so first: what runs is finished, then the incarnation ends, and the next waits for its successor.
 Pure: the clock is an argument; `supervisor` does what is decided here.
 """
 
@@ -55,13 +56,28 @@ class RanksFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """A pod was told to end, and waits until the group needs it no more."""
+
+    pod: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing runs any more in an incarnation that was drained."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class BackoffOver:
     """The wait before this incarnation is over."""
 
     incarnation: int
 
 
-Event = Joined | Left | RanksReady | RanksFailed | BackoffOver
+Event = Joined | Left | Leaving | Drained | RanksReady | RanksFailed | BackoffOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,14 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests in this incarnation, and say Drained once those that run are done."""
+
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Every pod kills the ranks of this incarnation; its requests are lost."""
 
@@ -95,14 +119,14 @@ class WakeAfter:
     delay_s: float
 
 
-Action = Start | Serve | Stop | WakeAfter
+Action = Start | Serve | Drain | Stop | WakeAfter
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
 
-    `memory` are the accounts of the ranks that are ready, by rank.
+    `memory` are the accounts of the ranks that are ready, by rank. `leaving`: pods that wait for what runs, and will not be back.
     """
 
     num_pods: int
@@ -116,6 +140,7 @@ class Group:
     delay_s: float = 0.0
     why: str = ""
     is_echo: bool = False
+    leaving: frozenset[int] = frozenset()
 
     def reason(self) -> str:
         """Why the group does not serve, in words; empty when it does."""
@@ -139,8 +164,14 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
         case Joined(pod, host):
             return _joined(group, pod, host, now)
         case Left(pod, why):
-            hosts = tuple((p, h) for p, h in group.hosts if p != pod)
-            return _lost(replace(group, hosts=hosts), f"pod {pod} left: {why}")
+            return _lost(_without(group, frozenset({pod})), f"pod {pod} left: {why}")
+        case Leaving(pod, why):
+            return _leaving(group, pod, why)
+        case Drained(incarnation):
+            if incarnation != group.incarnation or not group.leaving:
+                return group, []
+            pods = ", ".join(str(pod) for pod in sorted(group.leaving))
+            return _lost(group, f"pod {pods} is leaving")
         case RanksReady(pod, incarnation, memory):
             if group.phase != "loading" or incarnation != group.incarnation or pod in group.ready:
                 return group, []
@@ -170,6 +201,18 @@ def _joined(group: Group, pod: int, host: str, now: float) -> tuple[Group, list[
     return group, actions + more
 
 
+def _leaving(group: Group, pod: int, why: str) -> tuple[Group, list[Action]]:
+    if group.phase != "serving":
+        return _lost(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}")
+    first = not group.leaving
+    group = replace(group, leaving=group.leaving | {pod})
+    return group, [Drain(group.incarnation, f"pod {pod} is leaving: {why}")] if first else []
+
+
+def _without(group: Group, pods: frozenset[int]) -> Group:
+    return replace(group, hosts=tuple((pod, host) for pod, host in group.hosts if pod not in pods), leaving=group.leaving - pods)
+
+
 def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:
     why = f"pod {event.pod}: {event.why}"
     if event.incarnation == group.incarnation - 1 and group.is_echo and not event.is_echo:
@@ -195,7 +238,8 @@ def backoff_s(failures: int, has_served: bool) -> float:
 
 
 def _lost(group: Group, why: str) -> tuple[Group, list[Action]]:
-    """Ends the incarnation that runs, if one does; a group that waits goes on waiting."""
+    """Ends the incarnation that runs, if one does; a group that waits goes on waiting. Pods that are leaving count no more."""
+    group = _without(group, group.leaving)
     if group.phase not in ("loading", "serving"):
         return group, []
     stopped = Stop(group.incarnation, why)

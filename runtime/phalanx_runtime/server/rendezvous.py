@@ -19,6 +19,7 @@ from phalanx_runtime.server.rendezvous_wire import (
     Connection,
     Failed,
     Join,
+    Leaving,
     Ready,
     Refused,
     Serve,
@@ -127,6 +128,8 @@ class LeaderRendezvous:
                         self._happened(inc.RanksReady(pod, number, tuple(memory)))
                     case Failed(number, text, is_echo):
                         self._happened(inc.RanksFailed(pod, number, text, is_echo))
+                    case Leaving(why_leaving):
+                        self._happened(inc.Leaving(pod, why_leaving))
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -150,8 +153,14 @@ class Membership:
         self._obey = obey
         self._timing = timing
         self._connection: Connection | None = None
+        self._leaving: Leaving | None = None
 
-    def say(self, frame: Ready | Failed) -> None:
+    def leave(self, why: str) -> None:
+        """Tells the leader, this one or the next, that this pod is about to go."""
+        self._leaving = Leaving(why)
+        self.say(self._leaving)
+
+    def say(self, frame: Ready | Failed | Leaving) -> None:
         """Tells the leader, if it is there; a leader that comes later starts a new incarnation anyway."""
         if self._connection is not None:
             self._connection.send(frame)
@@ -178,6 +187,8 @@ class Membership:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._join(connection)
             self._connection = connection
+            if self._leaving is not None:
+                self.say(self._leaving)
             ping = asyncio.create_task(connection.keep_alive())
             while True:
                 match await self._next(connection):

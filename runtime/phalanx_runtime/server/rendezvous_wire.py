@@ -1,7 +1,7 @@
 """What the pods of a group say when they meet, and the connection that carries it.
 
     leader: Challenge -> pod: Join with its proof -> leader: Welcome with its own -> Start, Stop, Serve one way
-                                                                                 -> Ready, Failed the other; Ping both ways
+                                                                        -> Ready, Failed, Leaving the other; Ping both ways
 
 Both sides prove the service's token over both nonces before anything else is believed. A frame is four bytes of length and
 msgpack. Either side is lost when it is silent for `silence_s`: a node that vanishes sends no reset.
@@ -81,11 +81,17 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     is_echo: bool
 
 
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+    """This pod was told to end, and waits for Stop: the group's open streams need its ranks until then."""
+
+    why: str
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """I am here."""
 
 
-Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Ping
+Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Ping
 Command = Start | Serve | Stop
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

@@ -31,6 +31,7 @@ from phalanx_runtime.server.rendezvous_wire import DEFAULT_TIMING, Timing, rank_
 
 log = logging.getLogger(__name__)
 
+DRAIN_LOOK_S = 0.02
 Locate = Callable[[], Awaitable[Path]]
 MakeSpecs = Callable[[Launch, Path], list[RankSpec]]
 ReadAssets = Callable[[Path, RankReady], wire.Assets]
@@ -154,18 +155,31 @@ class LeaderSupervisor:
                 log.info("group serves", extra={"incarnation": incarnation})
                 self._client.serve(self._assets)
                 self._rendezvous.send(say.Serve(incarnation))
+            case inc.Drain(incarnation, why):
+                log.info("group drains: %s", why, extra={"incarnation": incarnation})
+                self._client.pause(why)
+                self._look_whether_drained(incarnation)
             case inc.Stop(incarnation, why):
                 log.warning("group stopped: %s", why, extra={"incarnation": incarnation})
                 self._client.lose(incarnation + 1, why)
                 self._pod.stop()
                 self._rendezvous.send(say.Stop(incarnation, why))
             case inc.WakeAfter(incarnation, delay_s):
-                loop = asyncio.get_running_loop()
                 self._wake_due = self._clock() + delay_s
-                self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > loop.time()}
-                self._timers.add(loop.call_later(delay_s, self._happened, inc.BackoffOver(incarnation)))
+                self._later(delay_s, lambda number: self._happened(inc.BackoffOver(number)), incarnation)
             case _:
                 assert_never(action)
+
+    def _look_whether_drained(self, incarnation: int) -> None:
+        if self._client.is_busy and self._group.incarnation == incarnation:
+            self._later(DRAIN_LOOK_S, self._look_whether_drained, incarnation)
+        else:
+            self._happened(inc.Drained(incarnation))
+
+    def _later(self, delay_s: float, do: Callable[[int], None], incarnation: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > loop.time()}
+        self._timers.add(loop.call_later(delay_s, do, incarnation))
 
     def _start(self, incarnation: int, hosts: list[str]) -> None:
         """Starts our ranks and tells the others. The name by which pods found us is better known than our own address."""
@@ -200,8 +214,9 @@ class MemberSupervisor:
         return self._status.ready
 
     def drain(self, reason: str) -> None:
-        """Is not ready from now on; the ranks go on."""
+        """Is not ready from now on, and tells the leader; the ranks go on until it says Stop."""
         self._stops = reason
+        self._membership.leave(reason)
 
     def refuse(self, reason: str) -> None:
         """Tells the reason for good; the ranks end with `run`."""
