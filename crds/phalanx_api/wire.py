@@ -86,6 +86,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     deadline_ms: float | None = None
     alone: bool = False
     """Compute it in steps of its own: two groups died under it, and it must not take others along."""
+    can_resume: bool = False
+    """Its client may ask for the rest at another router: when its router is lost it is an orphan, and not aborted."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):

@@ -59,9 +59,10 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     if len(prompts) * per_prompt > door.limits.max_choices:
         raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {door.limits.max_choices} choices")
     id, wants = endpoint.id_prefix + caller.request_id, wants_of(body)
+    stream = caller.stream_name(id) if body.stream else id
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
-    requests = await requests_of(door.draw_seed, body, caller, model, prompts, id)
+    requests = await requests_of(door.draw_seed, body, caller, model, prompts, stream)
     head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
     format = endpoint.format(head, body, model)
     echoes = echoes_of(body, model, prompts, wants)
@@ -70,7 +71,7 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
         reply = make_reply(body, model, request, wants)
         meter = door.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, door.seconds)
         choices.append(Choice(request, reply, format.choice(index, request.prompt, echoes[index // per_prompt], reply), meter))
-    job = Job(id, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
+    job = Job(id, stream, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
     return Answer(job, door.backend, door.metrics, endpoint.route)
 
 
@@ -130,6 +131,7 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
         ttft_target_ms=body.ttft_target_ms,
         tpot_target_ms=body.tpot_target_ms,
         deadline_ms=body.deadline_ms,
+        can_resume=bool(body.stream),
     )
 
 

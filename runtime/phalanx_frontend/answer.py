@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_headers, internal_error, of_backend
+from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, Piece, event
 from phalanx_frontend.job import Choice, Job
 from phalanx_frontend.metrics import DoorMetrics
@@ -32,6 +33,7 @@ class Answer(Response):
         self._route = route
         self._has_started = False
         self._outcome = "abort"
+        self._ids: EventIds | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole response, or stops when the client left."""
@@ -58,6 +60,7 @@ class Answer(Response):
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
         openings = [choice.format.opening() for choice in choices]
         left = len(openings)
+        ids = self._ids = EventIds(job.stream, [choice.reply.num_whole for choice in choices])
         async for index, item in siblings:
             if not self._has_started:
                 await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
@@ -68,7 +71,7 @@ class Answer(Response):
             text, reply = _take(choice, item), choice.reply
             if not text and reply.finish is None:
                 continue
-            piece, usage = Piece(text, reply.shown(text)), job.usage() if has_running_usage else None
+            piece, usage = Piece(text, reply.shown()), job.usage() if has_running_usage else None
             if reply.finish is None:
                 body = choice.format.piece(piece, usage)
             else:
@@ -76,8 +79,12 @@ class Answer(Response):
                 left -= 1
                 # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
                 await siblings.end(index)
-            if body and openings[index]:
-                body, openings[index] = openings[index] + body, b""
+            if body:
+                if reply.finish is not None or not choice.format.is_holding:
+                    ids.sent(index, reply.num_whole)
+                body = ids.mark(body)
+                if openings[index]:
+                    body, openings[index] = openings[index] + body, b""
             if not left:
                 body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
             if body:
@@ -94,7 +101,7 @@ class Answer(Response):
         documents = []
         for choice, parts in zip(choices, texts, strict=True):
             text = "".join(parts)
-            documents.append(choice.format.whole(Piece(text, choice.reply.shown(text))))
+            documents.append(choice.format.whole(Piece(text, choice.reply.shown())))
         body = self._job.format.whole(documents, self._job.usage())
         await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -103,7 +110,7 @@ class Answer(Response):
         self._outcome = "error"
         body = error_body(error)
         if self._has_started:
-            body = event(body)
+            body = event(body) if self._ids is None else self._ids.mark(event(body))
         else:
             headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
             await self._start(error.status, headers, send)

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.draw import draw_id
 from phalanx_frontend.errors import ApiError, error_response
+from phalanx_frontend.event_ids import NAME_END
 from phalanx_frontend.keys import ApiKey, ApiKeys
 
 log = logging.getLogger(__name__)
@@ -23,11 +24,20 @@ _SCOPE_KEY = "phalanx.caller"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One request's sender. `has_keys`: whether the door knows keys at all; then `key` is the one that was proved."""
+    """One request's sender. `has_keys`: whether the door knows keys at all; then `key` is the one that was proved.
+
+    `is_drawn`: the request's id is ours, of 128 random bits. `last_event_id`: the header of that name, "" without one.
+    """
 
     request_id: str
     key: ApiKey | None = None
     has_keys: bool = False
+    is_drawn: bool = False
+    last_event_id: str = ""
+
+    def stream_name(self, id: str) -> str:
+        """The name of a stream whose answer has this id: one that nobody can guess."""
+        return id if self.is_drawn else draw_id(id + NAME_END)
 
     def tenant(self, tenant: str | None, user: str | None) -> str:
         """Whose the request is: the key's name; without keys the body's `tenant`, else its `user`, else nobody's."""
@@ -71,7 +81,8 @@ class Gate:
         began_s = time.perf_counter()
         headers = dict(scope["headers"])
         asked = headers.get(b"x-request-id", b"").decode("latin-1")
-        id = asked if _REQUEST_ID.fullmatch(asked) else draw_id("")
+        is_drawn = not _REQUEST_ID.fullmatch(asked)
+        id = draw_id("") if is_drawn else asked
         status = 0
 
         async def named(message: Message) -> None:
@@ -82,7 +93,8 @@ class Gate:
             await send(message)
 
         key = self._keys.find(headers.get(b"authorization", b""))
-        scope[_SCOPE_KEY] = Caller(id, key, bool(self._keys))
+        last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
+        scope[_SCOPE_KEY] = Caller(id, key, bool(self._keys), is_drawn, last_event_id)
         try:
             if self._keys and key is None and scope["path"] not in OPEN_PATHS:
                 await error_response(unauthorised(b"authorization" in headers))(scope, receive, named)

@@ -63,6 +63,11 @@ class ChatChoice:
         self._before, self._after = outer.around(before, b'},"logprobs":null,"finish_reason":null}')
         self._is_plain = not head.wants.tokens
 
+    @property
+    def is_holding(self) -> bool:
+        """Never: every piece is a chunk."""
+        return False
+
     def opening(self) -> bytes:
         """The role, before any text."""
         shown = {"prompt_token_ids": list(self._prompt)} if self._head.wants.token_ids else {}

@@ -71,6 +71,13 @@ class PartsChoice:
         self._rules = rules
         self._has_calls = False
         self._tokens: list[ShownToken] = []
+        self._parts: list[Part] = []
+        """Parts of text that the parser still holds some of: a chunk holds whole pieces."""
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the parser waits for more text."""
+        return self._parser.is_holding
 
     def opening(self) -> bytes:
         """The role, before any text."""
@@ -79,7 +86,10 @@ class PartsChoice:
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
         """The event of the parts that this piece makes certain; nothing while it is held back. Its tokens wait with it."""
         self._tokens += piece.tokens
-        delta = self._delta(self._parser.feed(piece.text))
+        self._parts += self._parser.feed(piece.text)
+        if self._parser.is_holding:
+            return b"" if usage is None else self._outer.chunk({**self._nothing(), "finish_reason": None}, usage)
+        delta = self._delta(self._take())
         if not delta and usage is None:
             return b""
         return self._chunk(delta, {"finish_reason": None}, usage)
@@ -87,7 +97,7 @@ class PartsChoice:
     def ending(self, piece: Piece, usage: Usage | None) -> bytes:
         """The event of the last parts, with the reason."""
         self._tokens += piece.tokens
-        delta = self._delta([*self._parser.feed(piece.text), *self._parser.end()])
+        delta = self._delta([*self._take(), *self._parser.feed(piece.text), *self._parser.end()])
         return self._chunk(delta, self._end(), usage)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
@@ -98,6 +108,13 @@ class PartsChoice:
         empty = None if self._has_calls else ""
         message = {"role": "assistant", "content": empty, "refusal": None, **message}
         return {"index": self._index, "message": message, **self._plain.shown(piece.tokens), **self._end()}
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"index": self._index, "delta": {}, **self._plain.shown(())}
 
     def _chunk(self, delta: dict[str, Any], end: dict[str, Any], usage: Usage | None) -> bytes:
         tokens, self._tokens = self._tokens, []

@@ -46,6 +46,11 @@ class CompletionChoice:
         self._before, self._after = outer.around(before, b',"logprobs":null,"finish_reason":null}')
         self._is_plain = not head.wants.tokens
 
+    @property
+    def is_holding(self) -> bool:
+        """Never: every piece is a chunk."""
+        return False
+
     def opening(self) -> bytes:
         """Nothing: the first chunk has text."""
         return b""

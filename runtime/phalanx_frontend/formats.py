@@ -52,6 +52,11 @@ class Head:
 class ChoiceFormat(Protocol):
     """How one choice of an answer is written. Streamed: `opening`, `piece`s, `ending`; else `whole`."""
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether some of the pieces given so far was not written yet: then nothing of them was."""
+        ...
+
     def opening(self) -> bytes:
         """Events before the first text."""
         ...

@@ -22,9 +22,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All choices of one answer: those of the first prompt, then those of the next. Each prompt has `per_prompt` of them."""
+    """All choices of one answer: those of the first prompt, then those of the next. Each prompt has `per_prompt` of them.
+
+    `stream`: the name in the ids of its events.
+    """
 
     id: str
+    stream: str
     choices: Sequence[Choice]
     per_prompt: int
     format: AnswerFormat

@@ -69,13 +69,13 @@ async def accept_native(door: Door, body: GenerateRequest, caller: Caller, id: s
         raise invalid("prompt" if body.prompt is not None else "prompt_tokens", "the prompt has no tokens")
     max_tokens = output_tokens(fields, len(prompt), model.assets.max_model_len, model.defaults)
     sampling = sampling_of(fields, max_tokens, model.defaults, model.assets.eos_token_ids, door.draw_seed())
-    request = wire_request(id, prompt, sampling, fields, caller)
+    request = wire_request(caller.stream_name(id) if body.stream else id, prompt, sampling, fields, caller)
     reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or ())
 
     def meter() -> RequestMeter:
         return door.metrics.meter(name, len(prompt), max_tokens, arrived_s, door.seconds)
 
-    return Generation(request, reply, meter, door.backend, arrived_s, door.seconds)
+    return Generation(id, request, reply, meter, door.backend, arrived_s, door.seconds)
 
 
 async def _accept_entry(door: Door, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float) -> Entry:

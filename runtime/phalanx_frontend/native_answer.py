@@ -13,6 +13,7 @@ from phalanx_api import wire
 from phalanx_frontend.answer import run_while_connected
 from phalanx_frontend.backend import Backend, BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, internal_error, of_backend
+from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
 from phalanx_frontend.reply import Reply, StreamBroken
@@ -21,7 +22,7 @@ from phalanx_frontend.siblings import close
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[str, list[int]], Awaitable[None]]
-"""Takes a piece of text and the tokens that came with it; both empty: the request only lives."""
+"""Takes a piece of text and the tokens that made it; both empty: the request only lives."""
 
 
 class Generation:
@@ -29,6 +30,7 @@ class Generation:
 
     def __init__(
         self,
+        id: str,
         request: wire.Request,
         reply: Reply,
         meter: Callable[[], RequestMeter],
@@ -36,8 +38,9 @@ class Generation:
         arrived_s: float,
         clock: Clock,
     ) -> None:
+        self.id = id
         self.request = request
-        self._reply = reply
+        self.reply = reply
         self._open_meter = meter
         self._backend = backend
         self._arrived_s = arrived_s
@@ -50,21 +53,22 @@ class Generation:
         stream = self._backend.generate(self.request)
         texts: list[str] = []
         tokens: list[int] = []
+        reply = self.reply
         try:
             async for item in stream:
                 if isinstance(item, KeepAlive):
                     await deliver("", [])
                     continue
-                before = self._reply.completion_tokens
-                text = self._reply.feed(item)
-                fed = item.tokens[: self._reply.completion_tokens - before]
-                if fed:
+                before, whole = reply.completion_tokens, reply.num_whole
+                text = reply.feed(item)
+                if fed := item.tokens[: reply.completion_tokens - before]:
                     meter.tokens(len(fed))
-                texts.append(text)
                 tokens += fed
-                await deliver(text, fed)
-                if self._reply.finish is not None:
-                    outcome = self._reply.finish
+                texts.append(text)
+                if reply.num_whole > whole or reply.finish is not None:
+                    await deliver(text, tokens[whole : reply.num_whole])
+                if reply.finish is not None:
+                    outcome = reply.finish
                     return self._document("".join(texts), tokens)
             raise StreamBroken("the backend's stream ended without a reason")
         except BackendError as error:
@@ -76,19 +80,19 @@ class Generation:
             raise internal_error() from error
         finally:
             await close(stream)
-            meter.end(outcome, self._reply.cached_tokens)
+            meter.end(outcome, reply.cached_tokens)
 
     def _document(self, text: str, tokens: list[int]) -> dict[str, Any]:
         latency_s = self._clock() - self._arrived_s
         return {
-            "request_id": self.request.id,
+            "request_id": self.id,
             "prompt_tokens": len(self.request.prompt),
             "generated_tokens": len(tokens),
             "text": text,
             "token_ids": tokens,
             "latency_ms": latency_s * 1000,
             "throughput_tokens_per_sec": len(tokens) / latency_s if latency_s > 0 else 0.0,
-            "finish_reason": self._reply.finish,
+            "finish_reason": self.reply.finish,
         }
 
 
@@ -110,6 +114,7 @@ class NativeAnswer(Response):
         self._route = route
         self._is_streamed = is_streamed
         self._has_started = False
+        self._ids = EventIds(generation.request.id, [generation.reply.num_whole])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole response, or stops when the client left."""
@@ -128,7 +133,7 @@ class NativeAnswer(Response):
         await Response(orjson.dumps(document), media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        id = self._generation.request.id
+        id, ids, reply = self._generation.id, self._ids, self._generation.reply
 
         async def deliver(text: str, tokens: list[int]) -> None:
             if not self._has_started:
@@ -136,15 +141,19 @@ class NativeAnswer(Response):
                 self._metrics.responses.labels(self._route, "200").inc()
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            piece = event(orjson.dumps({"request_id": id, "text": text, "token_ids": tokens})) if text or tokens else KEEP_ALIVE
+            piece = KEEP_ALIVE
+            if text or tokens:
+                ids.sent(0, reply.num_whole)
+                piece = ids.mark(event(orjson.dumps({"request_id": id, "text": text, "token_ids": tokens})))
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
         document = await self._generation.run(deliver)
-        await send({"type": "http.response.body", "body": event(orjson.dumps(document)) + DONE, "more_body": False})
+        body = ids.mark(event(orjson.dumps(document))) + DONE
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._has_started:
-            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
+            await send({"type": "http.response.body", "body": self._ids.mark(event(error_body(error))), "more_body": False})
             return
         self._metrics.responses.labels(self._route, str(error.status)).inc()
         await error_response(error)(scope, receive, send)

@@ -2,6 +2,8 @@
 
 A token that ends the request (end of sequence, a stop token) is counted but adds no text; a stop string is cut from the
 text unless it was asked to stay, and tokens after the one that completed it are neither counted nor shown.
+Text leaves in whole tokens: while anything of a token is held back, so is the rest of it and what follows. So text that was
+sent is the text of the first `num_whole` tokens, which is where a stream may be taken up again.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ class StreamBroken(Exception):
 class Reply:
     """One request's answer so far. `finish` is None while it goes on; `stop_reason` is the stop string or stop token.
 
+    `num_whole`: how many tokens had left with all their text after the last `feed`.
     A silent one (`max_tokens` 0: only the prompt was of interest) ends at the first token and shows none.
     """
 
@@ -42,6 +45,9 @@ class Reply:
         self._shown = ShownTokens() if wants.tokens else None
         self._needs_details = wants.details
         self._is_silent = is_silent
+        self._kept = ""
+        """Text of tokens after the whole ones, as far as it is certain."""
+        self.num_whole = 0
         self.prompt_details: list[wire.TokenDetail] = []
         self.finish: wire.FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -59,23 +65,38 @@ class Reply:
             return ""
         if delta.tokens and delta.index != self.completion_tokens:
             raise StreamBroken(f"token {delta.index} came where {self.completion_tokens} was next")
-        text = ""
+        detokenizer, stops, text, whole = self._detokenizer, self._stops, self._kept, 0
         for position, token in enumerate(delta.tokens):
             made = self._feed_token(token)
             if self._shown is not None:
                 self._shown.add(token, self._detail(delta, position), len(made))
-            text += made if self._stops is None else self._through_stops(made)
+            text += made if stops is None else self._through_stops(made)
             if self.finish is not None:
-                return text
-        if delta.finish is None:
-            return text
-        text += self._end()
-        self.finish = self.finish or delta.finish
+                break
+            if not detokenizer.is_holding and (stops is None or not stops.is_holding):
+                self.num_whole, whole = self.completion_tokens, len(text)
+        if self.finish is None and delta.finish is None:
+            self._kept = text[whole:]
+            return text[:whole]
+        if self.finish is None:
+            text += self._end()
+            self.finish = self.finish or delta.finish
+        self._kept, self.num_whole = "", self.completion_tokens
         return text
 
-    def shown(self, text: str) -> Sequence[ShownToken]:
-        """The tokens that leave with this text of the last `feed`, if any are to be shown."""
-        return () if self._shown is None else self._shown.take(len(text), self.finish is not None)
+    def go_on(self, tokens: Sequence[int]) -> str:
+        """The text of the first tokens, which the client has already: the reply goes on after them, or has ended with them."""
+        wanted, shown = self._needs_details, self._shown
+        self._needs_details, self._shown = False, None
+        text = self.feed(Delta(0, list(tokens)))
+        self._needs_details, self._shown = wanted, shown
+        if shown is not None:
+            shown.skip(len(tokens), len(text))
+        return text
+
+    def shown(self) -> Sequence[ShownToken]:
+        """The tokens that leave with the text of the last `feed`, if any are to be shown."""
+        return () if self._shown is None else self._shown.take(self.num_whole)
 
     def _detail(self, delta: Delta, position: int) -> wire.TokenDetail | None:
         if not self._needs_details:

@@ -48,26 +48,27 @@ class ShownTokens:
     """Tokens of one choice that were counted and not yet shown.
 
     A token leaves with the text it made: one whose text is held back (half a character, what may become a stop string) waits for
-    it, and at the end all leave. So every counted token is shown exactly once, in order.
+    it. So every counted token is shown exactly once, in order.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[ShownToken, int]] = deque()
+        self._waiting: deque[ShownToken] = deque()
         self._made = 0
-        self._sent = 0
+        self._taken = 0
 
     def add(self, token: int, detail: wire.TokenDetail | None, num_chars: int) -> None:
         """One more token, which made this many characters certain."""
-        start = self._made
+        self._waiting.append(ShownToken(token, self._made, detail))
         self._made += num_chars
-        self._waiting.append((ShownToken(token, start, detail), self._made))
 
-    def take(self, num_chars: int, has_ended: bool) -> list[ShownToken]:
-        """Tokens that leave with the next `num_chars` characters of text."""
-        self._sent += num_chars
-        taken: list[ShownToken] = []
-        while self._waiting and (has_ended or self._waiting[0][1] <= self._sent):
-            taken.append(self._waiting.popleft()[0])
+    def skip(self, num_tokens: int, num_chars: int) -> None:
+        """Counts the choice's first tokens, which were shown before, and their characters."""
+        self._taken, self._made = num_tokens, num_chars
+
+    def take(self, num_tokens: int) -> list[ShownToken]:
+        """Those of the choice's first `num_tokens` tokens that have not left yet."""
+        taken = [self._waiting.popleft() for _ in range(num_tokens - self._taken)]
+        self._taken = num_tokens
         return taken
 
 

@@ -36,7 +36,7 @@ def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str,
         tokens = SAYS[start:end]
         text = reply.feed(Delta(start, tokens, "stop" if end == len(SAYS) else None, 0, [detail(token) for token in tokens]))
         if text or reply.finish is not None:
-            pieces.append((text, reply.shown(text)))
+            pieces.append((text, reply.shown()))
         if reply.finish is not None:
             break
     return pieces, reply

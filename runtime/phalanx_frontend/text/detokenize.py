@@ -20,6 +20,11 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer(Protocol):
     """Turns the tokens of one request into text as they come."""
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether some of the text of the tokens fed so far is still to come."""
+        ...
+
     def feed(self, token: int) -> str:
         """The text that is now certain. Empty while a character is incomplete."""
         ...
@@ -47,7 +52,7 @@ class PieceDetokenizer:
         self._rule = rule
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_incomplete = False
+        self.is_holding = False
         self._strip_left = 0 if is_continued else rule.strip_left
         self._bare_first = rule.bare_first and not is_continued
 
@@ -56,9 +61,9 @@ class PieceDetokenizer:
         if token in self._skipped:
             return ""
         piece = self._tokenizer.piece(token, self._rule)
-        if self._is_incomplete or isinstance(piece, bytes):
+        if self.is_holding or isinstance(piece, bytes):
             piece = self._utf8.decode(piece.encode() if isinstance(piece, str) else piece)
-            self._is_incomplete = self._utf8.getstate()[0] != b""
+            self.is_holding = self._utf8.getstate()[0] != b""
         if self._strip_left or self._bare_first:
             return self._start(piece)
         return piece
@@ -90,6 +95,11 @@ class WindowDetokenizer:
         # [context, certain) was sent and is decoded again as context · [certain, ...) is not sent yet.
         self._context: list[int] = list(after[-CONTEXT_TOKENS:])
         self._fresh: list[int] = []
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a token waits for those that follow it."""
+        return bool(self._fresh)
 
     def feed(self, token: int) -> str:
         """The text that is now certain. Empty while a character is incomplete."""

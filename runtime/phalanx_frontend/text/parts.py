@@ -44,6 +44,11 @@ Part = Content | Reasoning | ToolCall | Arguments
 class PartParser(Protocol):
     """Splits one answer's text into parts."""
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether some of the text fed so far may still become a part."""
+        ...
+
     def feed(self, text: str) -> list[Part]:
         """The parts that this text makes certain."""
         ...
@@ -59,6 +64,11 @@ class Chain:
     def __init__(self, first: PartParser, second: PartParser) -> None:
         self._first = first
         self._second = second
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether either parser holds text back."""
+        return self._first.is_holding or self._second.is_holding
 
     def feed(self, text: str) -> list[Part]:
         """The parts that this text makes certain."""
@@ -81,6 +91,11 @@ class Marker:
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the text ends with what may become the marker."""
+        return bool(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Text before the marker that is certain, and what follows the marker; None while it was not seen."""

@@ -20,6 +20,13 @@ class ReasoningParser:
         self._gap = ""
         self._at_start = True
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether a mark may have begun, or line ends wait for what follows them."""
+        if self._is_over:
+            return False
+        return bool(self._gap) or self._marker.is_holding if self._is_inside else bool(self._before)
+
     def feed(self, text: str) -> list[Part]:
         """The parts that this text makes certain."""
         if self._is_over:

@@ -16,6 +16,11 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether some of the text may become a stop string."""
+        return bool(self._held)
+
     def feed(self, text: str) -> str:
         """The text that may be sent now. Nothing may be fed after `found` is set."""
         text = self._held + text

@@ -67,6 +67,13 @@ class HermesParser:
         self._follows_call = False
         self._tail: str | None = None
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether a call may have begun, or white space waits for what follows it."""
+        if not self._is_inside:
+            return bool(self._gap) or self._marker.is_holding
+        return bool(self._tail) or not self._calls.is_told
+
     def feed(self, text: str) -> list[Part]:
         """The parts that this text makes certain."""
         parts: list[Part] = []
@@ -138,6 +145,11 @@ class LlamaParser:
         self._calls = _Calls(names)
         self._before = ""
         self._state = "start"
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a call may have begun, or text between two waits for what follows it."""
+        return not self._calls.is_told if self._state == "call" else bool(self._before)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that this text makes certain."""
