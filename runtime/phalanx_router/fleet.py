@@ -19,6 +19,7 @@ from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.links import Links
 from phalanx_router.metrics import Outcome, RouterMetrics
+from phalanx_router.moving import Moving
 from phalanx_router.placing import Placing
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost, Setback, Stream
@@ -40,6 +41,7 @@ class Fleet:
         self._settings = settings
         self._metrics = metrics
         self._placing = Placing(settings, self.links, metrics, draw, clock)
+        self.moving = Moving(self.links, self.runs, settings, metrics, clock)
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
         """Deltas in order of index, each index once, whatever groups fail meanwhile. Closing it early aborts."""
@@ -73,6 +75,7 @@ class Fleet:
             raise
         finally:
             self.runs.discard(run)
+            self.moving.stream_over(run, "the stream ended")
             run.leave()
             self._metrics.request_ended(outcome)
             self._metrics.show_streams(len(self.runs))
@@ -101,6 +104,7 @@ class Fleet:
     def _set_back(self, run: Run, setback: Setback) -> None:
         """Notes why the stream has to leave its group. Raises BackendError when it may not try another."""
         was_running = not run.stream.journal.is_fresh
+        self.moving.stream_over(run, "the stream lost its group")
         run.leave()
         run.excluded.add(run.group)
         run.trouble = setback

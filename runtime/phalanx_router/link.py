@@ -16,11 +16,11 @@ from typing import Protocol
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.frames import CloseCode
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from phalanx_router.endpoints import Endpoint
+from phalanx_router.link_end import LinkBroken, explain, is_proper_end
 from phalanx_router.route.ledger import Ledger, request_cost
 from phalanx_router.route.page_feed import PageFeed
 
@@ -29,13 +29,11 @@ log = logging.getLogger(__name__)
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 MAX_FRAME_BYTES = 1 << 28
 """A tokenizer of 250,000 words has 30 MB; a frame beyond this is a mistake."""
-PROPER_ENDS = frozenset({CloseCode.NORMAL_CLOSURE, CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART})
 LOOKS = 4
 """Looks per heartbeat timeout, at least one each second. All must see silence: a router that slept itself blames nobody."""
 
 
-class LinkBroken(Exception):
-    """The link is of no use: what the leader did."""
+MoveFrame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue
 
 
 class Sink(Protocol):
@@ -79,6 +77,10 @@ class Listener(Protocol):
 
     def pages_came(self, link: "LeaderLink", changes: wire.PageChanges) -> None:
         """What the group's prefix cache finds: all of it (a snapshot), or what follows the changes told before."""
+        ...
+
+    def move_told(self, link: "LeaderLink", frame: MoveFrame) -> None:
+        """What the leader says of a move, or that it asks for one."""
         ...
 
 
@@ -139,11 +141,11 @@ class LeaderLink:
         """How many requests of this router the group has."""
         return len(self._sinks)
 
-    def submit(self, request: wire.Request, sink: Sink) -> int:
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
         """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted."""
         self._next_handle += 1
         handle = self._next_handle
-        self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
+        self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
         self._sinks[handle] = (sink, request.epoch)
         self.ledger.dispatch(request_cost(request))
         return handle
@@ -152,6 +154,15 @@ class LeaderLink:
         """Forgets a request. One that has ended or was lost is no error."""
         if self._sinks.pop(handle, None) is not None:
             self._send(wire.Abort([handle]))
+
+    def hear(self, handle: int, sink: Sink) -> None:
+        """From now on this sink hears of the request. One that has ended is no error."""
+        if handle in self._sinks:
+            self._sinks[handle] = (sink, self._sinks[handle][1])
+
+    def tell(self, frame: moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel | wire.Prepare) -> None:
+        """Sends a frame of a move."""
+        self._send(frame)
 
     def fetch(self, assets_hash: str) -> None:
         """Asks for assets; they come to the listener."""
@@ -196,13 +207,13 @@ class LeaderLink:
                 try:
                     why = await self._converse(connection)
                 except (LinkBroken, msgspec.DecodeError, ConnectionClosed, TimeoutError) as error:
-                    why = _explain(error)
-                    is_leave = self.state.draining and _is_proper_end(error)
+                    why = explain(error)
+                    is_leave = self.state.draining and is_proper_end(error)
                 finally:
                     self._lose(why, is_leave)
                 return why
         except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
-            return _explain(error)
+            return explain(error)
 
     async def _converse(self, connection: ClientConnection) -> str:
         """Why the conversation ended. Opens the link when the leader has said who it is."""
@@ -269,6 +280,8 @@ class LeaderLink:
                         sink.refused(frame)
                 case wire.State():
                     self._take_state(frame)
+                case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.AskRescue():
+                    self._listener.move_told(self, frame)
                 case wire.Assets():
                     self.is_fetching = False
                     self.assets_hash = frame.content_hash
@@ -355,27 +368,3 @@ class LeaderLink:
                 return f"nothing came for {timeout_s:g} s"
             if stuck * look_s >= settings.heartbeat_timeout_s:
                 return f"the leader took nothing for {settings.heartbeat_timeout_s:g} s"
-
-
-def _is_proper_end(error: Exception) -> bool:
-    """Whether the leader closed the link as a server does that stops."""
-    return isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code in PROPER_ENDS
-
-
-def _explain(error: Exception) -> str:
-    """One sentence on why there is no link."""
-    match error:
-        case InvalidStatus() if error.response.status_code in (401, 403):
-            return f"the leader refused the service token (HTTP {error.response.status_code})"
-        case InvalidStatus():
-            return f"the leader answered HTTP {error.response.status_code}"
-        case ConnectionClosed() if error.rcvd is not None:
-            return f"the leader closed the link ({error.rcvd.code} {error.rcvd.reason})".replace(" )", ")")
-        case ConnectionClosed():
-            return "the connection broke"
-        case msgspec.DecodeError():
-            return f"the leader sent no frame of the link: {error}"
-        case TimeoutError():
-            return "the leader did not answer in time"
-        case _:
-            return str(error) or type(error).__name__

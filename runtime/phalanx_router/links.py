@@ -6,15 +6,27 @@ Who the leaders are says a `LeaderSource`; each link keeps itself up. Whoever wa
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx_api import wire
 from phalanx_router.assets import AssetShelf
 from phalanx_router.endpoints import Leaders, LeaderSource
-from phalanx_router.link import LeaderLink, LinkSettings
+from phalanx_router.link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
+
+
+class MoveListener(Protocol):
+    """Hears what concerns moves. Called on the event loop; never blocks."""
+
+    def told(self, link: LeaderLink, frame: MoveFrame) -> None:
+        """What a leader says of a move, or that it asks for one."""
+        ...
+
+    def links_changed(self) -> None:
+        """A link opened or was lost, or a group's state changed."""
+        ...
 
 
 class Links:
@@ -31,6 +43,7 @@ class Links:
         self._links: dict[str, LeaderLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self.moves: MoveListener | None = None
 
     @property
     def num_ready(self) -> int:
@@ -51,6 +64,10 @@ class Links:
         same = [link for link in serving if self._shelf.tokenizer(link.assets_hash) == tokenizer]
         staying = [link for link in same if not link.endpoint.leaving]
         return {link.key: link for link in staying or same}
+
+    def find(self, key: str) -> LeaderLink | None:
+        """The link of this key while it is open and its incarnation lives; None once that is lost."""
+        return next((link for link in self._links.values() if link.is_open and link.key == key), None)
 
     async def changed(self, timeout_s: float) -> bool:
         """Whether a group changed within the time."""
@@ -105,6 +122,11 @@ class Links:
     def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Nothing yet: no choice looks at pages."""
 
+    def move_told(self, link: LeaderLink, frame: MoveFrame) -> None:
+        """Hands it to whoever moves streams."""
+        if self.moves is not None:
+            self.moves.told(link, frame)
+
     async def _keep(self, link: LeaderLink) -> None:
         """Runs a link. A bug in it costs that link a second, and no other stream anything."""
         while True:
@@ -125,6 +147,8 @@ class Links:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._metrics.show_groups(len(self._links), self.num_ready)
+        if self.moves is not None:
+            self.moves.links_changed()
 
     def _fetch_missing(self) -> None:
         """Asks one leader for each assets that some group uses and that never came."""

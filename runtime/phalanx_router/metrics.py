@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
 
@@ -14,6 +15,14 @@ class RouterMetrics:
         self._requests = Counter("phalanx_router_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         self._replays = Counter("phalanx_router_replays", "Streams that went on in another group.", registry=registry)
         self._links_lost = Counter("phalanx_router_links_lost", "Links to leaders that ended.", registry=registry)
+        self._moves = Counter("phalanx_router_moves", "Moves by how they ended and why.", ["outcome", "why"], registry=registry)
+        self._move_bytes = Counter("phalanx_router_move_bytes", "Bytes of pages that came to targets.", registry=registry)
+        self._move_stall = Histogram(
+            "phalanx_router_move_stall_seconds",
+            "Time between the last token before a move and the first after it.",
+            buckets=MOVE_STALL_BOUNDS_S,
+            registry=registry,
+        )
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that take requests now.", registry=registry)
         self._streams = Gauge("phalanx_router_streams", "Streams open now.", registry=registry)
@@ -25,6 +34,13 @@ class RouterMetrics:
     def replayed(self) -> None:
         """Counts a stream that was given to another group."""
         self._replays.inc()
+
+    def move_over(self, outcome: str, why: str, num_bytes: int, stall_s: float | None) -> None:
+        """Counts a move by how it ended and why it was made, its bytes, and how long its stream stood still."""
+        self._moves.labels(outcome, why).inc()
+        self._move_bytes.inc(num_bytes)
+        if stall_s is not None:
+            self._move_stall.observe(stall_s)
 
     def link_lost(self) -> None:
         """Counts a link that was open and ended."""

@@ -28,7 +28,10 @@ class FleetSettings:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Where one stream is. `link` is None while no group has it; `group` is the key of the last one that had it."""
+    """Where one stream is. `link` is None while no group has it; `group` is the key of the last one that had it.
+
+    move: the open move of it, "" without one. moved: how often it was moved; `moved_at` when it last was, from group `left`.
+    """
 
     stream: Stream
     tokenizer: str | None
@@ -40,6 +43,10 @@ class Run:
     excluded: set[str] = field(default_factory=set)
     trouble: Setback | None = None
     homeless_since: float | None = None
+    move: str = ""
+    moved: int = 0
+    moved_at: float | None = None
+    left: str = ""
 
     def leave(self) -> None:
         """Ends what the group does for the stream, if one has it."""

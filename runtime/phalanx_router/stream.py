@@ -42,6 +42,11 @@ class Stream:
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether its group still works on it, as far as is known: no end came, and no setback that was not taken."""
+        return self._end is None and self._setback is None
+
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
         """One token of the stream's group, with what was asked about it."""
         verdict = self.journal.accept(epoch, index, token)

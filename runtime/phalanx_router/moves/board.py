@@ -33,6 +33,10 @@ class Board:
         """The moves that are not over."""
         return [move.proposal for move in self._moves.values() if not move.is_over]
 
+    def is_committed(self, name: str) -> bool:
+        """Whether the target of this move has the stream."""
+        return name in self._moves and self._moves[name].is_committed
+
     def num_out(self, key: str) -> int:
         """How many streams are on their way out of this group."""
         return sum(proposal.at.key == key for proposal in self.open())
@@ -76,6 +80,11 @@ class Board:
         """The target has computed ahead, or does not."""
         move = self._moves.get(name)
         return [] if move is None else _todo(move, move.warmed(why, at, now))
+
+    def refused(self, name: str, code: str, why: str, now: float) -> list[Todo]:
+        """The target does not compute ahead: it has no room."""
+        move = self._moves.get(name)
+        return [] if move is None else _todo(move, move.refused_by_target(code, why, now))
 
     def submitted(self, name: str, handle: int) -> None:
         """The commit was carried out; the target knows the stream by this handle."""

@@ -115,7 +115,7 @@ class Move:
         """The target gave the move up, and keeps nothing of it."""
         if self._is_committed or self.state is State.OVER:
             return []
-        outcome: Outcome = "refused" if self.state is State.PREPARING else "target"
+        outcome: Outcome = "refused" if self.state in (State.PREPARING, State.WARMING) else "target"
         return self._give_up(outcome, code, why, now)
 
     def refused_by_source(self, code: str, why: str, now: float) -> list[Action]:

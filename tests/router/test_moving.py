@@ -1,0 +1,210 @@
+"""Streams of a running router go from leader to leader, over real links; the client sees one stream with each token once."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from phalanx_api import moves, wire
+from phalanx_router.link import LeaderLink
+from phalanx_router.moves.records import How, Over, Proposal
+from phalanx_router.run import Run
+from tests.router.fakes import Script, World, expected, hear, make_request, running_world
+from tests.router.moving_leaders import MoveScript, MovingLeader
+
+
+def pair(source: MoveScript | None = None, target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
+    """The source holds after 5 steps; the target begins when it is told to."""
+    peers: list[MovingLeader] = []
+    return MovingLeader("a", peers, Script(hold_at=5), source), MovingLeader("b", peers, None, target)
+
+
+async def run_at(world: World, leader: MovingLeader, count: int) -> Run:
+    """The only stream, once it runs there and has so many tokens."""
+    await world.until(lambda: any(len(run.stream.journal.delivered) >= count for run in world.fleet.runs))
+    (run,) = world.fleet.runs
+    assert run.link is not None and run.link.endpoint.group == leader.group
+    return run
+
+
+def key_of(world: World, leader: MovingLeader) -> str:
+    links: list[LeaderLink] = list(world.fleet.links._links.values())
+    return next(link.key for link in links if link.endpoint.group == leader.group)
+
+
+def overs(world: World) -> list[tuple[str, str]]:
+    """Hears how moves end."""
+    heard: list[tuple[str, str]] = []
+
+    def hear_end(run: Run, proposal: Proposal, over: Over) -> None:
+        heard.append((over.outcome, over.code))
+
+    world.fleet.moving.ended.append(hear_end)
+    return heard
+
+
+@pytest.mark.parametrize("how", ["stop", "precopy", "recompute"])
+async def test_a_moved_stream_has_each_token_once(how: How) -> None:
+    source, target = pair()
+    async with running_world(source, target) as world:
+        ends = overs(world)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        assert world.fleet.moving.move(run, key_of(world, target), how, "asked") is None
+        heard = await stream
+        assert heard.tokens == expected([1, 2, 3], 20)
+        assert (run.moved, run.losses, run.moves) == (1, 0, 0)
+        assert ends == [("moved", "")]
+        assert world.metric("phalanx_router_moves_total", outcome="moved", why="asked") == 1
+        assert world.metric("phalanx_router_move_stall_seconds_count") == 1
+        assert world.metric("phalanx_router_replays_total") == 0
+        assert world.metric("phalanx_router_move_bytes_total") == (0 if how == "recompute" else 1000)
+        await source.until(lambda: source.aborted == [1])
+    assert target.submitted[-1].request.epoch == 1
+    assert (moves.Release in map(type, source.frames)) is True
+    assert bool(target.submitted[-1].move) == (how != "recompute")
+    assert not target.reserved and not source.out
+
+
+async def test_another_layout_is_computed_again() -> None:
+    source, target = pair(target=MoveScript(served=wire.Served("model-1", "tp4 bf16 16")))
+    async with running_world(source, target) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        assert world.fleet.moving.move(run, key_of(world, target), "precopy", "asked") is None
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+    warm, real = target.submitted
+    assert warm.request.sampling.max_tokens == 1 and warm.request.prompt == [1, 2, 3, *expected([1, 2, 3], 5)]
+    assert real.request.delivered == expected([1, 2, 3], 5) and not target.frames
+
+
+async def test_no_stream_goes_to_another_model() -> None:
+    source, target = pair(target=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
+    async with running_world(source, target) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        assert "another model" in (world.fleet.moving.move(run, key_of(world, target), "stop", "asked") or "")
+        source.release()
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+    assert not target.submitted
+
+
+@pytest.mark.parametrize(
+    ("source_script", "target_script", "outcome"),
+    [
+        (None, MoveScript(refuse="no_room"), "refused"),
+        (None, MoveScript(deaf=(wire.Prepare,)), "timeout"),
+        (MoveScript(break_copy=True), None, "timeout"),
+    ],
+    ids=["no room", "the target does not answer", "the copy breaks"],
+)
+async def test_a_move_that_fails_leaves_the_stream_where_it_is(
+    source_script: MoveScript | None, target_script: MoveScript | None, outcome: str
+) -> None:
+    source, target = pair(source_script, target_script)
+    async with running_world(source, target) as world:
+        ends = overs(world)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.moving.move(run, key_of(world, target), "stop", "asked")
+        await world.until(lambda: bool(ends))
+        source.release()
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+        assert [end for end, _ in ends] == [outcome] and run.moved == 0
+        await world.until(lambda: not target.reserved and not source.out)
+    assert not target.submitted
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+async def test_a_leader_that_dies_during_the_copy(who: str) -> None:
+    source, target = pair(MoveScript(break_copy=True))
+    async with running_world(source, target) as world:
+        ends = overs(world)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.moving.move(run, key_of(world, target), "stop", "asked")
+        await source.until(lambda: moves.MoveOut in map(type, source.frames))
+        await (source if who == "source" else target).stop()
+        source.release()
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+        assert ends == [(who, f"{who}_lost")]
+        assert run.losses == (who == "source")
+
+
+async def test_a_stream_that_moves_often_counts_no_loss() -> None:
+    peers: list[MovingLeader] = []
+    leaders = [MovingLeader(name, peers) for name in "ab"]
+    async with running_world(*leaders) as world:
+        ends = overs(world)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=400)))
+        await world.until(lambda: bool(world.fleet.runs))
+        (run,) = world.fleet.runs
+        for _ in range(6):
+            await world.until(lambda: run.link is not None and not run.move and not run.stream.journal.is_fresh)
+            here = run.group
+            other = next(key for key in (key_of(world, leader) for leader in leaders) if key != here)
+            assert world.fleet.moving.move(run, other, "stop", "asked") is None
+            await world.until(lambda: not run.move)
+        assert (await stream).tokens == expected([1, 2, 3], 400)
+        assert ends == [("moved", "")] * 6
+        assert (run.moved, run.losses, run.moves) == (6, 0, 0)
+
+
+async def test_a_stream_moves_once_at_a_time() -> None:
+    source, target = pair(target=MoveScript(deaf=(wire.Prepare,)))
+    async with running_world(source, target) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        assert world.fleet.moving.move(run, key_of(world, target), "stop", "asked") is None
+        assert world.fleet.moving.move(run, key_of(world, target), "stop", "asked") == "the stream is moving"
+        assert world.fleet.moving.move(run, run.group, "stop", "asked") is not None
+        source.release()
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+
+
+async def test_a_client_that_leaves_ends_the_move() -> None:
+    source, target = pair(target=MoveScript())
+    source.move.break_copy = True
+    async with running_world(source, target) as world:
+        ends = overs(world)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.moving.move(run, key_of(world, target), "stop", "asked")
+        await world.until(lambda: bool(source.out))
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        assert ends == [("stream", "ended")]
+        await world.until(lambda: not target.reserved)
+
+
+async def test_who_decides_hears_that_a_group_asks_for_rescue() -> None:
+    source, _ = leaders = pair()
+    async with running_world(*leaders) as world:
+        asked: list[tuple[list[Run], float]] = []
+
+        def hear_rescue(link: LeaderLink, runs: list[Run], within_s: float) -> None:
+            asked.append((runs, within_s))
+
+        world.fleet.moving.asked_rescue.append(hear_rescue)
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        await source.tell(moves.AskRescue([99, run.handle], 0.5))
+        await world.until(lambda: bool(asked))
+        assert asked == [([run], 0.5)]
+        source.release()
+        await stream
+
+
+async def test_siblings_move_on_their_own() -> None:
+    source, target = pair()
+    async with running_world(source, target) as world:
+        requests = [make_request(prompt=[1, 2, i], max_tokens=20, id="r") for i in range(2)]
+        streams = [asyncio.create_task(hear(world.fleet, request)) for request in requests]
+        here: Callable[[], list[Run]] = lambda: [run for run in world.fleet.runs if run.stream.journal.delivered]  # noqa: E731
+        await world.until(lambda: any(run.link is not None and run.link.endpoint.group == "a" for run in here()))
+        run = next(run for run in here() if run.link is not None and run.link.endpoint.group == "a")
+        assert world.fleet.moving.move(run, key_of(world, target), "stop", "asked") is None
+        source.release()
+        heard = await asyncio.gather(*streams)
+        assert [one.tokens for one in heard] == [expected(request.prompt, 20) for request in requests]
+        assert run.moved == 1
