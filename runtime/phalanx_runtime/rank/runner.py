@@ -3,6 +3,7 @@
 With several stages a plan is in each of them in turn, so that as many plans are computed side by side.
 """
 
+import time
 from collections import deque
 from itertools import accumulate
 
@@ -21,6 +22,8 @@ from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
 from phalanx_runtime.rank.sampler import Sampler
 
+POLL_S = 0.001
+"""How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""
 _decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -45,11 +48,22 @@ class ModelRunner:
         self._pipeline = pipeline
         self._sampler = sampler
         self._done: deque[StepResult] = deque()
+        self._step_done = 0
 
     @property
     def pool(self) -> PoolShape:
         """The page pool that every rank made."""
         return self._pool
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The memory of this rank's pages."""
+        return self._caches
+
+    def wait_for(self, step: int) -> None:
+        """Returns when this rank has computed a step that it was or will soon be told of. Any thread may call it."""
+        while self._step_done < step:
+            time.sleep(POLL_S)
 
     @property
     def grammars(self) -> Grammars | None:
@@ -88,6 +102,11 @@ class ModelRunner:
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult | None:
         """This rank's part of a step; the result on the drawer, nothing elsewhere."""
+        result = self._compute(plan)
+        self._step_done = plan.step
+        return result
+
+    def _compute(self, plan: StepPlan) -> StepResult | None:
         pipeline, stage = self._pipeline, self._pipeline.stage
         if pipeline.draws:
             for new in plan.admitted:

@@ -1,0 +1,95 @@
+"""What rank 0 asks of the ranks that send and take pages, and what they tell it. Records only; `rank` acts on them.
+
+    source: Send (round by round) -> Sent or SendFailed; Stop        target: Expect -> Came or ComeFailed; Forget -> Forgotten
+
+Position i of a request is its i-th page. Who forgets a move says so only when nothing writes its pages any more, so that they can
+be given to others. `step`: the rank has computed it before it reads or writes a page, since it may lag behind rank 0.
+"""
+
+import msgspec
+
+from phalanx_api.moves import PageAddress
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+    """Take positions from `first` on into these pages, from who knows the key; once."""
+
+    move: str
+    key: bytes
+    first: int
+    pages: list[int]
+    step: int
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """Take nothing more for this move, known or not."""
+
+    move: str
+
+
+class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+    """Send positions from `first` on, which lie in these pages; with `num_computed` they are the last of so many tokens."""
+
+    move: str
+    address: PageAddress
+    key: bytes
+    first: int
+    pages: list[int]
+    step: int
+    num_computed: int | None = None
+    bytes_per_s: float | None = None
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Send nothing more for this move, known or not."""
+
+    move: str
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
+    """The target has all positions before `end`, checked; so many bytes went since the last one, and they took so long."""
+
+    move: str
+    end: int
+    num_bytes: int
+    wall_s: float
+
+
+class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"):
+    """The copy came to nothing. `code` as in `moves.MoveFailed`."""
+
+    move: str
+    code: str
+    why: str
+
+
+class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
+    """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them."""
+
+    move: str
+    num_bytes: int
+    num_computed: int | None = None
+
+
+class ComeFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):
+    """What came was no good, or its sender left. `code` as in `moves.MoveFailed`."""
+
+    move: str
+    code: str
+    why: str
+
+
+class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
+    """Nothing writes the pages of this move any more."""
+
+    move: str
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """Somebody was turned away who wanted to send pages, or order about: a wrong or spent key, or nonsense."""
+
+    why: str
+
+
+Order = Expect | Forget | Send | Stop
+Report = Sent | SendFailed | Came | ComeFailed | Forgotten | Refused

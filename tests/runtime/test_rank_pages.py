@@ -1,0 +1,285 @@
+"""Pages between two ranks over TCP: what arrives, what is refused, and that nothing writes a page that was given up."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from phalanx_api.moves import MoveOut, PageAddress, Prepared
+from phalanx_runtime.core.copying import (
+    Came,
+    ComeFailed,
+    Expect,
+    Forget,
+    Forgotten,
+    Refused,
+    Report,
+    Send,
+    SendFailed,
+    Sent,
+    Stop,
+)
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.rank import page_wire as say
+from phalanx_runtime.rank.carrier import PageCarrier, Reports
+from phalanx_runtime.rank.page_door import PageDoor, Secret
+from phalanx_runtime.rank.page_memory import Pages, open_pages
+
+PAGE_SIZE, NUM_PAGES = 4, 12
+KEY = b"k" * say.KEY_BYTES
+SECRET = Secret(b"token", 1)
+
+
+def make_caches(seed: int, dtype: torch.dtype = torch.bfloat16, heads: int = 2) -> list[LayerCache]:
+    torch.manual_seed(seed)
+    shape = (NUM_PAGES, heads, PAGE_SIZE, 8)
+    return [LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(3)]
+
+
+@dataclass
+class Rank:
+    """One rank with a door."""
+
+    caches: list[LayerCache]
+    step: int = 0
+    reports: list[Report] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append)
+
+    def open(self) -> Pages:
+        return open_pages(self.caches)
+
+    def wait_for(self, step: int) -> None:
+        while self.step < step:
+            time.sleep(0.001)
+
+    def __enter__(self) -> "Rank":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.close()
+
+    @property
+    def address(self) -> PageAddress:
+        return PageAddress("localhost", self.door.port)
+
+    def wait(self, kind: type[Report], count: int = 1) -> list[Report]:
+        deadline = time.monotonic() + 10
+        while len(found := [one for one in self.reports if isinstance(one, kind)]) < count:
+            assert time.monotonic() < deadline, f"no {kind} in {self.reports}"
+            time.sleep(0.002)
+        return found
+
+    def same(self, other: "Rank", pages: list[tuple[int, int]]) -> bool:
+        return all(
+            torch.equal(theirs.k[a], ours.k[b]) and torch.equal(theirs.v[a], ours.v[b])
+            for a, b in pages
+            for theirs, ours in zip(self.caches, other.caches, strict=True)
+        )
+
+
+@pytest.fixture
+def source() -> Iterator[Rank]:
+    with Rank(make_caches(1)) as rank:
+        yield rank
+
+
+@pytest.fixture
+def target() -> Iterator[Rank]:
+    with Rank(make_caches(2)) as rank:
+        yield rank
+
+
+def send(target: Rank, first: int, pages: list[int], num_computed: int | None = None, key: bytes = KEY) -> Send:
+    return Send("m1", target.address, key, first, pages, 0, num_computed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
+    with Rank(make_caches(1, dtype)) as source, Rank(make_caches(2, dtype)) as target:
+        arrive(source, target)
+
+
+def arrive(source: Rank, target: Rank) -> None:
+    target.door.obey(Expect("m1", KEY, 1, [9, 7, 5, 3], 0))
+    source.door.obey(send(target, 1, [0, 4]))
+    assert [(one.end, one.num_bytes) for one in source.wait(Sent) if isinstance(one, Sent)] == [
+        (3, 2 * open_pages(source.caches).page_bytes)
+    ]
+    source.door.obey(send(target, 3, [2], 14))
+    assert [one.num_computed for one in target.wait(Came, 2) if isinstance(one, Came)] == [None, 14]
+    source.wait(Sent, 2)
+    assert source.same(target, [(0, 9), (4, 7), (2, 5)])
+    assert not source.same(target, [(2, 3)])
+    assert not [one for one in target.reports if isinstance(one, Refused | ComeFailed)]
+
+
+def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:
+    target.door.obey(Expect("m1", KEY, 2, [5], 0))
+    source.door.obey(send(target, 2, [], 8))
+    assert target.wait(Came) == [Came("m1", 0, 8)]
+
+
+@pytest.mark.parametrize("what", ["wrong key", "unknown move", "used", "nonsense", "silence"])
+def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
+    before = [cache.k.clone() for cache in target.caches]
+    if what in ("wrong key", "used"):
+        target.door.obey(Expect("m1", KEY, 0, [5], 0))
+    if what == "used":
+        source.door.obey(send(target, 0, [], None))
+        source.wait(Sent)
+    if what in ("nonsense", "silence"):
+        with socket.create_connection(("localhost", target.door.port)) as link:
+            if what == "nonsense":
+                link.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    else:
+        with Rank(make_caches(3)) as other:
+            other.door.obey(send(target, 0, [1], 4, b"x" * say.KEY_BYTES if what == "wrong key" else KEY))
+            assert isinstance(failed := other.wait(SendFailed)[0], SendFailed)
+            assert failed.code == "target_lost"
+    reasons = {"wrong key": "key", "unknown move": "unknown", "used": "used", "nonsense": "malformed", "silence": "silent"}
+    assert target.wait(Refused) == [Refused(reasons[what])]
+    assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
+
+
+class Corrupting:
+    """Between a sender and a taker: changes one byte after so many."""
+
+    def __init__(self, target: Rank, at: int) -> None:
+        self._listener = socket.create_server(("localhost", 0))
+        self.address = PageAddress("localhost", self._listener.getsockname()[1])
+        self._port, self._at = target.door.port, at
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        link, _ = self._listener.accept()
+        self._listener.close()
+        with link, socket.create_connection(("localhost", self._port)) as further:
+            threading.Thread(target=self._back, args=(further, link), daemon=True).start()
+            passed = 0
+            while data := bytearray(link.recv(1 << 16)):
+                if passed <= self._at < passed + len(data):
+                    data[self._at - passed] ^= 1
+                passed += len(data)
+                further.sendall(data)
+
+    def _back(self, further: socket.socket, link: socket.socket) -> None:
+        try:
+            while data := further.recv(1 << 16):
+                link.sendall(data)
+        except OSError:
+            return
+
+
+@pytest.mark.parametrize("at", [200, 1000, 1800])
+def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
+    target.door.obey(Expect("m1", KEY, 0, [5, 6, 7], 0))
+    between = Corrupting(target, at)
+    source.door.obey(Send("m1", between.address, KEY, 0, [1, 2, 3], 0, 12))
+    assert isinstance(failed := target.wait(ComeFailed)[0], ComeFailed)
+    assert failed.code in ("checksum", "malformed", "incompatible")
+    assert source.wait(SendFailed)
+    assert not [one for one in target.reports if isinstance(one, Came)]
+
+
+@pytest.mark.parametrize(
+    ("first", "pages", "tokens", "code"),
+    [(0, [1, 2, 3], None, "no_room"), (1, [1], 8, "malformed"), (0, [1], 8, "malformed")],
+    ids=["more than reserved", "one is missing before", "one is missing after"],
+)
+def test_positions_that_do_not_fit_end_the_transfer(
+    source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
+) -> None:
+    target.door.obey(Expect("m1", KEY, 0, [5, 6], 0))
+    source.door.obey(send(target, first, pages, tokens))
+    assert isinstance(failed := target.wait(ComeFailed)[0], ComeFailed)
+    assert failed.code == code
+
+
+def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
+    with Rank(make_caches(1, heads=1)) as source:
+        target.door.obey(Expect("m1", KEY, 0, [5, 6], 0))
+        source.door.obey(send(target, 0, [1], 4))
+        assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
+    assert failed.code == "incompatible"
+
+
+def test_nothing_writes_a_page_of_a_move_that_was_forgotten(source: Rank, target: Rank) -> None:
+    target.door.obey(Expect("m1", KEY, 0, list(range(NUM_PAGES)), 0))
+    order = Send("m1", target.address, KEY, 0, [0] * NUM_PAGES, 0, None, bytes_per_s=20_000.0)
+    source.door.obey(order)
+    while source.same(target, [(0, 0)]) is False:
+        time.sleep(0.001)
+    target.door.obey(Forget("m1"))
+    assert target.reports[-1] == Forgotten("m1")
+    kept = [cache.k.clone() for cache in target.caches]
+    source.wait(SendFailed)
+    assert all(torch.equal(old, cache.k) for old, cache in zip(kept, target.caches, strict=True))
+    assert not source.same(target, [(0, NUM_PAGES - 1)])
+
+
+def test_a_copy_is_no_faster_than_it_may_be_and_ends_when_it_is_stopped(source: Rank, target: Rank) -> None:
+    target.door.obey(Expect("m1", KEY, 0, list(range(NUM_PAGES)), 0))
+    size = open_pages(source.caches).page_bytes
+    source.door.obey(Send("m1", target.address, KEY, 0, [1, 2, 3], 0, None, bytes_per_s=size / 0.05))
+    assert isinstance(sent := source.wait(Sent)[0], Sent)
+    assert sent.wall_s >= 0.15
+    source.door.obey(Send("m1", target.address, KEY, 3, [1] * 9, 0, None, bytes_per_s=size / 5))
+    source.door.obey(Stop("m1"))
+    assert target.wait(ComeFailed)
+    assert len([one for one in source.reports if isinstance(one, Sent)]) == 1
+    assert not [one for one in source.reports if isinstance(one, SendFailed)]
+
+
+def test_pages_are_neither_read_nor_written_before_their_step_is_computed(source: Rank, target: Rank) -> None:
+    target.door.obey(Expect("m1", KEY, 0, [5], 3))
+    source.door.obey(Send("m1", target.address, KEY, 0, [1], 2, 4))
+    time.sleep(0.05)
+    assert not source.same(target, [(1, 5)])
+    source.step = 2
+    time.sleep(0.05)
+    assert not source.same(target, [(1, 5)])
+    target.step = 3
+    target.wait(Came)
+    assert source.same(target, [(1, 5)])
+
+
+def test_rank_0_orders_all_ranks_and_hears_them(source: Rank, target: Rank) -> None:
+    opened: list[PageDoor] = []
+
+    def group(caches: list[list[LayerCache]]) -> PageCarrier:
+        reports = Reports()
+        doors = [
+            PageDoor(rank, SECRET, PAGE_SIZE, partial(open_pages, c), lambda step: None, tell)
+            for rank, (c, tell) in enumerate(zip(caches, [lambda report: reports.add(0, report), None], strict=True))
+        ]
+        opened.extend(doors)
+        return PageCarrier(doors[0], reports, ["", ""], [door.port for door in doors], range(2), SECRET)
+
+    woken = threading.Event()
+    there = group([source.caches, make_caches(3)])
+    here = group([target.caches, make_caches(4)])
+    here.start(woken.set)
+    here.expect("m1", KEY, 0, [3], 0)
+    addresses = [PageAddress("localhost", one.port) for one in here.addresses]
+    there.send(MoveOut("m1", 1, 0, Prepared("m1", 0, addresses, KEY)), 0, [2], 0, 4)
+    told: list[tuple[int, Report]] = []
+    while len(told) < 2:
+        assert woken.wait(10)
+        woken.clear()
+        told += here.reports()
+    assert sorted(told, key=lambda one: one[0]) == [(0, Came("m1", 768, 4)), (1, Came("m1", 768, 4))]
+    here.forget("m1")
+    while len(told) < 4:
+        told += here.reports()
+    assert sorted(rank for rank, one in told if one == Forgotten("m1")) == [0, 1]
+    for carrier in (here, there):
+        carrier.close()
+    for door in opened:
+        door.close()
