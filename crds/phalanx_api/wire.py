@@ -3,7 +3,7 @@
 One WebSocket per router and leader carries them as msgpack; each message is one frame. A router sends `Submit`,
 `Abort` and `Fetch`; a leader sends `Welcome` first, then `Tokens` (one per engine step, with the tokens of all of that
 router's requests), `Refused`, `Load`, `State` and `Assets`. The engine socket speaks the same `Submit`, `Abort`,
-`Tokens`, `Refused` and `Load`.
+`Tokens`, `Refused`, `Load` and `PageChanges`.
 
 Requests are named by a small integer handle that the sender of `Submit` chooses, unique on its connection. Every token
 is (request, epoch, index, token): a receiver delivers it only if the epoch is current and the index is next.
@@ -356,7 +356,7 @@ FromLeader = (
     | moves.AskRescue
 )
 ToEngine = Submit | Abort
-FromEngine = Tokens | Refused | Load
+FromEngine = Tokens | Refused | Load | PageChanges
 
 encode = msgspec.msgpack.Encoder().encode
 """Bytes of any frame."""

@@ -34,6 +34,8 @@ class World:
     lives: list[Life] = field(default_factory=list)
     found: dict[bytes, bytes | None] = field(default_factory=dict)
     """What an observer of the events believes to be found: keys and their parents."""
+    chains: dict[bytes, bytes | None] = field(default_factory=dict)
+    """The key before each key that was ever published."""
     evicted: int = 0
     copied: int = 0
     replaced: int = 0
@@ -107,6 +109,7 @@ class World:
 
     def publish(self, life: Life, start: int) -> None:
         keys = life.prefix.extend(life.tokens)
+        self.chains.update(zip(keys, [None, *keys], strict=False))
         for i in range(start, len(keys)):
             tokens = life.tokens[i * PAGE : (i + 1) * PAGE]
             published = self.pool.publish(life.pages[i], keys[i], life.pages[i - 1] if i else None, tokens)
@@ -135,26 +138,26 @@ class World:
         """The pages evicted since were each the twin's choice, and no cached page followed them."""
         refs, published = self.pool._refs, self.pool._published
         held = {self.pool._keys[page] for page in range(self.pool.num_pages) if refs[page] and published[page]}
-        for event in self.pool.events.drain():
-            assert not event.is_added
-            assert event.key not in self.found.values(), "leaf pages first"
+        for is_added, evicted in self.pool.take_changes().changes:
+            assert not is_added
+            assert evicted not in self.found.values(), "leaf pages first"
             if self.twin is not None:
                 parents = set(self.found.values())
-                assert self.twin.victim(lambda key: key not in held and key not in parents) == event.key  # noqa: B023
-                self.twin.remove(event.key)
-            del self.found[event.key]
+                assert self.twin.victim(lambda key: key not in held and key not in parents) == evicted  # noqa: B023
+                self.twin.remove(evicted)
+            del self.found[evicted]
             self.evicted += 1
 
     def apply_events(self) -> list[bytes]:
         """Keys removed since; whoever follows the events knows what is found."""
         removed = []
-        for event in self.pool.events.drain():
-            if event.is_added:
-                assert event.key not in self.found
-                self.found[event.key] = event.parent
+        for is_added, key in self.pool.take_changes().changes:
+            if is_added:
+                assert key not in self.found
+                self.found[key] = self.chains[key]
             else:
-                del self.found[event.key]
-                removed.append(event.key)
+                del self.found[key]
+                removed.append(key)
         return removed
 
     def tell_hits(self, run: list[int]) -> None:
@@ -177,8 +180,8 @@ class World:
         held = [life.pages for life in self.lives]
         assert pool.check(held) == []
         assert len({page for pages in held for page in pages}) <= pool.num_pages - pool.free_pages
-        number, keys = pool.snapshot()
-        assert set(keys) == set(self.found) and number == pool.events.next_number
+        keys = pool.keys()
+        assert set(keys) == set(self.found) and len(keys) == len(self.found)
         for key in keys:
             parent = self.found[key]
             assert parent is None or parent in self.found, "every page that is found follows pages that are found"

@@ -97,6 +97,9 @@ class Workload:
         self.output: dict[int, list[int]] = {}
         self.flights: deque[StepPlan] = deque()
         self.preempt_at: set[int] = set()
+        self.found: set[bytes] = set()
+        """Keys of pages that whoever follows the changes takes to be found."""
+        self.next_change = 0
 
     def run(self) -> "Workload":
         for step in range(10_000):
@@ -104,6 +107,7 @@ class Workload:
             self.abort(step)
             assert self.scheduler.check() == []
             self.turn(step)
+            self.check_report(step)
             if not self.todo and not self.flights and self.scheduler.is_idle():
                 break
         assert self.output == {}, "requests that never ended"
@@ -131,6 +135,31 @@ class Workload:
             del self.aborts[handle]
             self.output.pop(handle, None)
             self.scheduler.abort(handle)
+
+    def check_report(self, step: int) -> None:
+        """What routers are told is what a slow count of all requests gives, and the changes give the keys that are found."""
+        load, pool = self.scheduler.load(float(step)), self.scheduler.pool
+        requests = list(self.scheduler._requests.values())
+        waiting, running = [r for r in requests if r.row is None], [r for r in requests if r.row is not None]
+        runs = [self.scheduler.sharing.find(request) for request in waiting]
+        assert (load.waiting, load.running) == (len(waiting), len(self.scheduler._seats.running))
+        assert load.outstanding_tokens == sum(request.outstanding_tokens for request in requests)
+        assert load.waiting_prompt_tokens == sum(
+            len(request.tokens) - len(run) * pool.page_size for request, run in zip(waiting, runs, strict=True)
+        )
+        assert load.waiting_pages == sum(
+            pool.pages_for(len(request.tokens)) - len(run) + pool.unheld(run) for request, run in zip(waiting, runs, strict=True)
+        )
+        assert load.context_tokens == sum(request.computed for request in running)
+        assert 0 <= load.running_prompt_tokens <= sum(request.missing for request in running)
+        assert load.oldest_wait_s == max((step - request.waits_since_s for request in waiting), default=0)
+        assert (load.steps_to_full is None) == (load.running == 0)
+        changes = pool.take_changes()
+        assert changes.first == self.next_change
+        self.next_change += len(changes.changes)
+        for is_added, key in changes.changes:
+            (self.found.add if is_added else self.found.remove)(key)
+        assert self.found == set(pool.keys())
 
     def turn(self, step: int) -> None:
         """One plan, if there is one. Plans are committed late, when as many are in flight as may be."""

@@ -143,7 +143,7 @@ def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(loa
 
 def test_the_queue_is_sorted_again_when_the_deadline_policy_learns_that_keys_have_shrunk() -> None:
     policy = Deadline()
-    queue = Queue(policy)
+    queue = Queue(policy, 16)
     sizes = [(100, 30.0), (10, 20.0), (900, 21.0), (500, 22.0), (2000, 23.0)]
     for order, (size, ttft_s) in enumerate(sizes):
         wanted = wire.Request(str(order), 0, [1] * size, [], wire.Sampling(4, 0), ttft_target_ms=1e3 * ttft_s)

@@ -1,5 +1,6 @@
 import pytest
 
+from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.pages import PagePool
 
@@ -159,7 +160,7 @@ def test_a_page_takes_the_key_of_one_that_nobody_uses() -> None:
     grown = pool.take(1)
     assert grown is not None and pool.publish(grown[0], keys_of(list(range(12)))[2], new[1])
     assert pool.check([new + grown]) == []
-    assert [event.is_added for event in pool.events.drain()] == [True, True, False, True, True]
+    assert [is_added for is_added, _ in pool.take_changes().changes] == [True, True, False, True, True]
 
 
 def test_a_page_that_begins_alike_is_found_as_far_as_it_is_written() -> None:
@@ -178,17 +179,23 @@ def test_events_tell_what_can_be_found() -> None:
     pages = begin(pool, [1] * 8)
     write(pool, pages, 8)
     pool.give_back(pages)
-    assert pool.events.drain() == [(0, True, keys[0], None), (1, True, keys[1], keys[0])]
+    assert pool.take_changes() == wire.PageChanges(0, [(True, keys[0]), (True, keys[1])])
     pool.take(2)
-    assert pool.events.drain() == [(2, False, keys[1], keys[0]), (3, False, keys[0], None)]
-    assert pool.snapshot() == (4, [])
+    assert pool.take_changes() == wire.PageChanges(2, [(False, keys[1]), (False, keys[0])])
+    assert pool.take_changes() == wire.PageChanges(4, [])
+    assert pool.keys() == []
 
 
-def test_a_log_that_nobody_drains_forgets_the_oldest() -> None:
-    pool = PagePool(4, 4, event_log=2)
-    begin(pool, [1] * 16)
-    assert [event.number for event in pool.events.drain()] == [2, 3]
-    assert pool.snapshot() == (4, keys_of([1] * 16))
+@pytest.mark.parametrize("pages", [3, 4])
+def test_a_log_that_runs_over_gives_a_snapshot_and_the_numbers_go_on(pages: int) -> None:
+    pool = PagePool(5, 4, event_log=2)
+    held = begin(pool, [1] * 4 * pages)
+    snapshot = [(True, key) for key in keys_of([1] * 4 * pages)]
+    assert pool.take_changes() == wire.PageChanges(pages, snapshot, is_snapshot=True)
+    pool.give_back(held)
+    assert pool.take_changes() == wire.PageChanges(2 * pages, [], is_snapshot=True), "as many were removed again"
+    begin(pool, [2] * 4)
+    assert pool.take_changes() == wire.PageChanges(2 * pages, [(True, key) for key in keys_of([2] * 4)])
 
 
 def test_salt_tells_prefixes_apart() -> None:

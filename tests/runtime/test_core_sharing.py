@@ -162,9 +162,9 @@ def test_events_of_pages_replay_to_what_the_cache_finds() -> None:
     for seed in range(4):
         engine.serve({seed: make_request([seed, *PROMPT], 3, seed=seed)})
     keys: set[bytes] = set()
-    for event in engine.scheduler.pool.events.drain():
-        (keys.add if event.is_added else keys.remove)(event.key)
-    assert keys == set(engine.scheduler.pool.snapshot()[1])
+    for is_added, key in engine.scheduler.pool.take_changes().changes:
+        (keys.add if is_added else keys.remove)(key)
+    assert keys == set(engine.scheduler.pool.keys())
     assert engine.scheduler.load().pages_evicted > 0
 
 

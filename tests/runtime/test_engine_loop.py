@@ -1,3 +1,4 @@
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ class Script:
 
     def send(self, message: bytes) -> None:
         frame = wire.decode_from_engine(message)
-        assert isinstance(frame, wire.Tokens | wire.Refused | wire.Load)
+        assert isinstance(frame, wire.Tokens | wire.Refused | wire.Load | wire.PageChanges)
         self.sent.append(frame)
 
     def wake(self) -> None:
@@ -115,7 +116,7 @@ def test_refusals_and_requests_that_are_over_are_answered_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("tick_s", "steps_before", "retry_after_s"),
-    [(0.001, False, 1.0), (2.0, True, 30.0), (1000.0, True, 60.0)],
+    [(0.001, False, 1.0), (2.0, True, 36.0), (1000.0, True, 60.0)],
     ids=["no rate known", "backlog over rate", "never more than a minute"],
 )
 def test_a_full_queue_says_when_to_come_again(tick_s: float, steps_before: bool, retry_after_s: float) -> None:
@@ -133,7 +134,8 @@ def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
     loads = script.of(wire.Load)
     # 40 steps of 20 ms (two looks each), a report after every third; then one when idle.
     assert 10 <= len(loads) <= 20
-    assert loads[0] == wire.Load(0, 0, 0, 64, 64)
+    assert (loads[0].running, loads[0].free_pages, loads[0].total_pages) == (0, 64, 64)
+    assert [load.sequence for load in loads] == list(range(1, len(loads) + 1))
     assert (loads[-1].waiting, loads[-1].running, loads[-1].free_pages, loads[-1].leaks) == (0, 0, 64, 0)
     assert len(loads[-1].step_model) == 6
     assert loads[1].running == 1
@@ -316,3 +318,52 @@ def test_a_request_that_leaves_the_queue_unserved_has_no_time() -> None:
     script = Script(requests[:2], [*requests[2:], wire.Abort([4])])
     loop = run_script(script)
     assert len(queue_times(script)) == 4 and not loop._queued
+
+
+def test_a_refusal_is_reported_before_the_next_step() -> None:
+    warm: list[list[wire.ToEngine | bytes]] = [[wire.Submit(0, make_request(3, 40))], [], []]
+    crowd: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(4, 4, seed=h)) for h in range(1, 12)]
+    script = Script(*warm, crowd, [])
+    run_script(script, tick_s=0.004)
+    [at] = [i for i, frame in enumerate(script.sent) if isinstance(frame, wire.Load) and frame.refusals][:1]
+    kinds = [type(frame) for frame in script.sent[:at]]
+    last_refusal = max(i for i, kind in enumerate(kinds) if kind is wire.Refused)
+    assert wire.Tokens not in kinds[last_refusal:]
+
+
+class TimedScript(Script):
+    """Notes when each report was sent."""
+
+    def __init__(self, clock: Clock, *batches: list[wire.ToEngine | bytes]) -> None:
+        super().__init__(*batches)
+        self._clock = clock
+        self.reports: list[tuple[float, wire.Load]] = []
+
+    def send(self, message: bytes) -> None:
+        super().send(message)
+        if isinstance(self.sent[-1], wire.Load):
+            self.reports.append((self._clock.now, self.sent[-1]))
+
+
+def test_preemptions_are_reported_at_once_but_not_more_often_than_every_10_ms() -> None:
+    limits, clock = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), Clock(0.001)
+    script = TimedScript(clock, [wire.Submit(h, make_request(6, 30, seed=h)) for h in range(4)])
+    EngineLoop(FakeRunner(16, 4), limits, script, clock, Rules(eviction_policy="lru")).run()
+    pairs = [(b_s - a_s, b.preemptions - a.preemptions) for (a_s, a), (b_s, b) in itertools.pairwise(script.reports[:-1])]
+    assert all(gap_s >= 0.01 for gap_s, _ in pairs)
+    assert any(gap_s < 0.02 and rise for gap_s, rise in pairs), "one did not wait for the 50 ms"
+
+
+def test_reports_come_with_what_the_cache_finds() -> None:
+    batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(h, make_request(21, 6, seed=h))] for h in range(30)]
+    script = Script(*batches)
+    loop = run_script(script, tick_s=0.003)
+    frames = [frame for frame in script.sent if isinstance(frame, wire.PageChanges)]
+    found: set[bytes] = set()
+    for frame in frames:
+        for is_added, key in frame.changes:
+            (found.add if is_added else found.remove)(key)
+    assert len(frames) > 2
+    assert found == set(loop._scheduler.pool.keys())
+    assert [frame.first for frame in frames] == [sum(len(f.changes) for f in frames[:i]) for i in range(len(frames))]
+    assert any(not is_added for frame in frames for is_added, _ in frame.changes), "some were evicted"

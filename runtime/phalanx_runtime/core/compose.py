@@ -65,6 +65,7 @@ class Composer:
             victim = self._seats.preempt_last()
             if victim is None:
                 return False
+            victim.waits_since_s = now
             self._queue.push(victim, now)
             self.num_preemptions += 1
             if victim is request:

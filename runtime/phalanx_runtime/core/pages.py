@@ -30,6 +30,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from phalanx_api import wire
 from phalanx_runtime.core.eviction.choose import make_eviction
 from phalanx_runtime.core.eviction.protocol import PolicyName
 from phalanx_runtime.core.page_beginnings import Beginnings
@@ -169,7 +170,7 @@ class PagePool:
             if tokens:
                 self._beginnings.add(page, parent, tokens)
         self.counters.published += 1
-        self.events.append(True, key, None if parent is None else self._keys[parent])
+        self.events.append(True, key)
         self._policy.on_insert(page, int.from_bytes(key[:8], "little"))
         return True
 
@@ -193,9 +194,16 @@ class PagePool:
         same = min(same, self._written[page])
         return (page, same) if same else None
 
-    def snapshot(self) -> tuple[int, list[bytes]]:
-        """The number of the next event, and every key that finds a page now."""
-        return self.events.next_number, list(self._page_of)
+    def keys(self) -> list[bytes]:
+        """Every key that finds a page now."""
+        return list(self._page_of)
+
+    def take_changes(self) -> wire.PageChanges:
+        """What the cache finds now and did not at the call before, and the reverse; all that it finds when that is not known."""
+        changes = self.events.take()
+        if changes is None:
+            return wire.PageChanges(self.events.next_number, [(True, key) for key in self.keys()], is_snapshot=True)
+        return wire.PageChanges(self.events.next_number - len(changes), changes)
 
     def check(self, held: list[list[int]]) -> list[str]:
         """What is wrong with the pool, given the pages of every holder; empty when every page is accounted for."""
@@ -252,10 +260,8 @@ class PagePool:
         del self._page_of[key]
         self._keys[page] = self._parents[page] = None
         self._published[page] = 0
-        parent_key = None
         if parent is not None:
             self._children[parent] -= 1
-            parent_key = self._keys[parent]
         self._beginnings.remove(page)
         self._policy.on_remove(page)
-        self.events.append(False, key, parent_key)
+        self.events.append(False, key)

@@ -4,6 +4,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from phalanx_runtime.core.policy import Policy
 from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.waiting import Waiting
 
 Entry = tuple[float, int, Request]
 """Key and order of a request when it was put there. No two have the same order, so requests are never compared."""
@@ -15,23 +16,22 @@ class Queue:
     Those that are held wait like the others, but nobody is served before `release`: they are in no lane.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.tokens = 0
-        """Tokens of all requests that wait, all to be computed before those of a newcomer."""
+    def __init__(self, policy: Policy, page_size: int) -> None:
+        self.waiting = Waiting(page_size)
+        """What they come to, those that are held included."""
         self._policy = policy
         self._lanes: dict[str, list[Entry]] = {}
         self._counts: dict[str, int] = {}
-        self._size = 0
         self._held: dict[int, Request] = {}
         self._num_gone = 0
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.waiting)
 
     @property
     def num_ready(self) -> int:
         """How many of them may be served."""
-        return self._size - len(self._held)
+        return len(self.waiting) - len(self._held)
 
     def lanes(self) -> list[str]:
         """Lanes that have requests which may be served."""
@@ -40,13 +40,13 @@ class Queue:
     def hold(self, request: Request) -> None:
         """Lets a request wait that may not be served yet."""
         self._held[request.handle] = request
-        self._weigh(request, 1)
+        self.waiting.add(request)
 
     def release(self, handle: int) -> Request | None:
         """Takes out a request that is held, to be pushed; None when there is no such."""
         request = self._held.pop(handle, None)
         if request is not None:
-            self._weigh(request, -1)
+            self.waiting.drop(request)
         return request
 
     def push(self, request: Request, now: float) -> None:
@@ -100,16 +100,15 @@ class Queue:
 
     def _count(self, request: Request, change: int) -> None:
         lane = self._policy.lane(request)
-        self._weigh(request, change)
+        if change > 0:
+            self.waiting.add(request)
+        else:
+            self.waiting.drop(request)
         self._counts[lane] = self._counts.get(lane, 0) + change
         if not self._counts[lane]:
             del self._counts[lane]
             if not self._lanes[lane]:
                 del self._lanes[lane]
-
-    def _weigh(self, request: Request, change: int) -> None:
-        self.tokens += change * len(request.tokens)
-        self._size += change
 
     def _sweep(self) -> None:
         """Rebuilds the heaps without those that are gone."""

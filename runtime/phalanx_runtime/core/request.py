@@ -43,6 +43,8 @@ class Request:
     `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
     `has_drawn`: whether a token was drawn for it here; from then on `cached_tokens` stays.
     `is_frozen`: no further step for now, pages and row stay; `num_losses`: how often it lost its pages.
+    [0, found) of `tokens` are in pages that were found by key, computed or to be computed by others. `waits_since_s`: since when
+    it waits for a row, or waited.
     """
 
     handle: int
@@ -70,6 +72,8 @@ class Request:
     has_drawn: bool = False
     is_frozen: bool = False
     num_losses: int = 0
+    found: int = 0
+    waits_since_s: float = 0.0
 
     @property
     def missing(self) -> int:
@@ -114,6 +118,7 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
             _seconds(asked.tpot_target_ms),
             _seconds(asked.deadline_ms),
         ),
+        waits_since_s=now,
     )
 
 

@@ -12,7 +12,7 @@ What a step holds is decided in `compose`, how pages are shared in `sharing`, th
 """
 
 from collections import deque
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
@@ -23,13 +23,11 @@ from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.policy import Fcfs, Policy
 from phalanx_runtime.core.queue import Queue
+from phalanx_runtime.core.report import Reporter
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
-
-OUTPUT_WEIGHT = 0.05
-"""Weight of the latest request in the usual length of outputs: the last twenty or so count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,14 @@ class Scheduler:
         """Requests that the last `commit` ended because nothing could be drawn for them."""
         self._policy = policy or Fcfs()
         self._requests: dict[int, Request] = {}
-        self._queue = Queue(self._policy)
+        self._queue = Queue(self._policy, self.pool.page_size)
         self._seats = Seats(limits.max_num_seqs, self.sharing)
         self.reservations = Reservations(self.limits, self._seats, self.sharing)
+        self._reporter = Reporter(self.limits, self._queue, self._seats, self.sharing)
         self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing)
         self._flights: deque[Draft] = deque()
         self._step = 0
         self._order = 0
-        self._usual_output = 0.0
         self._is_unsorted = False
 
     @property
@@ -77,7 +75,7 @@ class Scheduler:
     def backlog_tokens(self) -> int:
         """Tokens of the requests in the queue, all to be computed before a newcomer's: what they have, and for each as many
         output tokens as requests had lately."""
-        return self._queue.tokens + int(len(self._queue) * self._usual_output)
+        return self._queue.waiting.tokens + int(len(self._queue) * self._reporter.output.mean)
 
     def submit(
         self, handle: int, asked: wire.Request, now: float = 0.0, is_held: bool = False, move: str = ""
@@ -87,6 +85,7 @@ class Scheduler:
         One that is held is in no step before `release`, but keeps its place. With `move` it runs at once on the pages that
         arrived for it; if they did not, it waits like any other, and computes what it has.
         """
+        self._reporter.last_handle = max(self._reporter.last_handle, handle)
         fits = fits_ever(len(asked.prompt), self.limits)
         if isinstance(fits, Refuse):
             return fits
@@ -99,6 +98,7 @@ class Scheduler:
         place = may_wait(len(self._queue), self.backlog_tokens, self.limits)
         has_begun = asked.epoch > 0 or asked.delivered  # a router raises the epoch when a group that had it is lost
         if isinstance(place, Refuse) and not has_begun:
+            self._reporter.refusals += 1
             return place
         self._order += 1
         self._requests[handle] = request
@@ -180,6 +180,7 @@ class Scheduler:
         assert len(result.tokens) == len(draft.draws), f"{len(result.tokens)} tokens for {len(draft.draws)} draws"
         self._flights.popleft()
         for chunk in draft.chunks:
+            self._reporter.recomputed_tokens += max(0, min(chunk.end, chunk.request.farthest) - chunk.start)
             chunk.request.computed = chunk.end
             chunk.request.farthest = max(chunk.request.farthest, chunk.end)
             chunk.request.in_flight = False
@@ -212,24 +213,13 @@ class Scheduler:
         """Whether nothing can be computed before the next submit, release or thaw: all that is here is held or frozen."""
         return not self._queue.num_ready and all(one.is_frozen and not one.in_flight for one in self._seats.running)
 
-    def load(self) -> wire.Load:
-        """What the engine has in hand."""
-        outstanding = sum(request.outstanding_tokens for request in self._requests.values())
-        counters, model = self.pool.counters, self.fit.model()
-        return wire.Load(
-            len(self._queue),
-            len(self._seats.running),
-            outstanding,
-            self.pool.free_pages,
-            self.pool.num_pages,
-            preemptions=self.num_preemptions,
-            prefix_queried_tokens=self.sharing.queried_tokens,
-            prefix_hit_tokens=self.sharing.hit_tokens,
-            pages_reused=counters.reused,
-            pages_evicted=counters.evicted,
-            step_model=[] if model is None else list(astuple(model)),
-            reserved_pages=self.reservations.num_pages,
-        )
+    def load(self, now: float = 0.0) -> wire.Load:
+        """The next report of what the engine has in hand."""
+        return self._reporter.make(now, self.num_preemptions, self.reservations.num_pages, self.fit.model())
+
+    def is_full_soon(self) -> bool:
+        """Whether so few pages are free that a preemption may be near."""
+        return self._reporter.is_imminent()
 
     def check(self) -> list[str]:
         """What is wrong with pages and rows; empty when all are accounted for."""
@@ -271,7 +261,7 @@ class Scheduler:
             frame.tokens.append(token)
             reason = "stop" if position in ended else request.finish()
             if reason is not None:
-                self._usual_output += OUTPUT_WEIGHT * (request.num_output - self._usual_output)
+                self._reporter.output.add(request.num_output)
                 frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
                 self._end(request)
         return frame
@@ -287,6 +277,7 @@ class Scheduler:
     def _learn(self, draft: Draft, wall_s: float) -> None:
         """Fits the step-time function and tells the policy."""
         self.fit.add(draft.work, wall_s)
+        self._reporter.stepped(draft, wall_s)
         model = self.fit.model()
         if model is not None:
             self._is_unsorted |= self._policy.learn(model)

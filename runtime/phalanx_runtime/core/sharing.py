@@ -15,6 +15,7 @@ At least the last token is always computed: its scores are wanted. Requests that
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.draft import Chunk, Draft
+from phalanx_runtime.core.heavy import HeavyPrefixes
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.request import Request
 
@@ -29,6 +30,9 @@ class Sharing:
         self.pool = pool
         self.queried_tokens = 0
         self.hit_tokens = 0
+        self.taken_pages = 0
+        """New pages that requests got when they started, since the start."""
+        self.heavy = HeavyPrefixes()
         self._model = model
         self._is_on = is_on
         self._tails: dict[Tail, list[int]] = {}
@@ -59,10 +63,13 @@ class Sharing:
         pool.reuse(run, self._full(request))
         own = pool.take(pool.pages_for(len(request.tokens)) - len(run))
         assert own is not None, "admission checked the free pages"
+        self.taken_pages += len(own)
         request.pages = run + own
         request.keyed = len(run)
+        request.found = len(run) * pool.page_size
         if not request.farthest:
             self.queried_tokens += request.num_prompt
+            self.heavy.add(keys[: request.num_prompt // pool.page_size], request.num_prompt)
         before = request.computed
         self.skip(request, draft)
         if request.computed == len(run) * pool.page_size and self._shares(request):
@@ -137,7 +144,7 @@ class Sharing:
         self.pool.give_back(request.pages)
         request.pages = []
         request.farthest = max(request.farthest, request.computed)
-        request.computed = request.keyed = request.sent = 0
+        request.computed = request.keyed = request.sent = request.found = 0
         request.is_chained = True
 
     def _shares(self, request: Request) -> bool:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 """How often a busy engine reports its load. Routers choose by it; more often costs frames, less often makes choices stale."""
+URGENT_INTERVAL_S = 0.01
+"""How soon after a report the next one may follow when there is cause: a request was refused or preempted, or may be soon."""
 CHECK_INTERVAL_S = 1.0
 """How often at most all pages are looked at: an engine may fall idle after every short request."""
 DEFAULT_RULES = Rules()
@@ -63,6 +65,9 @@ class EngineLoop:
         self._watch = watch
         self._compiling = None if grammars is None else Compiling(grammars, channel.wake)
         self._load_due = 0.0
+        self._urgent_due = 0.0
+        self._is_urgent = False
+        self._was_full_soon = False
         self._is_settled = False
         self._check_due = -math.inf
         self._tokens_per_s = 0.0
@@ -97,14 +102,18 @@ class EngineLoop:
             self._take_compiled(self._compiling)
         while len(self._flights) < self._runner.depth and self._start():
             pass
+        self._report_urgent()
         if self._flights:
             self._finish(self._flights.popleft())
         return True
 
     def _start(self) -> bool:
         """Begins with the next plan, if there is one."""
-        now = self._clock()
+        now, preemptions = self._clock(), self._scheduler.num_preemptions
         plan = self._scheduler.schedule(now)
+        is_full_soon = self._scheduler.is_full_soon()
+        self._is_urgent |= self._scheduler.num_preemptions > preemptions or (is_full_soon and not self._was_full_soon)
+        self._was_full_soon = is_full_soon
         if plan is None:
             return False
         self._flights.append(_Flight(plan, now, self._left_queue(now) if plan.admitted else []))
@@ -131,7 +140,7 @@ class EngineLoop:
         if self._compiling is not None:
             for handle in [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]:
                 self._compiling.forget(handle)
-        if now >= self._load_due:
+        if now >= (self._urgent_due if self._is_urgent else self._load_due):
             self._report(now)
 
     def _take(self, message: bytes) -> None:
@@ -154,6 +163,7 @@ class EngineLoop:
         now, grammar = self._clock(), request.sampling.grammar
         answer = self._scheduler.submit(handle, request, now, is_held=self._compiling is not None and grammar is not None)
         if isinstance(answer, Refuse):
+            self._is_urgent |= answer.backlog_tokens is not None
             self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
         elif answer is not None:
             self._channel.send(wire.encode(wire.Tokens([], [], [], [], [answer])))
@@ -195,9 +205,21 @@ class EngineLoop:
         rate = num_tokens / max(wall_s, 1e-6)
         self._tokens_per_s = rate if not self._tokens_per_s else 0.95 * self._tokens_per_s + 0.05 * rate
 
+    def _report_urgent(self) -> None:
+        """Reports at once what cannot wait, unless that was done just now: then after this step."""
+        if self._is_urgent:
+            now = self._clock()
+            if now >= self._urgent_due:
+                self._report(now)
+
     def _report(self, now: float) -> None:
-        self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(), leaks=self._leaks)))
-        self._load_due = now + LOAD_INTERVAL_S
+        """Tells which pages are found now and were not before, and the reverse, and the load."""
+        changes = self._scheduler.pool.take_changes()
+        if changes.changes or changes.is_snapshot:
+            self._channel.send(wire.encode(changes))
+        self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(now), leaks=self._leaks)))
+        self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S
+        self._is_urgent = False
 
     def _rest(self) -> None:
         """Before the loop blocks: reports the load. When idleness starts, checks that every page came back; with a leak we serve

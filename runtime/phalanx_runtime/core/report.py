@@ -1,0 +1,139 @@
+"""What an engine tells routers of itself: from its queue, its running requests, its pages and its steps to a `wire.Load`.
+
+    followed += (measured - followed) / 20             the last twenty steps or so; the plain mean of the first ones
+    steps_to_full = (free slots + unused slots of held pages) / (running + slots that newcomers took, followed)
+    imminent      = fewer free pages than running requests: one may be preempted before each has filled another page
+
+A report costs O(running), and a look into the cache for as many waiting prompts as `LOOK_PAGES` allows; prompt tokens that the
+cache spares are of the last look at each.
+"""
+
+from dataclasses import astuple
+
+from phalanx_api import wire
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.draft import Draft
+from phalanx_runtime.core.queue import Queue
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.seats import Seats
+from phalanx_runtime.core.sharing import Sharing
+
+FOLLOWED = 20
+"""How many of the latest values count."""
+LOOK_PAGES = 2048
+"""Pages of waiting prompts that one report looks for in the cache: about a tenth of a millisecond."""
+
+
+class Followed:
+    """A mean over about the last `FOLLOWED` values; over all of them while they are fewer."""
+
+    __slots__ = ("_count", "mean")
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Follows one value."""
+        self._count = min(self._count + 1, FOLLOWED)
+        self.mean += (value - self.mean) / self._count
+
+
+class Reporter:
+    """Hears what happens in a scheduler, and makes its reports."""
+
+    def __init__(self, limits: Limits, queue: Queue, seats: Seats, sharing: Sharing) -> None:
+        self.last_handle = 0
+        self.refusals = 0
+        self.recomputed_tokens = 0
+        self.output = Followed()
+        """Output tokens that requests had."""
+        self._limits = limits
+        self._queue = queue
+        self._seats = seats
+        self._sharing = sharing
+        self._sequence = 0
+        self._step_s, self._prompt_tokens, self._newcomer_pages = Followed(), Followed(), Followed()
+        self._longest_step_s = 0.0
+        self._pages_taken = 0
+
+    def stepped(self, draft: Draft, wall_s: float) -> None:
+        """A step was computed in this time."""
+        self._step_s.add(wall_s)
+        self._longest_step_s = max(self._longest_step_s, wall_s)
+        self._prompt_tokens.add(draft.work.prefill_tokens)
+        taken, self._pages_taken = self._pages_taken, self._sharing.taken_pages
+        self._newcomer_pages.add(self._pages_taken - taken)
+
+    def is_imminent(self) -> bool:
+        """Whether a preemption may be near."""
+        return self._sharing.pool.free_pages < len(self._seats.running)
+
+    def make(self, now: float, preemptions: int, reserved_pages: int, model: StepModel | None) -> wire.Load:
+        """The next report."""
+        self._look()
+        self._sharing.heavy.decay(now)
+        self._sequence += 1
+        pool, sharing, waiting = self._sharing.pool, self._sharing, self._queue.waiting
+        running = [request for request in self._seats.running if not request.gone]
+        held = sum(len(request.pages) for request in running)
+        has = sum(len(request.tokens) for request in running)
+        longest_s, self._longest_step_s = self._longest_step_s, 0.0
+        return wire.Load(
+            len(self._queue),
+            len(self._seats.running),
+            waiting.outstanding + sum(request.outstanding_tokens for request in running),
+            pool.free_pages,
+            pool.num_pages,
+            preemptions=preemptions,
+            prefix_queried_tokens=sharing.queried_tokens,
+            prefix_hit_tokens=sharing.hit_tokens,
+            pages_reused=pool.counters.reused,
+            pages_evicted=pool.counters.evicted,
+            step_model=[] if model is None else list(astuple(model)),
+            sequence=self._sequence,
+            last_handle=self.last_handle,
+            reserved_pages=reserved_pages,
+            waiting_prompt_tokens=waiting.missing,
+            running_prompt_tokens=sum(_left_to_compute(request) for request in running),
+            waiting_pages=waiting.pages,
+            context_tokens=sum(request.computed for request in running),
+            oldest_wait_s=waiting.oldest_s(now),
+            step_s=self._step_s.mean,
+            longest_step_s=longest_s,
+            prompt_tokens_per_step=self._prompt_tokens.mean,
+            refusals=self.refusals,
+            recomputed_tokens=self.recomputed_tokens,
+            steps_to_full=self._steps_to_full(held * pool.page_size - has),
+            prefixes=sharing.heavy.heaviest(),
+            mean_output_tokens=self.output.mean,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            cached_pages=pool.cached_pages,
+        )
+
+    def _steps_to_full(self, unused_slots: int) -> float | None:
+        """unused_slots: of pages that running requests hold."""
+        running, size = len(self._seats.running), self._sharing.pool.page_size
+        if not running:
+            return None
+        return (self._sharing.pool.free_pages * size + unused_slots) / (running + self._newcomer_pages.mean * size)
+
+    def _look(self) -> None:
+        """Counts requests that wait by what the cache holds of them now, those not looked at for the longest time first."""
+        pool, waiting, looked = self._sharing.pool, self._queue.waiting, 0
+        for request in waiting.next():
+            if looked >= LOOK_PAGES:
+                return
+            run = self._sharing.find(request)
+            pages = pool.pages_for(len(request.tokens))
+            held = len(run) - pool.unheld(run)
+            waiting.looked(request, request.missing - len(run) * pool.page_size, pages - held)
+            looked += pages
+
+
+def _left_to_compute(request: Request) -> int:
+    """Tokens that a running request has to compute before it draws; none when it waits only for its latest token's."""
+    if request.missing <= 1 and request.computed >= request.num_prompt:
+        return 0
+    return len(request.tokens) - max(request.computed, min(request.found, len(request.tokens) - 1))

@@ -1,0 +1,224 @@
+"""What an engine tells routers of itself, field by field."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.heavy import HeavyPrefixes, depths
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from tests.runtime.fake_runner import FakeRunner, make_request
+
+LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=32, max_waiting=4)
+PROMPT = [(7 * i * i) % 50 for i in range(40)]
+
+
+class Engine:
+    """A scheduler over pages of 4 with its fake ranks; each step takes a second."""
+
+    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS) -> None:
+        self.runner = FakeRunner(num_pages, 4)
+        self.scheduler = make_scheduler(limits, self.runner.pool, Rules(eviction_policy="lru"))
+        self.now = 0.0
+
+    def submit(self, handle: int, request: wire.Request) -> Refuse | wire.Finished | None:
+        return self.scheduler.submit(handle, request, self.now)
+
+    def step(self, wall_s: float = 1.0) -> wire.Load:
+        """The report after a step of so many seconds."""
+        plan = self.scheduler.schedule(self.now)
+        assert plan is not None
+        self.now += wall_s
+        self.scheduler.commit(self.runner.run(plan), wall_s)
+        return self.load()
+
+    def load(self) -> wire.Load:
+        return self.scheduler.load(self.now)
+
+    def finish(self) -> wire.Load:
+        while not self.scheduler.is_idle():
+            self.step()
+        return self.load()
+
+
+def test_reports_are_numbered_and_tell_the_highest_handle_that_came_in() -> None:
+    engine = Engine()
+    assert (engine.load().sequence, engine.load().last_handle) == (1, 0)
+    engine.submit(3, make_request(4, 2))
+    engine.submit(4, make_request(300, 2))
+    load = engine.load()
+    assert (load.sequence, load.last_handle) == (3, 4), "one that was refused came in as well"
+    assert load.max_num_batched_tokens == 32
+
+
+def test_prompt_tokens_are_counted_less_what_the_cache_holds() -> None:
+    engine = Engine(limits=replace(LIMITS, max_num_seqs=1))
+    engine.submit(1, make_request(PROMPT, 2))
+    assert (engine.load().waiting_prompt_tokens, engine.load().waiting_pages) == (40, 10)
+    engine.step()
+    assert (engine.load().waiting_prompt_tokens, engine.load().running_prompt_tokens) == (0, 8)
+    engine.submit(2, make_request([*PROMPT, 1, 2, 3, 4], 2))
+    load = engine.load()
+    assert load.waiting_prompt_tokens == 4, "the other ten pages are being computed"
+    assert load.waiting_pages == 1
+    engine.finish()
+    engine.submit(3, make_request([*PROMPT, 1, 2, 3, 4, 5, 6], 2))
+    load = engine.load()
+    assert (load.waiting_prompt_tokens, load.waiting_pages) == (2, 12), "cached pages are free until somebody holds them"
+
+
+def test_a_burst_of_equal_prompts_is_as_much_work_as_one() -> None:
+    engine = Engine(limits=replace(LIMITS, max_waiting=100))
+    for handle in range(8):
+        engine.submit(handle, make_request(PROMPT, 2, seed=handle))
+    load = engine.step()
+    assert (load.running, load.waiting) == (2, 6)
+    assert load.waiting_prompt_tokens == 6 * 4, "of the page with the last token nothing is shared yet"
+    assert load.running_prompt_tokens == (40 - 16) + 4
+
+
+def test_the_oldest_wait_begins_again_after_a_preemption() -> None:
+    engine = Engine(num_pages=6, limits=replace(LIMITS, max_num_seqs=2))
+    for handle in range(2):
+        engine.submit(handle, make_request(6, 10, seed=handle))
+    waits = []
+    while not engine.scheduler.is_idle():
+        load = engine.step()
+        waits.append((load.preemptions, load.oldest_wait_s))
+    assert load.preemptions > 0
+    first = next(wait_s for preemptions, wait_s in waits if preemptions)
+    assert first == 1.0, "the request came long before"
+    assert load.oldest_wait_s == 0.0
+
+
+def test_tokens_computed_again_are_counted_after_a_preemption() -> None:
+    engine = Engine(num_pages=6, limits=replace(LIMITS, max_num_seqs=3))
+    requests = {handle: make_request(6, 10, seed=handle) for handle in range(3)}
+    for handle, request in requests.items():
+        engine.submit(handle, request)
+    load = engine.finish()
+    computed = sum(sum(plan.counts) for plan in engine.runner.plans)
+    wanted = sum(6 + 10 - 1 for _ in requests)
+    assert load.preemptions > 0
+    assert load.recomputed_tokens == computed - wanted > 0
+
+
+def test_refusals_are_those_of_a_full_queue() -> None:
+    engine = Engine()
+    for handle in range(6):
+        engine.submit(handle, make_request(8, 2, seed=handle))
+    engine.submit(7, make_request(300, 2))
+    assert engine.load().refusals == 2
+
+
+def test_steps_are_followed_and_the_longest_since_the_last_report_is_told() -> None:
+    engine = Engine()
+    engine.submit(1, make_request(40, 30))
+    assert [engine.step(wall_s).step_s for wall_s in (1.0, 3.0)] == pytest.approx([1.0, 2.0])
+    assert engine.load().prompt_tokens_per_step == pytest.approx(20.0)
+    for _ in range(100):
+        load = engine.step(0.5) if not engine.scheduler.is_idle() else engine.load()
+    assert load.step_s == pytest.approx(0.5, rel=0.5)
+    engine.submit(2, make_request(4, 4))
+    engine.scheduler.commit(engine.runner.run(engine.scheduler.schedule(engine.now) or pytest.fail()), 9.0)
+    engine.scheduler.commit(engine.runner.run(engine.scheduler.schedule(engine.now) or pytest.fail()), 0.1)
+    assert engine.load().longest_step_s == 9.0
+    assert engine.load().longest_step_s == 0.0
+
+
+def test_outputs_are_followed() -> None:
+    engine = Engine()
+    for handle, length in enumerate((4, 8)):
+        engine.submit(handle, make_request(4, length, seed=handle))
+    assert engine.finish().mean_output_tokens == 6.0
+
+
+def test_steps_to_full_tell_when_pages_run_out_if_all_go_on() -> None:
+    engine = Engine(num_pages=60)
+    assert engine.load().steps_to_full is None
+    engine.submit(1, make_request(8, 248))
+    assert (engine.step().steps_to_full or 0) < 50, "newcomers are taken to go on coming"
+    for _ in range(150):
+        late = engine.step()
+    assert late.steps_to_full is not None
+    steps = 0
+    while engine.scheduler.pool.free_pages:
+        engine.step()
+        steps += 1
+    assert steps <= late.steps_to_full <= steps + 4, "within a page"
+
+
+def test_fullness_is_seen_before_the_first_preemption() -> None:
+    engine = Engine(num_pages=12, limits=replace(LIMITS, max_num_seqs=3))
+    for handle in range(3):
+        engine.submit(handle, make_request(6, 40, seed=handle))
+    seen_at = None
+    for step in range(200):
+        if seen_at is None and engine.scheduler.is_full_soon():
+            seen_at = step
+        if engine.step().preemptions:
+            break
+    assert seen_at is not None and 0 < step - seen_at <= 8
+
+
+def keys_of(prefix: str, pages: int) -> list[bytes]:
+    return [f"{prefix}{i}".encode() for i in range(pages)]
+
+
+def test_depths_grow_by_a_half_at_most() -> None:
+    assert list(depths(16)) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert list(depths(0)) == []
+
+
+def test_the_longest_prefix_that_many_share_is_told_with_its_share() -> None:
+    heavy = HeavyPrefixes()
+    for i in range(400):
+        if i % 2:
+            heavy.add([*keys_of("system", 12), *keys_of(f"own{i}-", 4)], 300)
+        else:
+            heavy.add(keys_of(f"alone{i}-", 16), 300)
+    [first] = [prefix for prefix in heavy.heaviest() if prefix.token_share > 0.1]
+    assert first.key == b"system11"
+    assert first.pages == 12
+    assert 0.4 < first.token_share <= 0.5
+
+
+def test_two_branches_of_one_prefix_are_told_beside_it() -> None:
+    heavy = HeavyPrefixes()
+    for i in range(100):
+        heavy.add([*keys_of("root", 2), *keys_of(f"branch{i % 2}-", 2), *keys_of(f"own{i}-", 9)], 100)
+    told = {prefix.key: round(prefix.token_share, 1) for prefix in heavy.heaviest() if prefix.token_share > 0.2}
+    assert told == {b"root1": 1.0, b"branch0-1": 0.5, b"branch1-1": 0.5}
+
+
+def test_no_share_is_told_that_is_too_high_and_no_more_than_eight() -> None:
+    heavy = HeavyPrefixes()
+    for i in range(3000):
+        heavy.add(keys_of(f"{i % 700}-", 3), 50)
+    told = heavy.heaviest()
+    assert len(told) <= 8
+    assert all(prefix.token_share <= 1 / 700 + 1e-9 for prefix in told)
+
+
+def test_what_was_heavy_fades() -> None:
+    heavy = HeavyPrefixes()
+    heavy.decay(0.0)
+    for _ in range(10):
+        heavy.add(keys_of("old", 2), 100)
+    heavy.decay(300.0)
+    for i in range(10):
+        heavy.add(keys_of("new", 2), 10 + i)
+    assert heavy.heaviest()[0].key == b"new1"
+    assert heavy.heaviest()[0].token_share > 0.9
+
+
+def test_prefixes_are_told_by_the_keys_of_the_cache() -> None:
+    engine = Engine()
+    for handle in range(12):
+        engine.submit(handle, make_request([*PROMPT[:16], handle, handle, handle, handle, 9], 1, seed=handle))
+        engine.finish()
+    [first, *_] = engine.load().prefixes
+    found = engine.scheduler.pool.match([*engine.scheduler.pool.keys()])
+    assert first.pages == 4 and first.key in engine.scheduler.pool.keys() and found is not None
+    assert first.token_share > 0.6
