@@ -15,7 +15,7 @@ HOMES = {
 }
 PURE = [
     *("phalanx_api", "phalanx_operator.decide", "phalanx_operator.render"),
-    *("phalanx_runtime.core", "phalanx_router.route", "phalanx_router.moves"),
+    *("phalanx_runtime.core", "phalanx_router.route", "phalanx_router.moves", "phalanx_router.balance"),
 ]
 EFFECTS = [
     *("asyncio", "threading", "time", "random", "secrets", "socket", "os", "logging", "subprocess"),

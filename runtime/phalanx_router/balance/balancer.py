@@ -1,0 +1,153 @@
+"""One router's balancing, tick by tick: hotspots, moves within budgets, the guards, what to shed. The caller carries it out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from phalanx_api.summary import BalancePolicy, Hotspot
+from phalanx_router.balance.attraction import AttractionGuard
+from phalanx_router.balance.budget import MoveBudget
+from phalanx_router.balance.causes import Targets
+from phalanx_router.balance.hotspots import HotGroup, HotspotBook, Transition
+from phalanx_router.balance.ladder import Plan, Scene, action_of, evacuate, gives_way, migrate, rescue
+from phalanx_router.balance.moving import Moving
+from phalanx_router.balance.pingpong import PingPong
+from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, StreamView
+from phalanx_router.balance.shed import Shed, Shedding
+from phalanx_router.route.view import GroupView
+
+StreamsOf = Callable[[str], Sequence[StreamView]]
+"""This router's streams in the group of a key. Asked for hotspots and emptied groups only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one tick found and wants done."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    hotspots: list[Hotspot] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+    is_saturated: bool = False
+    shed: Shed | None = None
+
+
+class Balancer:
+    """Decides every 250 ms, and when an engine asks for rescue. `policy` is replaced by who hears of a new one.
+
+    Every proposal that is given out must be answered by `ended`.
+    """
+
+    def __init__(self, policy: BalancePolicy | None = None) -> None:
+        self.policy = policy or BalancePolicy()
+        self.guard = AttractionGuard()
+        self.pingpong = PingPong()
+        self._book = HotspotBook()
+        self._budget = MoveBudget()
+        self._moving = Moving()
+        self._shedding = Shedding()
+        self._hot: dict[str, HotGroup] = {}
+
+    def tick(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> Decision:
+        """What to do now. `views`: every group with an open link, those that drain too."""
+        policy = self.policy
+        staying = [view for view in views if not view.draining and view.group not in policy.empty]
+        seen = self._book.tick(staying, Targets(policy.ttft_target_s, policy.itl_target_s), now)
+        self._hot = seen.hot
+        self._begin(views, now)
+        plans = self._evacuations(views, streams_of, now)
+        plans += self._migrations(seen.hot, seen.is_saturated, views, streams_of, now)
+        best_ttft_s = min((view.backlog_s for view in staying if view.state == "fresh"), default=None)
+        by_key = {view.key: view for view in views}
+        return Decision(
+            [proposal for plan in plans for proposal in plan.proposals],
+            [plan.refusal for plan in plans if plan.refusal is not None],
+            [_hotspot(group, by_key[group.key], now) for group in seen.hot.values()],
+            seen.transitions,
+            seen.is_saturated,
+            self._shedding.decide(seen.is_saturated, best_ttft_s, policy.ttft_target_s, now),
+        )
+
+    def rescue(self, source: str, stream: StreamView, views: Sequence[GroupView], now: float) -> Proposal | Refusal:
+        """Where a request goes that the group of this key is about to preempt."""
+        view = next((view for view in views if view.key == source), None)
+        if view is None:
+            return Refusal(source, "rescue", "stale", "the group is gone")
+        if self.policy.mode != "Migrate":
+            return Refusal(source, "rescue", "mode", f"the mode is {self.policy.mode}")
+        self._begin(views, now)
+        plan = self._take(rescue(view, self._pin(stream), self._scene(views, now)), view)
+        if plan.proposals:
+            return plan.proposals[0]
+        return plan.refusal or Refusal(source, "rescue", "no_target", "no group has room")
+
+    def ended(self, proposal: Proposal, is_moved: bool, groups: tuple[str, str], now: float) -> bool:
+        """Notes how a move ended, with the names of its two groups; whether it was a return to a group just left."""
+        if self._moving.end(proposal.stream) is None:
+            return False
+        self._budget.end(proposal)
+        if not is_moved:
+            return False
+        self.guard.left(proposal.source, proposal.context, now)
+        return self.pingpong.moved(proposal.stream, *groups, now)
+
+    def _begin(self, views: Sequence[GroupView], now: float) -> None:
+        live_tokens = sum(view.context_tokens for view in views)
+        self._budget.begin(self.policy.budgets, live_tokens, [view.key for view in views], now)
+
+    def _evacuations(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> list[Plan]:
+        order = {group: place for place, group in enumerate(self.policy.empty)}
+        emptied = sorted((view for view in views if view.group in order), key=lambda view: order[view.group])
+        plans = []
+        for view in emptied:
+            if streams := [self._pin(stream) for stream in streams_of(view.key)]:
+                plans.append(self._take(evacuate(view, streams, self._scene(views, now)), view))
+        return plans
+
+    def _migrations(
+        self, hot: dict[str, HotGroup], is_saturated: bool, views: Sequence[GroupView], streams_of: StreamsOf, now: float
+    ) -> list[Plan]:
+        by_key = {view.key: view for view in views}
+        sources = [group for group in hot.values() if gives_way(group, by_key[group.key])]
+        why_not = self._why_not(is_saturated, now)
+        plans = []
+        for group in sorted(sources, key=lambda group: -max(group.causes.values())):
+            view = by_key[group.key]
+            if why_not is not None:
+                plans.append(Plan([], Refusal(group.key, "migrate", *why_not)))
+            elif view.state == "fresh":
+                streams = [self._pin(stream) for stream in streams_of(group.key)]
+                plans.append(self._take(migrate(group, streams, self._scene(views, now)), view))
+        return plans
+
+    def _why_not(self, is_saturated: bool, now: float) -> tuple[RefusalCode, str] | None:
+        """What forbids moves for balance altogether."""
+        if self.policy.mode != "Migrate":
+            return "mode", f"the mode is {self.policy.mode}"
+        if is_saturated:
+            return "saturated", "most groups are loaded: only capacity helps"
+        if self.pingpong.is_off(now):
+            return "pingpong", "requests went back and forth: moves are off for a minute"
+        return None
+
+    def _scene(self, views: Sequence[GroupView], now: float) -> Scene:
+        after = self._moving.settled(views)
+        closed = frozenset(view.key for view in views if view.group in self.policy.empty or view.draining)
+        return Scene(after, self._hot, closed, self._budget, self.policy.itl_target_s, now)
+
+    def _pin(self, stream: StreamView) -> StreamView:
+        return replace(stream, is_pinned=True) if stream.stream in self._moving else stream
+
+    def _take(self, plan: Plan, source: GroupView) -> Plan:
+        """The part of a plan that budgets allow; it counts as begun."""
+        for place, proposal in enumerate(plan.proposals):
+            code = self._budget.forbids(proposal.source, proposal.target, proposal.rung)
+            if code is not None:
+                return Plan(plan.proposals[:place], Refusal(source.key, proposal.rung, code, f"the budget of {code} is spent"))
+            self._moving.begin(proposal)
+            self._budget.spend(proposal, proposal.context * source.page_bytes / source.page_size)
+        return plan
+
+
+def _hotspot(group: HotGroup, view: GroupView, now: float) -> Hotspot:
+    action = action_of(group, view)
+    return Hotspot(group.group, group.cause, group.causes[group.cause], group.median, now - group.since, action)

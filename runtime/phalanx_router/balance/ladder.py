@@ -1,0 +1,163 @@
+"""The rungs of the ladder that move running requests: migrate off a hotspot, evacuate a group, rescue what would be preempted.
+
+Each function plans for one source on views that already contain the moves under way, and changes nothing. It may plan more than
+budgets allow: whoever carries a plan out begins with its first moves, and stops where a budget ends.
+The rungs below are elsewhere: steering and late binding in `route`, shedding in `shed`. No mechanism carries pages of a prefix
+that no request needs, so a hot prefix is not replicated: newcomers are steered away from it (`route`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx_router.balance.budget import MoveBudget
+from phalanx_router.balance.copying import way_of
+from phalanx_router.balance.hotspots import HotGroup
+from phalanx_router.balance.projection import appeal, joined, median_itl_s
+from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, Rung, StreamView, Way
+from phalanx_router.balance.targets import roomiest
+from phalanx_router.balance.victims import Scales, expected_rest, victims
+from phalanx_router.route.view import GroupView
+
+REST = 0.75
+"""Strain at which a hotspot has given enough away."""
+SLOW = 2.0
+"""A straggler from this speed on gives requests away."""
+SLOW_REST = 1.15 / SLOW
+"""The same for a straggler, whose strain is its time of a step over twice the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What one plan looks at: groups by key with all moves under way, hotspots by key, what may be spent."""
+
+    views: Mapping[str, GroupView]
+    hot: Mapping[str, HotGroup]
+    closed: frozenset[str]
+    budget: MoveBudget
+    itl_target_s: float | None
+    now: float
+
+    @property
+    def median_itl_s(self) -> float:
+        """Of the groups that report."""
+        return median_itl_s([view for view in self.views.values() if view.state == "fresh"])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Moves out of one group, and why there are no more."""
+
+    proposals: list[Proposal]
+    refusal: Refusal | None = None
+
+
+def migrate(source: HotGroup, streams: Sequence[StreamView], scene: Scene) -> Plan:
+    """What a hotspot gives to the best of the groups that are none."""
+    view = scene.views[source.key]
+    scales = _scales(source, view, scene)
+    best = _coolest(view, scene)
+    if best is None:
+        return _refused(view, "migrate", "no_target", "no group with the same model is fresh and cool")
+    chosen = victims(view, best, streams, scales, scene.now)
+    if not chosen:
+        return _refused(view, "migrate", "no_victim", f"no request would make {view.group} and {best.group} better together")
+    why = f"{view.group} is {source.cause}-bound ({source.causes[source.cause]:.2f}), {best.group} has room"
+    return Plan([_proposal(stream, view, best, "migrate", "precopy", scene, why) for stream in chosen])
+
+
+def evacuate(source: GroupView, streams: Sequence[StreamView], scene: Scene) -> Plan:
+    """What leaves a group that is to be emptied: those first that would stay longest."""
+    if source.state != "fresh":
+        return _refused(source, "evacuate", "stale", f"{source.group} has not reported lately")
+    after = dict(scene.views)
+    proposals: list[Proposal] = []
+    candidates = [key for key in after if key not in scene.closed]
+    for stream in sorted(streams, key=lambda stream: (-expected_rest(stream, source), stream.stream)):
+        if stream.is_pinned:
+            continue
+        if len(proposals) > scene.budget.out_slots(source.key):
+            break  # more than may begin now
+        open_now = [after[key] for key in candidates if _slots_left(key, proposals, scene) > 0]
+        best = roomiest(stream, source, open_now, scene.hot, scene.median_itl_s, scene.now)
+        if best is None:
+            return Plan(proposals, Refusal(source.key, "evacuate", "no_target", f"no group has room for {stream.stream}"))
+        why = f"{source.group} is to be emptied, {best.group} has room"
+        proposals.append(_proposal(stream, source, best, "evacuate", "precopy", scene, why))
+        after[best.key] = joined(after[best.key], stream.context)
+    return Plan(proposals)
+
+
+def rescue(source: GroupView, stream: StreamView, scene: Scene) -> Plan:
+    """Where a request goes that its group would preempt now."""
+    if stream.is_pinned:
+        return _refused(source, "rescue", "no_victim", f"{stream.stream} cannot leave")
+    open_now = [view for key, view in scene.views.items() if key not in scene.closed and scene.budget.in_slots(key) > 0]
+    best = roomiest(stream, source, open_now, scene.hot, scene.median_itl_s, scene.now)
+    if best is None:
+        return _refused(source, "rescue", "no_target", f"no group has room for {stream.stream}")
+    why = f"{source.group} would preempt it, {best.group} has room"
+    return Plan([_proposal(stream, source, best, "rescue", "stop", scene, why)])
+
+
+def gives_way(group: HotGroup, view: GroupView) -> bool:
+    """Whether a hotspot is one that moving requests helps: pages, time of a step, or a group that is very slow or ever slower."""
+    return bool({"kv", "decode", "full"} & group.causes.keys()) or _is_very_slow(group, view)
+
+
+def _is_very_slow(group: HotGroup, view: GroupView) -> bool:
+    return "straggler" in group.causes and (view.speed >= SLOW or group.speed_rises)
+
+
+def action_of(group: HotGroup, view: GroupView) -> str:
+    """What is done about a hotspot, in a word: the first rung that helps against its cause."""
+    match group.cause:
+        case "straggler":
+            return "evacuate" if _is_very_slow(group, view) else "weigh"
+        case "prefill":
+            return "requeue"
+        case "prefix":
+            return "steer"
+        case "full":
+            return "rescue"
+        case "kv" | "decode":
+            return "migrate"
+
+
+def _scales(group: HotGroup, view: GroupView, scene: Scene) -> Scales:
+    """Of a very slow group the time of a step is measured against that of the others."""
+    scale, rest = scene.itl_target_s, REST
+    if _is_very_slow(group, view):
+        usual_s = SLOW * scene.median_itl_s
+        scale, rest = min(usual_s, scale or usual_s), SLOW_REST
+    return Scales(scale, scene.budget.bytes_per_s(is_urgent=False), rest)
+
+
+def _coolest(source: GroupView, scene: Scene) -> GroupView | None:
+    cool = [
+        view
+        for key, view in scene.views.items()
+        if key not in scene.hot
+        and key not in scene.closed
+        and key != source.key
+        and view.state == "fresh"
+        and not view.draining
+        and view.model_hash == source.model_hash
+    ]
+    itl_s = scene.median_itl_s
+    return min(cool, key=lambda view: appeal(view, itl_s), default=None)
+
+
+def _slots_left(key: str, proposals: Sequence[Proposal], scene: Scene) -> int:
+    return scene.budget.in_slots(key) - sum(proposal.target == key for proposal in proposals)
+
+
+def _proposal(
+    stream: StreamView, source: GroupView, target: GroupView, rung: Rung, with_pages: Way, scene: Scene, why: str
+) -> Proposal:
+    bytes_per_s = scene.budget.bytes_per_s(is_urgent=rung != "migrate")
+    way = way_of(stream.context, source, target, bytes_per_s, with_pages) if stream.generated else "recompute"
+    return Proposal(stream.stream, source.key, target.key, way, rung, stream.context, bytes_per_s, why)
+
+
+def _refused(source: GroupView, rung: Rung, code: RefusalCode, why: str) -> Plan:
+    return Plan([], Refusal(source.key, rung, code, why))

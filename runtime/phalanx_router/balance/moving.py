@@ -1,0 +1,42 @@
+"""Moves that are under way, and the groups as they will be when those have ended."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx_router.balance.projection import pages_of, without
+from phalanx_router.balance.records import Proposal
+from phalanx_router.route.view import GroupView
+
+
+class Moving:
+    """Proposals that were made and have not ended, by stream."""
+
+    def __init__(self) -> None:
+        self._proposals: dict[str, Proposal] = {}
+
+    def __contains__(self, stream: str) -> bool:
+        return stream in self._proposals
+
+    def begin(self, proposal: Proposal) -> None:
+        """Notes a move."""
+        self._proposals[proposal.stream] = proposal
+
+    def end(self, stream: str) -> Proposal | None:
+        """Forgets a move, and gives it back; None when there was none."""
+        return self._proposals.pop(stream, None)
+
+    def settled(self, views: Sequence[GroupView]) -> dict[str, GroupView]:
+        """The groups by key, as if all moves had succeeded. What a target says it reserved is not counted twice."""
+        after = {view.key: view for view in views}
+        coming: dict[str, int] = {}
+        for proposal in self._proposals.values():
+            if (source := after.get(proposal.source)) is not None:
+                after[source.key] = without(source, proposal.context)
+            if (target := after.get(proposal.target)) is not None:
+                coming[target.key] = coming.get(target.key, 0) + pages_of(proposal.context, target)
+                after[target.key] = replace(
+                    target, running=target.running + 1, context_tokens=target.context_tokens + proposal.context
+                )
+        for key, pages in coming.items():
+            after[key] = replace(after[key], reserved_pages=max(after[key].reserved_pages, pages))
+        return after

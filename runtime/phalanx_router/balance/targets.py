@@ -1,0 +1,43 @@
+"""Which group takes a request over: the one with the most room of those that fit it.
+
+A target has an equal model hash, a fresh report, is neither leaving nor a hotspot, and keeps a reserve after the move. A request
+does not come back to a group that it left less than `pingpong.RETURN_S` ago.
+"""
+
+from collections.abc import Collection, Iterable
+
+from phalanx_router.balance.pingpong import RETURN_S
+from phalanx_router.balance.projection import appeal, pages_of
+from phalanx_router.balance.records import StreamView
+from phalanx_router.route.view import GroupView
+
+FULL_FROM = 0.9
+"""From this pressure on a group takes no rescued or evacuated request."""
+RESERVE = 0.05
+"""Of its pages, what a target keeps free after the move."""
+
+
+def may_take(stream: StreamView, source: GroupView, target: GroupView, now: float) -> bool:
+    """Whether the request could run there at all, now."""
+    if target.key == source.key or target.model_hash != source.model_hash:
+        return False
+    if target.state != "fresh" or target.draining:
+        return False
+    just_left = stream.moved_s is not None and now - stream.moved_s < RETURN_S and target.group == stream.left
+    return not just_left
+
+
+def has_room(stream: StreamView, target: GroupView) -> bool:
+    """Whether the request fits beside what the target has and promised."""
+    free = target.total_pages - target.used_pages - target.reserved_pages
+    needed = pages_of(stream.context, target) + RESERVE * target.total_pages
+    return free >= needed and target.pressure < FULL_FROM
+
+
+def roomiest(
+    stream: StreamView, source: GroupView, candidates: Iterable[GroupView], hot: Collection[str], itl_s: float, now: float
+) -> GroupView | None:
+    """The best target of these for a request that has to leave; hotspots (keys) only when there is no other."""
+    fits = [view for view in candidates if may_take(stream, source, view, now) and has_room(stream, view)]
+    cool = [view for view in fits if view.key not in hot]
+    return min(cool or fits, key=lambda view: appeal(view, itl_s), default=None)

@@ -1,0 +1,134 @@
+"""Balancing any fleet: no overshoot, a potential that falls, an end between arrivals, no way back under noise, budgets kept."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_router.balance.balancer import Balancer
+from phalanx_router.balance.budget import BYTES_BURST_S, TOKENS_BURST_S
+from phalanx_router.balance.projection import EPSILON
+from tests.router.balance.groups import FREE, PAGE, PAGES, World, group
+
+BYTES = group("any").page_bytes // PAGE
+"""Of a token."""
+APART_S = 11.0
+"""Beyond the dwell of a stream and the time in which it may not return: only the test of each move is left to protect."""
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    names = [f"g{i}" for i in range(draw(st.integers(2, 7)))]
+    count = draw(st.integers(4, 60))
+    spread = draw(st.sampled_from([1, 2, len(names)]))
+    rng = draw(st.randoms(use_true_random=False))
+    contexts = {f"s{i:02}": rng.randint(100, 4000) for i in range(count)}
+    where = {name: names[rng.randrange(min(spread, len(names)))] for name in contexts}
+    fields: dict[str, dict[str, object]] = {}
+    if draw(st.booleans()):
+        fields[names[0]] = {"speed": draw(st.sampled_from([0.8, 1.5, 2.5, 4.0]))}
+    target = draw(st.sampled_from([None, 0.02, 0.2]))
+    balancer = Balancer(BalancePolicy(budgets=FREE, ttft_target_s=2.0, itl_target_s=target))
+    return World(where, contexts, names, balancer, fields=fields, remember=False)
+
+
+def potential(world: World) -> float:
+    return sum(world.pressure(name) ** 2 for name in world.names)
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds())
+def test_between_arrivals_moves_end_and_none_overshoots(world: World) -> None:
+    """Each tick's moves from one group to another leave the target at most as strained as the source; then there are no more."""
+    quiet = moves = 0
+    for number in range(400):
+        proposals = world.tick(number * APART_S).proposals
+        assert not any(world.obey(proposal, number * APART_S) for proposal in proposals)
+        pairs = {(p.source.split("/")[0], p.target.split("/")[0]) for p in proposals}
+        for source, target in pairs:
+            by_pages = world.pressure(target) <= world.pressure(source)
+            scale = world.balancer.policy.itl_target_s
+            by_steps = world.view(target).itl_s <= world.view(source).itl_s
+            assert by_pages or by_steps, (source, target, scale)
+        moves += len(proposals)
+        quiet = 0 if proposals else quiet + 1
+        if quiet > 12:
+            break
+    else:
+        raise AssertionError(f"{moves} moves and no end")
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds())
+def test_moves_of_pages_lower_the_sum_of_squares(world: World) -> None:
+    world.fields = {}
+    world.balancer.policy = BalancePolicy(budgets=FREE)
+    for number in range(40):
+        proposals = world.tick(number * APART_S).proposals
+        before = potential(world)
+        for proposal in proposals:
+            world.obey(proposal, number * APART_S)
+        pairs = {(p.source, p.target) for p in proposals}
+        assert potential(world) <= before - 0.999 * len(pairs) * EPSILON**2
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds(), st.integers(0, 2**32))
+def test_noise_in_the_reports_sends_nobody_back(world: World, seed: int) -> None:
+    """Reports that are wrong by up to EPSILON / 2: a stream never returns to where it was, though nothing else forbids it."""
+    world.fields = {}
+    world.balancer.policy = BalancePolicy(budgets=FREE)
+    rng, most = random.Random(seed), int(PAGES * EPSILON / 2) - 1
+    world.noise = lambda: rng.randint(-most, most)
+    been: dict[str, set[str]] = {}
+    for number in range(120):
+        for proposal in world.tick(number * APART_S).proposals:
+            been.setdefault(proposal.stream, set()).add(proposal.source)
+            assert proposal.target not in been[proposal.stream], proposal.why
+            world.obey(proposal, number * APART_S)
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds(), st.integers(1, 4), st.floats(0.005, 0.2), st.floats(1e5, 1e8), st.integers(0, 2**32))
+def test_budgets_are_kept_whatever_happens_to_moves(
+    world: World, slots: int, share: float, bytes_per_s: float, seed: int
+) -> None:
+    """Moves at once per group; tokens and bytes of any stretch of time at most rate * (T + burst) and one move more."""
+    world.balancer.policy = BalancePolicy(
+        budgets=Budgets(moves_per_group=slots, tokens_share_per_s=share, bytes_per_s=bytes_per_s), ttft_target_s=2.0
+    )
+    rng = random.Random(seed)
+    under_way = []
+    taken: list[tuple[float, set[str], int]] = []
+    spent: list[tuple[float, int]] = []
+    live = sum(world.contexts.values())
+    for number in range(80):
+        now = number * 0.25
+        for proposal in world.tick(now).proposals:
+            under_way.append(proposal)
+            assert proposal.bytes_per_s == bytes_per_s
+            taken.append((now, {proposal.source, proposal.target}, 0 if proposal.way == "recompute" else proposal.context))
+            spent.append((now, proposal.context))
+        for key in {p.source for p in under_way} | {p.target for p in under_way}:
+            assert sum(p.source == key for p in under_way) <= slots
+            assert sum(p.target == key for p in under_way) <= slots
+        for proposal in [p for p in under_way if rng.random() < 0.4]:
+            under_way.remove(proposal)
+            if rng.random() < 0.5:
+                world.obey(proposal, now)
+            else:
+                world.balancer.ended(proposal, False, ("", ""), now)
+    largest = max(world.contexts.values())
+    check(spent, share * live, TOKENS_BURST_S, largest)
+    for key in {key for _, keys, _ in taken for key in keys}:
+        check([(at, context * BYTES) for at, keys, context in taken if key in keys], bytes_per_s, BYTES_BURST_S, largest * BYTES)
+
+
+def check(taken: list[tuple[float, int]], rate: float, burst_s: float, one: int) -> None:
+    """No stretch of time has more than its rate, a burst, and one."""
+    for first, (start, _) in enumerate(taken):
+        total = 0
+        for end, amount in taken[first:]:
+            total += amount
+            assert total <= rate * (end - start + burst_s) + one + 1e-6

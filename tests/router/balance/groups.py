@@ -1,0 +1,81 @@
+"""Groups and streams for tests of balancing, by the few numbers that matter there; and a small world that obeys proposals."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from phalanx_api.cost import StepModel
+from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_router.balance.balancer import Balancer, Decision
+from phalanx_router.balance.records import Proposal, StreamView
+from phalanx_router.route.view import GroupView
+
+PAGES, PAGE = 1000, 16
+MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=1e-6, attention_s=0.0)
+FREE = Budgets(moves_per_group=1000, tokens_share_per_s=1000.0)
+"""No bound to speak of."""
+
+
+def group(name: str, used: float = 0.0, /, **fields: object) -> GroupView:
+    """A group of which this share of the pages is used."""
+    known: dict[str, object] = {
+        "group": name,
+        "model": MODEL,
+        "total_pages": PAGES,
+        "page_size": PAGE,
+        "used_pages": round(used * PAGES),
+        "running": 4 if used else 0,
+        "context_tokens": round(used * PAGES) * PAGE,
+        "page_bytes": 1 << 16,
+        "mean_output_tokens": 400.0,
+    }
+    return GroupView(f"{name}/1/1", **(known | fields))  # type: ignore[arg-type]
+
+
+def stream(name: str, group_name: str, context: int = 1000, /, **fields: object) -> StreamView:
+    return StreamView(name, f"{group_name}/1/1", **({"context": context, "generated": 100} | fields))  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class World:
+    """Groups with streams that neither grow nor end. `noise` disturbs what is reported of a group, in pages."""
+
+    where: dict[str, str]
+    contexts: dict[str, int]
+    names: list[str]
+    balancer: Balancer = field(default_factory=lambda: Balancer(BalancePolicy(budgets=FREE)))
+    noise: Callable[[], int] = lambda: 0
+    records: dict[str, StreamView] = field(default_factory=dict)
+    fields: dict[str, dict[str, object]] = field(default_factory=dict)
+    remember: bool = True
+
+    def view(self, name: str, noise: int = 0) -> GroupView:
+        mine = [self.contexts[s] for s, at in self.where.items() if at == name]
+        pages = sum(-(-context // PAGE) for context in mine)
+        known = {"running": len(mine), "context_tokens": sum(mine), "used_pages": max(0, pages + noise)}
+        return group(name, **(known | self.fields.get(name, {})))
+
+    def views(self) -> list[GroupView]:
+        return [self.view(name, self.noise()) for name in self.names]
+
+    def streams_of(self, key: str) -> list[StreamView]:
+        name = key.split("/")[0]
+        return [self.records.get(s) or stream(s, name, self.contexts[s]) for s, at in self.where.items() if at == name]
+
+    def tick(self, now: float) -> Decision:
+        return self.balancer.tick(self.views(), self.streams_of, now)
+
+    def obey(self, proposal: Proposal, now: float) -> bool:
+        """Moves the stream at once; whether it came back to a group just left."""
+        source, target = (key.split("/")[0] for key in (proposal.source, proposal.target))
+        assert self.where[proposal.stream] == source
+        self.where[proposal.stream] = target
+        if self.remember:
+            before = self.records.get(proposal.stream)
+            moves = (before.moves if before else 0) + 1
+            self.records[proposal.stream] = stream(
+                proposal.stream, target, proposal.context, moves=moves, moved_s=now, left=source
+            )
+        return self.balancer.ended(proposal, True, (source, target), now)
+
+    def pressure(self, name: str) -> float:
+        return self.view(name).pressure
