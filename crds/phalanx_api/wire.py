@@ -295,6 +295,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Tokens that a step may hold."""
     cached_pages: int = 0
     """Of the free pages, those that the prefix cache finds."""
+    max_num_seqs: int = 0
+    """Requests that a step may hold; 0: not told."""
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from phalanx_router.links import Links
 from phalanx_router.metrics import Outcome, RouterMetrics
 from phalanx_router.moving import Moving
 from phalanx_router.placing import Placing
+from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost, Setback, Stream
 
@@ -45,7 +46,7 @@ class Fleet:
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
         """Deltas in order of index, each index once, whatever groups fail meanwhile. Closing it early aborts."""
-        run = Run(Stream(request), self.links.tokenizer())
+        run = Run(Stream(request), self.links.tokenizer(), PromptKeys(request.prompt, request.tenant, request.cache_salt))
         self.runs.add(run)
         self._metrics.show_streams(len(self.runs))
         outcome: Outcome = "cancelled"

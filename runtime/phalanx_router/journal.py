@@ -11,6 +11,7 @@ from enum import Enum
 import msgspec
 
 from phalanx_api import wire
+from phalanx_router.route.cost import Newcomer
 
 
 class Verdict(Enum):
@@ -72,6 +73,12 @@ class Journal:
         if sampling.prompt_logprobs is not None and self._prompt_told >= len(self._request.prompt) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling)
+
+    def newcomer(self) -> Newcomer:
+        """The stream as it is to be placed now."""
+        request, count = self._request, len(self.delivered)
+        target_s = None if request.ttft_target_ms is None else request.ttft_target_ms / 1000
+        return Newcomer(len(request.prompt) + count, max(0, request.sampling.max_tokens - count), target_s)
 
     def end(self) -> wire.FinishReason | None:
         """Why the delivered tokens already end the request, or None: its group may be lost between last token and end.

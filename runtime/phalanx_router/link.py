@@ -21,7 +21,8 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from phalanx_api import moves, wire
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.link_end import LinkBroken, explain, is_proper_end
-from phalanx_router.route.ledger import Ledger, request_cost
+from phalanx_router.route.ledger import sent_of
+from phalanx_router.route.look import Told
 from phalanx_router.route.page_feed import PageFeed
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,10 @@ class Listener(Protocol):
         """The leader sent its assets."""
         ...
 
+    def load_came(self, link: "LeaderLink") -> None:
+        """The group reported what it has in hand."""
+        ...
+
     def pages_came(self, link: "LeaderLink", changes: wire.PageChanges) -> None:
         """What the group's prefix cache finds: all of it (a snapshot), or what follows the changes told before."""
         ...
@@ -105,13 +110,8 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
-        self.page_size = 0
-        self.served = wire.Served()
-        self.ledger = Ledger()
-        self.load: wire.Load | None = None
-        """The latest report of this incarnation on this connection."""
-        self.load_at = 0.0
-        """When it came, on the event loop's clock. A report that came again is as old as it was."""
+        self.told = Told("")
+        """What this incarnation told on this connection, on the event loop's clock, and what was sent there."""
         self._feed = PageFeed()
         self._settings = settings
         self._listener = listener
@@ -141,18 +141,23 @@ class LeaderLink:
         """How many requests of this router the group has."""
         return len(self._sinks)
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
-        """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted."""
+    def submit(self, request: wire.Request, sink: Sink, move: str = "", hit_tokens: int = 0) -> int:
+        """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted.
+
+        hit_tokens: of its prompt, what the group's pages are thought to hold.
+        """
         self._next_handle += 1
         handle = self._next_handle
         self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
         self._sinks[handle] = (sink, request.epoch)
-        self.ledger.dispatch(request_cost(request))
+        sent = sent_of(request, self.told.page_size, hit_tokens)
+        self.told.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
 
     def abort(self, handle: int) -> None:
         """Forgets a request. One that has ended or was lost is no error."""
         if self._sinks.pop(handle, None) is not None:
+            self.told.ledger.ended(handle)
             self._send(wire.Abort([handle]))
 
     def hear(self, handle: int, sink: Sink) -> None:
@@ -239,9 +244,7 @@ class LeaderLink:
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
-        self.page_size = welcome.page_size
-        self.ledger = Ledger()
-        self.load = None
+        self.told = Told(self.key, self.endpoint.group, welcome.revision, page_size=welcome.page_size)
         self._feed = PageFeed()
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
@@ -260,7 +263,8 @@ class LeaderLink:
         lost, self._sinks = self._sinks, {}
         if lost:
             self._send(wire.Abort(list(lost)))
-        for sink, epoch in lost.values():
+        for handle, (sink, epoch) in lost.items():
+            self.told.ledger.ended(handle)
             sink.lost(epoch, why, is_leave)
 
     async def _read(self, connection: ClientConnection) -> str:
@@ -271,12 +275,14 @@ class LeaderLink:
                 case wire.Tokens():
                     self._give_tokens(frame)
                 case wire.Load():
-                    self._take_load(frame)
+                    self.told.report(frame, asyncio.get_running_loop().time())
+                    self._listener.load_came(self)
                 case wire.PageChanges():
                     self._take_pages(frame)
                 case wire.Refused():
                     sink, _ = self._sinks.pop(frame.handle, (None, 0))
                     if sink is not None:
+                        self.told.ledger.ended(frame.handle)
                         sink.refused(frame)
                 case wire.State():
                     self._take_state(frame)
@@ -312,13 +318,8 @@ class LeaderLink:
         for end in frame.finished:
             sink, _ = sinks.pop(end.handle, (None, 0))
             if sink is not None:
+                self.told.ledger.ended(end.handle)
                 sink.finished(end)
-
-    def _take_load(self, load: wire.Load) -> None:
-        if self.load is None or load.sequence != self.load.sequence:
-            self.load_at = asyncio.get_running_loop().time()
-        self.load = load
-        self.ledger.report(load)
 
     def _take_pages(self, changes: wire.PageChanges) -> None:
         match self._feed.take(changes):
@@ -331,12 +332,12 @@ class LeaderLink:
 
     def _take_state(self, state: wire.State) -> None:
         before, self.state = self.state, state
-        self.served = state.served or self.served
         is_new = state.incarnation != before.incarnation
         if is_new:
-            self.load = None
+            self.told = Told(self.key, self.endpoint.group, self.revision, page_size=self.told.page_size)
             self._feed.restart()
             self._listener.pages_came(self, wire.PageChanges(0, [], is_snapshot=True))
+        self.told.served = state.served or self.told.served
         if is_new or not (state.serving or state.draining):
             why = f"group {self.endpoint.group}: {state.reason or 'it started anew'}"
             self._drop_streams(why, is_leave=before.draining and not is_new)

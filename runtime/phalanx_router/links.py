@@ -13,6 +13,7 @@ from phalanx_router.assets import AssetShelf
 from phalanx_router.endpoints import Leaders, LeaderSource
 from phalanx_router.link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.outlook import Outlook
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Links:
         self, settings: LinkSettings, served_names: Sequence[str], metrics: RouterMetrics, draw: Callable[[], float]
     ) -> None:
         self.has_list = False
+        self.outlook = Outlook()
         self._settings = settings
         self._metrics = metrics
         self._draw = draw
@@ -58,12 +60,15 @@ class Links:
         """The tokenizer of these assets, as a hash: a request goes only to groups that read its ids the same way."""
         return self._shelf.current_tokenizer()
 
-    def eligible(self, tokenizer: str | None) -> dict[str, LeaderLink]:
-        """Links of groups that take requests with this tokenizer, by key; leaving leaders only when there is no other."""
+    def eligible(self, tokenizer: str | None, model_hash: str | None = None) -> dict[str, LeaderLink]:
+        """Links of groups that take requests with this tokenizer, by key; with a hash, only of groups with these weights."""
         serving = [link for link in self._links.values() if link.is_serving and tokenizer is not None]
-        same = [link for link in serving if self._shelf.tokenizer(link.assets_hash) == tokenizer]
-        staying = [link for link in same if not link.endpoint.leaving]
-        return {link.key: link for link in staying or same}
+        return {
+            link.key: link
+            for link in serving
+            if self._shelf.tokenizer(link.assets_hash) == tokenizer
+            and (model_hash is None or link.told.served.model_hash == model_hash)
+        }
 
     def find(self, key: str) -> LeaderLink | None:
         """The link of this key while it is open and its incarnation lives; None once that is lost."""
@@ -97,7 +102,7 @@ class Links:
         known = {key: link.endpoint.address for key, link in self._links.items()}
         for key in [key for key, address in known.items() if key not in leaders or leaders[key].address != address]:
             self._tasks.pop(key).cancel()
-            del self._links[key]
+            self.outlook.link_gone(self._links.pop(key))
         for key, endpoint in leaders.items():
             if key in self._links:
                 self._links[key].endpoint = endpoint
@@ -110,6 +115,7 @@ class Links:
         """Lets waiting streams look again."""
         if not link.is_open:
             self._metrics.link_lost()
+            self.outlook.link_gone(link)
         self._update()
 
     def assets_came(self, link: LeaderLink, assets: wire.Assets) -> None:
@@ -119,8 +125,12 @@ class Links:
             link.assets_hash = ""
         self._update()
 
+    def load_came(self, link: LeaderLink) -> None:
+        """Shows how old reports are."""
+
     def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
-        """Nothing yet: no choice looks at pages."""
+        """Notes what the group's prefix cache finds."""
+        self.outlook.pages_came(link, changes)
 
     def move_told(self, link: LeaderLink, frame: MoveFrame) -> None:
         """Hands it to whoever moves streams."""

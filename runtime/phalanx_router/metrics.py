@@ -4,6 +4,8 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from phalanx_router.route.choose import Reason
+
 MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
@@ -25,6 +27,7 @@ class RouterMetrics:
         )
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that take requests now.", registry=registry)
+        self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by why.", ["why"], registry=registry)
         self._streams = Gauge("phalanx_router_streams", "Streams open now.", registry=registry)
 
     def request_ended(self, outcome: Outcome) -> None:
@@ -41,6 +44,10 @@ class RouterMetrics:
         self._move_bytes.inc(num_bytes)
         if stall_s is not None:
             self._move_stall.observe(stall_s)
+
+    def chosen(self, reason: Reason) -> None:
+        """Counts a choice by its reason."""
+        self._choices.labels(reason).inc()
 
     def link_lost(self) -> None:
         """Counts a link that was open and ended."""

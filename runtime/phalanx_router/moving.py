@@ -77,9 +77,9 @@ class Moving:
             return "the stream is moving"
         if link is None or link is source or target not in self._links.eligible(run.tokenizer):
             return "the target takes no requests of this stream"
-        if link.served.model_hash != source.served.model_hash:
+        if link.told.served.model_hash != source.told.served.model_hash:
             return "the target has another model"
-        if not source.served.layout or link.served.layout != source.served.layout:
+        if not source.told.served.layout or link.told.served.layout != source.told.served.layout:
             how = "recompute"
         self._number += 1
         proposal = Proposal(f"{self._name}:{self._number}", at, target, how, why, bytes_per_s)
@@ -130,8 +130,8 @@ class Moving:
         now = self._clock()
         for proposal in self.board.open():
             target = self._links.find(proposal.target)
-            if target is not None and target.load is not None:
-                self.board.reported(proposal.target, target.load.last_handle, now)
+            if target is not None and target.told.load is not None:
+                self.board.reported(proposal.target, target.told.load.last_handle, now)
         self._carry_out(self.board.tick(now))
 
     # What is done

@@ -30,6 +30,8 @@ class Placing:
         draw: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
+        self.burden: Callable[[GroupView], GroupView] = lambda view: view
+        """How a group should look to newcomers: a group that just gave requests away does not look free at once."""
         self._settings = settings
         self._links = links
         self._metrics = metrics
@@ -38,11 +40,14 @@ class Placing:
 
     async def place(self, run: Run) -> bool:
         """Whether the stream went to a group. If not, some time has passed and it may be tried again. Raises BackendError."""
-        links = self._links.eligible(run.tokenizer)
-        views = [GroupView(key, outstanding_tokens=link.ledger.outstanding_tokens) for key, link in links.items()]
-        choice = choose(views, run.excluded, self._draw())
+        journal = run.stream.journal
+        links = self._links.eligible(run.tokenizer, run.model_hash if journal.delivered else None)
+        views = [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
+        hits = self._links.outlook.hits(run.keys, links)
+        choice = choose(views, journal.newcomer(), self._draw(), hits=hits, excluded=run.excluded)
         if not isinstance(choice, NoChoice):
-            self.submit(run, choice.key, links[choice.key])
+            self._metrics.chosen(choice.reason)
+            self.submit(run, choice.key, links[choice.key], choice.hit_tokens)
             return True
         now = self._clock()
         if run.homeless_since is None:
@@ -55,11 +60,11 @@ class Placing:
             run.excluded.clear()
         return False
 
-    def submit(self, run: Run, key: str, link: LeaderLink) -> None:
+    def submit(self, run: Run, key: str, link: LeaderLink, hit_tokens: int = 0) -> None:
         """Gives the stream to the group of this key, from what its journal holds."""
         request = run.stream.journal.replay()
-        run.link, run.group = link, key
-        run.handle = link.submit(request, run.stream)
+        run.link, run.group, run.model_hash = link, key, link.told.served.model_hash
+        run.handle = link.submit(request, run.stream, hit_tokens=hit_tokens)
         if request.delivered or run.moves:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})

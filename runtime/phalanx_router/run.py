@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from phalanx_router.link import LeaderLink, LinkSettings
+from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.stream import Setback, Stream
 
 
@@ -31,10 +32,13 @@ class Run:
     """Where one stream is. `link` is None while no group has it; `group` is the key of the last one that had it.
 
     move: the open move of it, "" without one. moved: how often it was moved; `moved_at` when it last was, from group `left`.
+    model_hash: the weights that drew its tokens; None before any group had it. keys: of its prompt's pages.
     """
 
     stream: Stream
     tokenizer: str | None
+    keys: PromptKeys
+    model_hash: str | None = None
     link: LeaderLink | None = None
     group: str = ""
     handle: int = 0

@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import count
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -92,6 +94,7 @@ class FakeLeader:
         self.seen = asyncio.Event()
         self._released = asyncio.Event()
         self._running: dict[ServerConnection, dict[int, _Running]] = {}
+        self._last_handles: dict[ServerConnection, int] = {}
         self._server: Server | None = None
 
     @property
@@ -193,6 +196,7 @@ class FakeLeader:
         match frame:
             case wire.Submit():
                 self.submitted.append(frame)
+                self._last_handles[connection] = frame.handle
                 refused = self.script.refuse(frame) if self.script.refuse else None
                 if refused is not None:
                     await connection.send(wire.encode(refused))
@@ -207,8 +211,9 @@ class FakeLeader:
                 await connection.send(wire.encode(self.script.assets))
 
     async def _beat(self, connection: ServerConnection) -> None:
-        while True:
-            await connection.send(wire.encode(self.load))
+        for sequence in count(1):
+            told = msgspec.structs.replace(self.load, sequence=sequence, last_handle=self._last_handles.get(connection, 0))
+            await connection.send(wire.encode(told))
             await asyncio.sleep(0.02)
 
     async def _step(self, connection: ServerConnection) -> None:

@@ -1,59 +1,237 @@
-"""The group with the least outstanding tokens is chosen, and the ledger fills the time between two reports."""
+"""Which group a request goes to: by cost, by what pages it holds, by the ledger when reports are old."""
+
+from collections.abc import Sequence
+from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from phalanx_api import wire
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.summary import Freshness
 from phalanx_router.route.choose import Choice, NoChoice, choose
-from phalanx_router.route.ledger import Ledger, request_cost
+from phalanx_router.route.cost import Newcomer, terms
+from phalanx_router.route.freshness import freshness
+from phalanx_router.route.ledger import Ledger, Sent, sent_of
+from phalanx_router.route.speed import REFERENCE, speeds
 from phalanx_router.route.view import GroupView
 from tests.router.fakes import make_request
 
+MODEL = StepModel(fixed_s=0.005, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
+REQUEST = Newcomer(prompt_tokens=1000, output_tokens=100)
 
-def groups(**tokens: int) -> list[GroupView]:
-    return [GroupView(key, outstanding_tokens=count) for key, count in tokens.items()]
+
+def group(
+    key: str,
+    queued: int = 0,
+    running: int = 0,
+    used: int = 0,
+    state: Freshness = "fresh",
+    draining: bool = False,
+    speed: float = 1.0,
+) -> GroupView:
+    return GroupView(
+        key,
+        queued_prompt_tokens=queued,
+        running=running,
+        context_tokens=running * 500,
+        used_pages=used,
+        total_pages=1000,
+        state=state,
+        draining=draining,
+        model=MODEL,
+        speed=speed,
+    )
+
+
+def chosen(groups: Sequence[GroupView], newcomer: Newcomer = REQUEST, draw: float = 0.0, **more: object) -> Choice:
+    choice = choose(groups, newcomer, draw, **more)  # type: ignore[arg-type]
+    assert isinstance(choice, Choice), choice
+    return choice
 
 
 @pytest.mark.parametrize(
-    ("ready", "excluded", "draw", "key"),
+    ("groups", "key", "reason"),
     [
-        (groups(a=5, b=3, c=9), set(), 0.0, "b"),
-        (groups(a=5, b=3, c=9), {"b"}, 0.0, "a"),
-        (groups(a=3, b=3, c=9), set(), 0.0, "a"),
-        (groups(a=3, b=3, c=9), set(), 0.99, "b"),
-        (groups(a=3, b=3, c=3), set(), 0.5, "b"),
-        (groups(a=3), {"other"}, 0.5, "a"),
+        ([group("a", queued=9000), group("b", queued=100), group("c", queued=5000)], "b", "least"),
+        ([group("a", used=900), group("b", queued=2000)], "b", "least"),
+        ([group("a", speed=2.0), group("b", queued=200)], "b", "least"),
+        ([group("a"), group("b", running=200)], "a", "least"),
+        ([group("a", queued=300, state="degraded"), group("b", queued=320), group("c", queued=9000)], "b", "least"),
+        ([group("a", state="suspect"), group("b", queued=9000), group("c", queued=9000)], "b", "tie"),
+        ([group("a", draining=True), group("b", queued=9000)], "b", "only"),
+        ([group("a", draining=True)], "a", "draining"),
+        ([group("a", state="suspect"), group("b", state="dead"), group("c", queued=9000)], "a", "ledger"),
+        ([group("a", state="dead")], "a", "ledger"),
+        ([group("a"), group("b")], "a", "tie"),
     ],
-    ids=["least", "least left", "tie, low draw", "tie, high draw", "tie of three", "unknown exclusion"],
+    ids=[
+        "least backlog",
+        "few free pages cost more than a queue",
+        "a slow group costs more",
+        "others who run there count",
+        "degraded counts a fifth more",
+        "a suspect group gets nothing",
+        "a draining group gets nothing",
+        "unless there is no other",
+        "most are stale: by the ledger",
+        "all are stale: by the ledger",
+        "equal",
+    ],
 )
-def test_choice(ready: list[GroupView], excluded: set[str], draw: float, key: str) -> None:
-    choice = choose(ready, excluded, draw)
-    assert isinstance(choice, Choice)
-    assert choice.key == key
-    assert choice.why.startswith("least outstanding tokens (")
+def test_choice(groups: list[GroupView], key: str, reason: str) -> None:
+    choice = chosen(groups)
+    assert (choice.key, choice.reason) == (key, reason)
+    assert choice.why.startswith(reason)
 
 
 @pytest.mark.parametrize(
-    ("ready", "excluded", "why"),
-    [([], set(), "no group is ready"), (groups(a=1, b=2), {"a", "b"}, "each of 2 ready groups failed or refused this request")],
+    ("groups", "hits", "key"),
+    [
+        ([group("a", queued=100), group("b", queued=500)], {"b": 960}, "b"),
+        ([group("a", queued=3000), group("b", queued=3300)], {"b": 160}, "b"),
+        ([group("a"), group("b", queued=9000)], {"b": 160}, "a"),
+        ([group("a", queued=500), group("b", queued=500)], {"a": 16, "b": 320}, "b"),
+    ],
+    ids=["a saved prompt outweighs a queue", "the home is a little cheaper", "affinity is bounded", "the longest prefix"],
+)
+def test_prefixes_draw_requests(groups: list[GroupView], hits: dict[str, int], key: str) -> None:
+    choice = chosen(groups, hits=hits)
+    assert choice.key == key
+    assert choice.hit_tokens == hits.get(key, 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "excluded", "why"),
+    [
+        ([], set(), "no group is ready"),
+        ([group("a"), group("b")], {"a", "b"}, "each of 2 ready groups failed or refused this request"),
+    ],
     ids=["none", "all failed"],
 )
-def test_no_choice(ready: list[GroupView], excluded: set[str], why: str) -> None:
-    assert choose(ready, excluded, 0.0) == NoChoice(why)
+def test_no_choice(groups: list[GroupView], excluded: set[str], why: str) -> None:
+    assert choose(groups, REQUEST, 0.0, excluded=excluded) == NoChoice(why)
 
 
-def test_a_dispatch_counts_until_the_second_report_after_it() -> None:
+def test_a_short_target_weighs_the_first_token_more() -> None:
+    prompts, decodes = group("prompts", queued=2000), group("decodes", running=20)
+    assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=100.0)).key == "prompts"
+    assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=0.2)).key == "decodes"
+
+
+STATES: list[Freshness] = ["fresh", "degraded", "suspect", "dead"]
+GROUPS = st.lists(
+    st.builds(
+        lambda queued, running, used, state, draining, speed: group("", queued, running, used, state, draining, speed),
+        st.integers(0, 50_000),
+        st.integers(0, 300),
+        st.integers(0, 1500),
+        st.sampled_from(STATES),
+        st.booleans(),
+        st.floats(0.3, 3.0),
+    ),
+    min_size=1,
+    max_size=9,
+).map(lambda views: [GroupView(**{**view.__dict__, "key": f"g{i}"}) for i, view in enumerate(views)])
+
+
+@given(
+    GROUPS,
+    st.integers(1, 30_000),
+    st.floats(0, 1, exclude_max=True),
+    st.dictionaries(st.sampled_from("012345678"), st.integers(0, 30_000)),
+)
+def test_a_choice_never_halts_and_is_near_the_least(
+    views: list[GroupView], prompt: int, draw: float, held: dict[str, int]
+) -> None:
+    newcomer = Newcomer(prompt, 64)
+    hits = {f"g{name}": min(tokens, prompt) for name, tokens in held.items()}
+    choice = chosen(views, newcomer, draw, hits=hits)
+    staying = [view for view in views if not view.draining]
+    picked = next(view for view in views if view.key == choice.key)
+    if staying:
+        assert not picked.draining
+        fresh = [view for view in staying if view.state in ("fresh", "degraded")]
+        if len(fresh) * 2 >= len(staying):
+            assert picked in fresh
+            cost_s = {view.key: terms(view, newcomer, hits.get(view.key, 0)).total_s for view in fresh}
+            assert cost_s[choice.key] <= 1.05 * min(cost_s.values()) + 0.1 + 1e-9
+
+
+@given(st.integers(2, 9), st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20))
+def test_equal_groups_all_get_their_turn(count: int, draws: list[float]) -> None:
+    views = [group(f"g{i}") for i in range(count)]
+    assert {chosen(views, draw=(i + 0.5) / count).key for i in range(count)} == {view.key for view in views}
+    assert all(chosen(views, draw=draw).reason == "tie" for draw in draws)
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "state"), [(0, "fresh"), (0.24, "fresh"), (0.25, "degraded"), (1.9, "degraded"), (2, "suspect"), (5, "dead")]
+)
+def test_freshness(silent_s: float, state: str) -> None:
+    assert freshness(silent_s) == state
+
+
+def test_a_dispatch_is_unseen_until_a_report_names_it() -> None:
     ledger = Ledger()
-    ledger.report(wire.Load(0, 0, 100, 0, 0))
-    ledger.dispatch(7)
-    assert ledger.outstanding_tokens == 107
-    ledger.report(wire.Load(0, 0, 100, 0, 0))
-    assert ledger.outstanding_tokens == 107
-    ledger.dispatch(5)
-    ledger.report(wire.Load(0, 0, 107, 0, 0))
-    assert ledger.outstanding_tokens == 112
-    ledger.report(wire.Load(0, 0, 112, 0, 0))
-    assert ledger.outstanding_tokens == 112
+    ledger.dispatch(1, Sent(prompt_tokens=7, context_tokens=9, pages=1, output_tokens=5), now=10.0)
+    ledger.dispatch(2, Sent(prompt_tokens=3, context_tokens=3, pages=2), now=11.0)
+    assert (ledger.unseen.requests, ledger.unseen.prompt_tokens, ledger.unseen.pages) == (2, 10, 3)
+    assert ledger.unseen_since() == 10.0
+    ledger.report(last_handle=1)
+    assert (ledger.unseen.requests, ledger.unseen.prompt_tokens, ledger.unseen_since()) == (1, 3, 11.0)
+    ledger.ended(2)
+    assert (ledger.unseen.requests, ledger.unseen_since(), ledger.live.requests) == (0, None, 1)
+    ledger.ended(1)
+    ledger.ended(1)
+    assert (ledger.live.requests, ledger.live.context_tokens, ledger.unseen.requests) == (0, 0, 0)
 
 
-def test_a_request_costs_its_prompt_and_all_its_output() -> None:
-    assert request_cost(make_request([1, 2, 3], max_tokens=16)) == 19
+@given(
+    st.lists(
+        st.one_of(st.just("send"), st.integers(0, 30).map(lambda n: ("seen", n)), st.integers(1, 30).map(lambda n: ("end", n)))
+    )
+)
+def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
+    """Unseen: sent, not ended, above the highest handle that a report named. Live: sent and not ended."""
+    ledger, sent, ended, seen = Ledger(), 0, set[int](), 0
+    for event in events:
+        match event:
+            case "send":
+                sent += 1
+                ledger.dispatch(sent, Sent(sent, 2 * sent, 1, 0), now=float(sent))
+            case ("seen", int(handle)):
+                seen = max(seen, min(handle, sent))
+                ledger.report(min(handle, sent))
+            case ("end", int(handle)):
+                ended |= {handle} if handle <= sent else set()
+                ledger.ended(handle)
+        live = [handle for handle in range(1, sent + 1) if handle not in ended]
+        unseen = [handle for handle in live if handle > seen]
+        assert (ledger.live.requests, ledger.live.prompt_tokens) == (len(live), sum(live))
+        assert (ledger.unseen.requests, ledger.unseen.context_tokens) == (len(unseen), 2 * sum(unseen))
+        assert ledger.unseen_since() == (float(unseen[0]) if unseen else None)
+
+
+def test_what_a_request_adds() -> None:
+    assert sent_of(make_request(range(40), max_tokens=16), page_size=16, hit_tokens=16) == Sent(24, 40, 2, 16)
+    assert sent_of(make_request(range(32), max_tokens=16), page_size=16, hit_tokens=32) == Sent(1, 32, 1, 16)
+
+
+def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
+    slow = StepModel(0.01, 2e-4, 0, 2e-7, 0.0)
+    other = StepModel(0.1, 1e-3, 0, 0.0, 0.0)
+    found = speeds(
+        {"a": ("h", MODEL), "b": ("h", MODEL), "c": ("h", slow), "d": ("H", other), "e": ("h", None), "f": ("?", None)}
+    )
+    assert {key: round(speed, 6) for key, (_, speed) in found.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}
+    assert found["e"][0] == MODEL
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=7), st.integers(0, 4096), st.integers(0, 64))
+def test_speed_times_model_is_what_a_group_measured(fixed: list[float], prompt: int, decodes: int) -> None:
+    own = {f"g{i}": StepModel(fixed_s, 1e-4, 8, 1e-7, 1e-9) for i, fixed_s in enumerate(fixed)}
+    for key, (model, speed) in speeds({key: ("", model) for key, model in own.items()}).items():
+        work = StepWork(prompt, decodes, decodes * 100, 1000.0)
+        assert speed * model.predict(work) == pytest.approx(own[key].predict(work))
+        assert speed == pytest.approx(own[key].predict(REFERENCE) / median(m.predict(REFERENCE) for m in own.values()))

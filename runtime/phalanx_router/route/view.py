@@ -29,7 +29,8 @@ class GroupView:
     queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
     speed: measured time of a step over what groups of the same shape take; 1 is usual. steps_to_full: None when nothing runs.
     page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
-    prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix.
+    prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix. unseen: of the requests that run, those
+    that no report has told of yet. max_num_seqs: how many may run, 0 when not told. is_known: whether it has reported at all.
     """
 
     key: str
@@ -59,6 +60,9 @@ class GroupView:
     page_bytes: int = 0
     copy_bytes_per_s: float = 1e9
     prefix_share: float = 0.0
+    unseen: int = 0
+    max_num_seqs: int = 0
+    is_known: bool = True
 
     @cached_property
     def token_s(self) -> float:
@@ -76,6 +80,12 @@ class GroupView:
         """Seconds between two tokens of a running request."""
         work = StepWork(int(self.prompt_tokens_per_step), self.running, self.context_tokens)
         return self.speed * self.model.predict(work)
+
+    def grown_itl_s(self, context_tokens: int) -> float:
+        """The same with one more request, of so many tokens."""
+        model, tokens = self.model, int(self.prompt_tokens_per_step) + self.running
+        more_s = model.context_s * context_tokens + (model.token_s if tokens >= model.knee_tokens else 0.0)
+        return self.itl_s + self.speed * more_s
 
     @cached_property
     def pressure(self) -> float:

@@ -1,0 +1,152 @@
+"""All groups as of now, from what links were told: the newest report of each, what was sent there since, its age and its speed.
+
+When more than half of the groups are stale, reports no longer tell who has room, and a router that waited for them would halt:
+stale groups are then seen by the ledger alone, what this router itself has there (`is_blind`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx_api import wire
+from phalanx_api.cost import StepModel
+from phalanx_api.summary import Freshness
+from phalanx_router.route.freshness import freshness, is_stale
+from phalanx_router.route.ledger import Ledger
+from phalanx_router.route.speed import speeds
+from phalanx_router.route.view import UNKNOWN, GroupView
+
+SPEED_EVERY_S = 0.25
+"""How often speeds are compared."""
+LATELY_S = 1.0
+"""How long a preemption is news."""
+NOTHING = wire.Load(0, 0, 0, 0, 0)
+_MODEL_FIELDS = 6
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What one group told, and what was sent there. `load_at`: when its newest report came."""
+
+    key: str
+    group: str = ""
+    revision: str = ""
+    served: wire.Served = field(default_factory=wire.Served)
+    page_size: int = 16
+    draining: bool = False
+    load: wire.Load | None = None
+    load_at: float = 0.0
+    ledger: Ledger = field(default_factory=Ledger)
+    preempted_at: float | None = None
+    num_reports: int = 0
+
+    def report(self, load: wire.Load, now: float) -> None:
+        """Notes a report. One that came again is as old as it was."""
+        before = self.load
+        if before is None or load.sequence != before.sequence:
+            self.load_at = now
+            if before is not None and load.preemptions > before.preemptions:
+                self.preempted_at = now
+        self.load = load
+        self.num_reports += 1
+        self.ledger.report(load.last_handle)
+
+    def silent_s(self, now: float) -> float:
+        """For how long it had something to tell and told nothing."""
+        has_work = self.load is not None and (self.load.running or self.load.waiting)
+        since = self.load_at if has_work else self.ledger.unseen_since()
+        return now - max(since, self.load_at) if since is not None else 0.0
+
+    def model(self) -> StepModel | None:
+        """Its own fit, None before it has one."""
+        told = self.load.step_model if self.load is not None else []
+        return StepModel(told[0], told[1], int(told[2]), *told[3:]) if len(told) == _MODEL_FIELDS else None
+
+
+class Lookout:
+    """Looks at groups; keeps a view as long as nothing of it changes."""
+
+    def __init__(self) -> None:
+        self.is_blind = False
+        """Whether more than half of the groups were stale at the last look."""
+        self._views: dict[str, tuple[tuple[object, ...], GroupView]] = {}
+        self._speeds: dict[str, tuple[StepModel, float]] = {}
+        self._speeds_at: float | None = None
+
+    def look(self, groups: Sequence[Told], now: float) -> list[GroupView]:
+        """The view of each group, in this order."""
+        self._compare(groups, now)
+        states = [freshness(told.silent_s(now)) for told in groups]
+        stale = sum(map(is_stale, states))
+        self.is_blind = stale * 2 > len(groups)
+        if len(self._views) > 2 * len(groups):
+            keys = {told.key for told in groups}
+            self._views = {key: kept for key, kept in self._views.items() if key in keys}
+        return [self._view(told, state, now) for told, state in zip(groups, states, strict=True)]
+
+    def _compare(self, groups: Sequence[Told], now: float) -> None:
+        """Speeds change slowly; a new group is looked at once."""
+        if self._speeds_at is not None and now - self._speeds_at < SPEED_EVERY_S and all(t.key in self._speeds for t in groups):
+            return
+        self._speeds_at = now
+        found = speeds({told.key: ((told.served.model_hash, told.served.layout), told.model()) for told in groups})
+        before = self._speeds  # equal ones stay the same object, by which `_view` sees that nothing changed
+        self._speeds = {key: before[key] if before.get(key) == entry else entry for key, entry in found.items()}
+
+    def _view(self, told: Told, state: Freshness, now: float) -> GroupView:
+        is_blind = self.is_blind and is_stale(state)
+        preempted = told.preempted_at is not None and now - told.preempted_at < LATELY_S
+        speed = self._speeds[told.key]
+        version = (told.num_reports, told.ledger.version, speed, told.draining, told.served, state, is_blind, preempted)
+        kept = self._views.get(told.key)
+        if kept is not None and kept[0] == version:
+            return kept[1]
+        view = make_view(told, state, *speed, preempted_lately=preempted, is_blind=is_blind)
+        self._views[told.key] = (version, view)
+        return view
+
+
+def make_view(
+    told: Told,
+    state: Freshness = "fresh",
+    model: StepModel = UNKNOWN,
+    speed: float = 1.0,
+    *,
+    preempted_lately: bool = False,
+    is_blind: bool = False,
+) -> GroupView:
+    """The group as of now. With `is_blind` by the ledger alone: its report only says how large the group is."""
+    load, unseen, live = told.load or NOTHING, told.ledger.unseen, told.ledger.live
+    seen, added = (NOTHING, live) if is_blind else (load, unseen)
+    held = live.pages if is_blind else load.total_pages - load.free_pages - load.reserved_pages
+    demand = 0 if is_blind else load.waiting_pages + unseen.pages
+    return GroupView(
+        told.key,
+        told.group,
+        told.revision,
+        told.served.model_hash,
+        told.served.layout,
+        state,
+        told.draining,
+        model,
+        speed,
+        room=load.max_num_batched_tokens or 2048,
+        waiting=seen.waiting,
+        running=seen.running + added.requests,
+        queued_prompt_tokens=seen.waiting_prompt_tokens + seen.running_prompt_tokens + unseen.prompt_tokens,
+        context_tokens=seen.context_tokens + added.context_tokens,
+        prompt_tokens_per_step=seen.prompt_tokens_per_step,
+        mean_output_tokens=load.mean_output_tokens,
+        total_pages=max(1, load.total_pages),
+        page_size=told.page_size,
+        used_pages=held if load.total_pages else 0,
+        reserved_pages=seen.reserved_pages,
+        demand_pages=demand if load.total_pages else 0,
+        preempted_lately=preempted_lately and not is_blind,
+        steps_to_full=seen.steps_to_full,
+        outstanding_tokens=seen.outstanding_tokens + added.prompt_tokens + added.output_tokens,
+        page_bytes=told.served.page_bytes,
+        prefix_share=max((prefix.token_share for prefix in seen.prefixes), default=0.0),
+        unseen=unseen.requests,
+        max_num_seqs=load.max_num_seqs,
+        is_known=told.load is not None,
+    )

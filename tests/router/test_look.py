@@ -1,0 +1,132 @@
+"""Groups as of now: reports, what was sent since, their age; and by the ledger alone when most reports are old."""
+
+import tracemalloc
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_router.route.ledger import Sent
+from phalanx_router.route.look import Lookout, Told
+from phalanx_router.route.prefixes import KeySpace, PrefixIndex, PromptKeys
+
+LOAD = wire.Load(
+    waiting=2, running=5, outstanding_tokens=900, free_pages=60, total_pages=100, sequence=1, reserved_pages=10,
+    waiting_prompt_tokens=100, running_prompt_tokens=50, waiting_pages=7, context_tokens=400, max_num_batched_tokens=512,
+)  # fmt: skip
+
+
+def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> Told:
+    group = Told(key, key)
+    if load is not None:
+        group.report(load, at)
+    return group
+
+
+def test_a_view_is_the_report_and_what_no_report_has_seen() -> None:
+    group = told()
+    group.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
+    [view] = Lookout().look([group], 0.1)
+    assert (view.waiting, view.running, view.unseen) == (2, 6, 1)
+    assert (view.queued_prompt_tokens, view.context_tokens, view.outstanding_tokens) == (180, 440, 940)
+    assert (view.used_pages, view.reserved_pages, view.demand_pages, view.pressure) == (30, 10, 10, 0.5)
+    group.report(msgspec.structs.replace(LOAD, sequence=2, last_handle=1), 0.1)
+    [view] = Lookout().look([group], 0.1)
+    assert (view.running, view.unseen, view.queued_prompt_tokens) == (5, 0, 150)
+
+
+def test_views_follow_time_reports_and_dispatches() -> None:
+    lookout, group = Lookout(), told()
+    seen = []
+    for now in (0.0, 0.1, 0.3, 2.1, 5.1):
+        seen.append(lookout.look([group, told("b", at=now), told("c", at=now)], now)[0].state)
+    assert seen == ["fresh", "fresh", "degraded", "suspect", "dead"]
+    group.report(msgspec.structs.replace(LOAD, sequence=2, preemptions=1), 6.0)
+    assert lookout.look([group], 6.0)[0].preempted_lately
+    assert not lookout.look([group], 7.1)[0].preempted_lately
+    group.report(msgspec.structs.replace(LOAD, sequence=2, preemptions=1), 8.0)
+    assert lookout.look([group], 8.0)[0].state == "suspect", "a report that came again is as old as it was"
+
+
+def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
+    group = told(load=wire.Load(0, 0, 0, 10, 10, sequence=1))
+    lookout = Lookout()
+    assert lookout.look([group], 100.0)[0].state == "fresh"
+    group.ledger.dispatch(1, Sent(1, 1, 1, 1), 100.0)
+    assert [lookout.look([group], 100.0 + s)[0].state for s in (0.1, 0.3, 3.0, 6.0)] == ["fresh", "degraded", "suspect", "dead"]
+    group.ledger.ended(1)
+    assert lookout.look([group], 106.0)[0].state == "fresh"
+
+
+def test_when_most_are_stale_only_the_ledger_counts() -> None:
+    stale, other, fresh = told("a"), told("b"), told("c", at=9.9)
+    stale.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
+    lookout = Lookout()
+    views = lookout.look([stale, other, fresh], 10.0)
+    assert lookout.is_blind
+    assert [(view.running, view.waiting, view.used_pages) for view in views] == [(1, 0, 3), (0, 0, 0), (5, 2, 30)]
+    lookout.look([stale, told("b", at=10.0), fresh], 10.0)
+    assert not lookout.is_blind
+
+
+def test_a_group_that_never_reported_is_known_by_its_ledger() -> None:
+    group = told(load=None)
+    group.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
+    [view] = Lookout().look([group], 0.1)
+    assert (view.state, view.running, view.pressure, view.is_known) == ("fresh", 1, 0.0, False)
+
+
+SPACE = KeySpace("hash", 4)
+
+
+def keys_of(tokens: list[int], space: KeySpace = SPACE) -> list[bytes]:
+    return PrefixKeys(root_key(space.model_hash), space.page_size).extend(tokens)
+
+
+def test_hits_are_the_pages_that_a_group_holds_of_the_prompt() -> None:
+    index, tokens = PrefixIndex(), list(range(18))
+    keys = keys_of(tokens)
+    index.apply("a", SPACE, wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+    index.apply("b", SPACE, wire.PageChanges(0, [(True, keys[0])], is_snapshot=True))
+    index.apply("c", KeySpace("other", 4), wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+    assert index.hits(PromptKeys(tokens, "", "")) == {"a": 16, "b": 4}
+    assert index.hits(PromptKeys(tokens, "tenant", "")) == {}
+    assert index.hits(PromptKeys([*tokens[:9], 99, *tokens[10:]], "", "")) == {"a": 8, "b": 4}
+    index.apply("a", SPACE, wire.PageChanges(4, [(False, keys[3]), (False, keys[2])]))
+    assert index.hits(PromptKeys(tokens, "", ""))["a"] == 8
+    index.apply("a", SPACE, wire.PageChanges(9, [(True, keys[0])], is_snapshot=True))
+    assert index.hits(PromptKeys(tokens, "", ""))["a"] == 4
+    index.forget("a")
+    assert index.hits(PromptKeys(tokens, "", "")) == {"b": 4}
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=40))
+def test_hits_equal_a_walk_over_the_pages(changes: list[tuple[bool, int]]) -> None:
+    """Groups tell a page only while all before it are found: grown and cut at the end, as `core.pages` evicts leaves first."""
+    tokens = list(range(48))
+    keys, held, index = keys_of(tokens), 0, PrefixIndex()
+    for grows, count in changes:
+        after = min(12, held + count) if grows else max(0, held - count)
+        told = [(True, key) for key in keys[held:after]] or [(False, key) for key in reversed(keys[after:held])]
+        held = after
+        index.apply("a", SPACE, wire.PageChanges(0, told))
+        assert index.hits(PromptKeys(tokens, "", "")) == ({"a": 4 * held} if held else {})
+
+
+def test_memory_of_the_index_is_bounded_and_small() -> None:
+    index = PrefixIndex(max_keys=20_000)
+    changes = [(True, number.to_bytes(16, "big")) for number in range(30_000)]
+    frames = [wire.encode(wire.PageChanges(first, changes[first : first + 5000])) for first in range(0, 30_000, 5000)]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for frame in frames:
+        decoded = wire.decode_from_leader(frame)
+        assert isinstance(decoded, wire.PageChanges)
+        index.apply("a", SPACE, decoded)
+    del decoded
+    per_key = (tracemalloc.get_traced_memory()[0] - before) / index.num_keys
+    tracemalloc.stop()
+    assert (index.num_keys, index.dropped) == (20_000, 10_000)
+    assert per_key < 200
