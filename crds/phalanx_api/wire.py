@@ -107,18 +107,22 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Give me, under this handle, the orphan of this request id from output index `next_index` on: its router was lost."""
+    """Give me, under this handle, the stream of this request id, whose router was lost. Answers: Adopted, Refused with 404."""
 
     handle: int
     request_id: str
-    next_index: int
 
 
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag="adopted"):
-    """The orphan is yours: the request as it was submitted, its epoch raised; its tokens from the asked index on follow."""
+    """The stream is yours: the request with all its tokens so far in `delivered`. The epoch stays, for so does the group.
+
+    `finish`: why it has ended, if it has. With `runs` its next tokens follow; else it goes on only where it is submitted again.
+    """
 
     handle: int
     request: Request
+    finish: FinishReason | None = None
+    runs: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -134,10 +138,11 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First frame of a router."""
+    """First frame of a router. `instance` is drawn anew each time it starts."""
 
     protocol_version: int
     router: str
+    instance: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

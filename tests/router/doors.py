@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.server.link import LinkDoor, LinkSettings, Sink
+from phalanx_runtime.server.gateway import Sink
+from phalanx_runtime.server.link import LinkDoor, LinkSettings
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
 
@@ -32,6 +33,10 @@ class FakeEngine:
         self.submitted[handle] = (request, sink)
         self._next[handle] = len(request.delivered)
         return handle
+
+    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
+        for handle in handles:
+            self.submitted[handle] = (self.submitted[handle][0], sink)
 
     def abort(self, handles: list[int]) -> None:
         self.aborted += handles

@@ -173,7 +173,7 @@ async def test_the_requests_of_a_router_that_left_are_aborted() -> None:
         await until(lambda: len(engine.submitted) == 1)
         connection.transport.abort()
         await until(lambda: engine.aborted == [1000] and door.routers == 0)
-        assert engine.subscribers == []
+        assert len(engine.subscribers) == 1, "that of the orphans"
 
 
 async def test_refusals_carry_the_handle_of_the_router() -> None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -219,6 +219,12 @@ class EngineClient:
         self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
         self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock())
         return handle
+
+    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
+        """Lets another sink hear of these requests from now on; unknown handles are no error."""
+        for handle in handles:
+            if (request := self._open.get(handle)) is not None:
+                request.sink = sink
 
     def abort(self, handles: list[int]) -> None:
         """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""

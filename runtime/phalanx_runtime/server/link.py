@@ -4,7 +4,8 @@
                                                             -> Tokens, Refused, Load, State, Assets the other
 
 Tokens that wait together leave in one frame, so a slow router costs fewer frames, not more memory; one that lets
-`max_waiting_tokens` wait or takes nothing for `stall_s` is closed. When a connection ends, its requests are aborted.
+`max_waiting_tokens` wait or takes nothing for `stall_s` is closed. When a connection ends, its requests are aborted, but for
+those that their clients may resume: they are orphans (`server.orphans`), which another link may adopt.
 Handles on the link are the router's; the engine has its own, because several routers share it.
 """
 
@@ -14,7 +15,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 from starlette.responses import PlainTextResponse
@@ -23,6 +23,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
+from phalanx_runtime.server.gateway import EngineGateway
+from phalanx_runtime.server.orphans import Kept, KeptRequests, Orphans
 
 log = logging.getLogger(__name__)
 
@@ -34,50 +36,6 @@ CLOSE_TOO_SLOW = 4408
 """Close code: the router did not read."""
 
 
-class Sink(Protocol):
-    """Takes what the engine says about requests, in frames with the engine's handles. Called on the event loop; never blocks."""
-
-    def tokens(self, frame: wire.Tokens) -> None:
-        """All tokens of one engine step that belong to this sink's requests. The frame is the sink's own from now on."""
-        ...
-
-    def refused(self, frame: wire.Refused) -> None:
-        """One of this sink's requests does not run."""
-        ...
-
-
-class EngineGateway(Protocol):
-    """What the link needs of the engine client. All calls return at once; all calls are made on the event loop.
-
-    When the incarnation changes every request is forgotten: no sink hears of it again, and the link tells its router.
-    A request that was aborted is not heard of again either.
-    """
-
-    def submit(self, request: wire.Request, sink: Sink) -> int:
-        """The engine's handle of a request that was started; `sink` hears of it later, never within this call."""
-        ...
-
-    def abort(self, handles: list[int]) -> None:
-        """Forgets these requests; unknown handles are no error."""
-        ...
-
-    def state(self) -> wire.State:
-        """Whether the group serves, and its incarnation."""
-        ...
-
-    def load(self) -> wire.Load:
-        """What the engine last said it has in hand."""
-        ...
-
-    def assets(self) -> wire.Assets:
-        """What a door needs of the model. Raises BackendError while no incarnation has served yet."""
-        ...
-
-    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Calls `changed` after each change of `state`, until the function that this returns is called."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
     """Who this leader is, and the bounds of its links.
@@ -85,7 +43,8 @@ class LinkSettings:
     tick_s: time between load reports while there is work. heartbeat_s: time between them while there is none.
     stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
     hello_s: how long a router may take to say Hello. silence_s: a router says something every second, if only an Abort of
-    nothing; one that is silent for so long is lost, and its requests are aborted.
+    nothing; one that is silent for so long is lost. orphan_s: how long requests of a lost router go on.
+    max_kept_tokens: bound of what is kept of them and of those that ended.
     """
 
     token: str
@@ -98,6 +57,8 @@ class LinkSettings:
     max_waiting_tokens: int = 1_000_000
     hello_s: float = 5.0
     silence_s: float = 10.0
+    orphan_s: float = 30.0
+    max_kept_tokens: int = 4_000_000
 
 
 class LinkDoor:
@@ -108,6 +69,8 @@ class LinkDoor:
         self.turned_away: Counter[str] = Counter()
         self._gateway = gateway
         self._settings = settings
+        self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_tokens)
+        self._links: set[_Link] = set()
         self._expected = b"Bearer " + settings.token.encode()
 
     def route(self) -> WebSocketRoute:
@@ -128,12 +91,22 @@ class LinkDoor:
             return
         self.routers += 1
         log.info("link opened", extra={"router": hello.router})
-        link = _Link(websocket, self._gateway, self._settings)
+        link = _Link(websocket, self._gateway, self._settings, (hello.router, hello.instance), self._orphans, self._find)
+        self._links.add(link)
+        self._orphans.came_back(link.router)
         try:
             why = await link.run()
         finally:
+            self._links.discard(link)
             self.routers -= 1
         log.info("link ended", extra={"router": hello.router, "why": why})
+
+    def _find(self, id: str) -> Kept | None:
+        """The request of this id: an orphan, or one of a router that was lost and has not been missed yet."""
+        for link in self._links:
+            if (kept := link.give_up(id)) is not None:
+                return kept
+        return self._orphans.adopt(id)
 
     async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
         """The router's first frame, or None after the connection was closed with the reason."""
@@ -161,7 +134,18 @@ class LinkDoor:
 class _Link:
     """One open link. Its sink side is called by the gateway; `run` owns its tasks and ends them."""
 
-    def __init__(self, websocket: WebSocket, gateway: EngineGateway, settings: LinkSettings) -> None:
+    def __init__(
+        self,
+        websocket: WebSocket,
+        gateway: EngineGateway,
+        settings: LinkSettings,
+        router: tuple[str, str],
+        orphans: Orphans,
+        find: Callable[[str], Kept | None],
+    ) -> None:
+        self.router = router
+        self._find = find
+        self._kept = KeptRequests(orphans, router)
         self._websocket = websocket
         self._gateway = gateway
         self._settings = settings
@@ -187,7 +171,7 @@ class _Link:
             code, why = next(iter(done)).result()
         finally:
             unsubscribe()
-            self._gateway.abort(list(self._handles))
+            self._gateway.abort(self._kept.leave(self._handles))
             self._handles.clear()
             for task in tasks:
                 task.cancel()
@@ -213,6 +197,7 @@ class _Link:
         handles = [names[handle] for handle in frame.handles]
         told = [msgspec.structs.replace(prompt, handle=names[prompt.handle]) for prompt in frame.prompt_details]
         cached = [msgspec.structs.replace(found, handle=names[found.handle]) for found in frame.cached]
+        self._kept.tokens(frame)
         finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
         self._add_tokens(
             wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished, frame.details, told, cached=cached)
@@ -226,7 +211,31 @@ class _Link:
         """The router's handle of a request that ended."""
         handle = self._handles.pop(engine_handle)
         del self._engines[handle]
+        self._kept.forget(engine_handle)
         return handle
+
+    def give_up(self, id: str) -> Kept | None:
+        """The running request of this id, which another link takes over; this router is told that it has it no more."""
+        kept = self._kept.find(id)
+        if kept is not None and kept.handle is not None:
+            handle = self._forget(kept.handle)
+            self._send(wire.Refused(handle, kept.request().epoch, 409, "adopted", "another router has taken this stream over"))
+        return kept
+
+    def _adopt(self, frame: wire.Adopt) -> str | None:
+        if frame.handle in self._engines:
+            return f"handle {frame.handle} is in use"
+        kept = self._find(frame.request_id)
+        if kept is None:
+            self._send(wire.Refused(frame.handle, 0, 404, "unknown_stream", "there is no stream of this id here"))
+            return None
+        self._send(wire.Adopted(frame.handle, kept.request(), kept.finish, kept.handle is not None))
+        if kept.handle is not None:
+            self._gateway.hand_over([kept.handle], self)
+            self._handles[kept.handle] = frame.handle
+            self._engines[frame.handle] = kept.handle
+            self._kept.adopted(kept)
+        return None
 
     def _add_tokens(self, frame: wire.Tokens) -> None:
         """Queues a frame; one that directly follows another that still waits is joined to it."""
@@ -253,6 +262,7 @@ class _Link:
         if state.incarnation != self._sent_state.incarnation:
             self._handles.clear()
             self._engines.clear()
+            self._kept.clear()
         self._sent_state = state
         assets = self._assets()
         if assets is not None and assets.content_hash != self._told_assets:  # the first, or less memory for pages now
@@ -282,9 +292,10 @@ class _Link:
     async def _read(self) -> tuple[int, str]:
         try:
             while True:
-                frame = wire.decode_to_leader(await self._websocket.receive_bytes())
+                message = await self._websocket.receive_bytes()
+                frame = wire.decode_to_leader(message)
                 self._heard_at = self._clock()
-                problem = self._obey(frame)
+                problem = self._obey(frame, message)
                 if problem is not None:
                     return CLOSE_BAD_FRAME, problem
         except WebSocketDisconnect as end:
@@ -292,15 +303,18 @@ class _Link:
         except (msgspec.DecodeError, KeyError):  # KeyError: a text message
             return CLOSE_BAD_FRAME, "a message that is no frame of the link"
 
-    def _obey(self, frame: wire.ToLeader) -> str | None:
+    def _obey(self, frame: wire.ToLeader, message: bytes) -> str | None:
         """Does what a frame asks; what is wrong with the frame, if anything."""
         match frame:
             case wire.Submit():
-                return self._submit(frame)
+                return self._submit(frame, message)
+            case wire.Adopt():
+                return self._adopt(frame)
             case wire.Abort():
                 engine_handles = [self._engines.pop(h) for h in frame.handles if h in self._engines]
                 for handle in engine_handles:
                     del self._handles[handle]
+                    self._kept.forget(handle)
                 self._gateway.abort(engine_handles)
                 return None
             case wire.Fetch():
@@ -313,7 +327,7 @@ class _Link:
             case _:
                 return f"{type(frame).__name__} is not understood here"
 
-    def _submit(self, frame: wire.Submit) -> str | None:
+    def _submit(self, frame: wire.Submit, message: bytes) -> str | None:
         if frame.handle in self._engines:
             return f"handle {frame.handle} is in use"
         state = self._gateway.state()
@@ -324,6 +338,7 @@ class _Link:
         handle = self._gateway.submit(frame.request, self)
         self._handles[handle] = frame.handle
         self._engines[frame.handle] = handle
+        self._kept.submitted(handle, frame.request, message)
         return None
 
     async def _write(self) -> tuple[int, str]:
