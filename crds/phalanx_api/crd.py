@@ -1,5 +1,6 @@
 """The CustomResourceDefinition, generated from the models."""
 
+import copy
 from typing import Any
 
 from phalanx_api import inference_service as api
@@ -7,7 +8,7 @@ from phalanx_api.schema import structural
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
-_PARENTS = ("parallelism", "resources", "engine", "router")
+_PARENTS = ("parallelism", "resources", "engine", "rebalancing", "drain", "restartPolicy", "router")
 """Objects that exist even when the manifest leaves them out, so that defaults and rules inside them apply."""
 
 
@@ -59,7 +60,7 @@ def _fill_default(node: dict[str, Any]) -> None:
     for child in children.values():
         if "properties" in child:
             _fill_default(child)
-    node["default"] = {name: child["default"] for name, child in children.items() if "default" in child}
+    node["default"] = {name: copy.deepcopy(child["default"]) for name, child in children.items() if "default" in child}
 
 
 def definition() -> dict[str, Any]:

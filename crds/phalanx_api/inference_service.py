@@ -1,7 +1,8 @@
 """The InferenceService: its spec, as pydantic models that are the single source of the CRD, and how a manifest is read.
 
 Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
-Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision.
+Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision;
+counts, scaling, rebalancing, drain and router never do.
 """
 
 import re
@@ -11,10 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
+from phalanx_api.autoscaling import MAX_GROUPS, Autoscaling
 from phalanx_api.group import GroupShape
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
 from phalanx_api.schema import Record, rule, rules, with_rules
+from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy
 
 GROUP = "phalanx.dev"
 VERSION = "v1alpha1"
@@ -23,7 +26,6 @@ PLURAL = "inferenceservices"
 MAX_NAME = 40
 """Names of pods are made of the service's, and must fit a DNS label."""
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-MAX_GROUPS = 1000
 
 _PATH = r"[A-Za-z0-9._/@+=:,~-]"
 URI_PATTERN = (
@@ -148,6 +150,11 @@ class Spec(Record):
     engine: Engine = Field(default_factory=Engine)
     replicas: int | None = Field(default=None, ge=0, le=MAX_GROUPS)
     """Groups wanted. The operator writes 1 here once if it is not given; after that it belongs to the scale subresource."""
+    autoscaling: Autoscaling | None = None
+    """Who decides how many groups run; without it `replicas` stays what it is."""
+    rebalancing: Rebalancing = Field(default_factory=Rebalancing)
+    drain: Drain = Field(default_factory=Drain)
+    restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     router: Router = Field(default_factory=Router)
     suspend: bool = False
     """Run no group, whatever `replicas` says."""

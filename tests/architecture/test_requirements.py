@@ -21,6 +21,11 @@ def test_the_runtime_carries_torch_and_the_door() -> None:
     assert names("runtime") >= {"torch", "transformers", "safetensors", "fastapi", "uvicorn", "pyzmq"}
 
 
+def test_the_operator_carries_time_zones_for_schedules() -> None:
+    """Its image has no zones of a system; these come with the Kubernetes client."""
+    assert "tzdata" in names("operator")
+
+
 @pytest.mark.parametrize("program", ["operator", "router", "runtime", "dev", "api", "clients"])
 def test_every_pin_has_a_hash(program: str) -> None:
     text = (PINS / f"{program}.txt").read_text()

@@ -11,6 +11,12 @@ from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceServ
 from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from tests.control.builders import make_body, make_service
 
+GOOD = {"itlP95Ms": 50}
+
+
+def scaled(**fields: Any) -> dict[str, Any]:
+    return {"autoscaling": {"maxReplicas": 4, "targets": GOOD} | fields}
+
 
 @pytest.mark.parametrize(
     ("spec", "field", "words"),
@@ -28,7 +34,28 @@ from tests.control.builders import make_body, make_service
         ({"resources": {"memory": "much"}}, "spec.resources.memory", "pattern"),
         ({"resources": {"cpu": True}}, "spec.resources.cpu", "string"),
         ({"servedNames": []}, "spec.servedNames", "at least 1"),
-        ({"autoscaling": {}}, "spec.autoscaling", "Extra inputs"),
+        ({"scaling": {}}, "spec.scaling", "Extra inputs"),
+        ({"autoscaling": {"targets": GOOD}}, "spec.autoscaling.maxReplicas", "required"),
+        (scaled(targets={}), "spec.autoscaling.targets", "at least one of ttftP95Ms"),
+        (scaled(minReplicas=5), "spec.autoscaling", "minReplicas must not be greater than maxReplicas"),
+        (scaled(minReplicas=0), "spec.autoscaling", "minReplicas 0 goes with scaleToZero.enabled only"),
+        (scaled(schedules=[{"cron": "0 8 * * *", "min": 0}]), "spec.autoscaling", "a schedule with min 0"),
+        (scaled(schedules=[{"cron": "0 8 * * *"}]), "spec.autoscaling.schedules[0]", "give min, max or both"),
+        (
+            scaled(schedules=[{"cron": "0 8 * * *", "min": 3, "max": 2}]),
+            "spec.autoscaling.schedules[0]",
+            "min must not be greater",
+        ),
+        (scaled(schedules=[{"cron": "0 25 * * *", "min": 1}]), "spec.autoscaling.schedules[0].cron", "hour: '25'"),
+        (
+            scaled(schedules=[{"cron": "0 8 * * *", "min": 1, "timezone": "Mars/Base"}]),
+            "spec.autoscaling.schedules[0].timezone",
+            "no time zone 'Mars/Base'",
+        ),
+        ({"rebalancing": {"mode": "Sometimes"}}, "spec.rebalancing.mode", "Off"),
+        ({"rebalancing": {"budgets": {"movesPerGroup": 0}}}, "spec.rebalancing.budgets.movesPerGroup", "greater than"),
+        ({"drain": {"timeoutSeconds": -1}}, "spec.drain.timeoutSeconds", "greater than"),
+        ({"restartPolicy": {"nodeLostSeconds": 0}}, "spec.restartPolicy.nodeLostSeconds", "greater than"),
         ({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers[0].name", "required"),
     ],
 )
@@ -38,8 +65,19 @@ def test_a_wrong_field_is_named(spec: dict[str, Any], field: str, words: str) ->
     assert [(e.field, words in e.message) for e in errors] == [(field, True)], errors
 
 
+def test_scaling_to_zero_allows_a_minimum_of_zero() -> None:
+    zero = {"minReplicas": 0, "scaleToZero": {"enabled": True}, "schedules": [{"cron": "0 8 * * 1-5", "min": 0, "max": 2}]}
+    autoscaling = make_service(**scaled(**zero)).spec.autoscaling
+    assert autoscaling and (autoscaling.min_replicas, autoscaling.mode, autoscaling.schedules[0].timezone) == (
+        0,
+        "Internal",
+        "UTC",
+    )
+
+
 def test_a_short_manifest_gets_defaults() -> None:
     service = make_service()
+    assert (service.spec.autoscaling, service.spec.rebalancing.mode, service.spec.drain.grace_s) == (None, "Migrate", 315)
     assert service.served_names == ("chat",)
     assert service.shape.pods == 1
     assert service.spec.router.replicas == 1

@@ -1,0 +1,184 @@
+"""How many groups a load needs, by the step-time function: balancing.md 3.8.
+
+    busy   = rate * (missed * c + prompt^2 * a / 2) + rate * output * t(p, B, B * context) / B      groups' worth of work
+    time   = ceil(busy / 0.75)
+    kv     = ceil(tokens in pages and waiting for them / (0.80 * pages of a group))
+    ttft   = the smallest N whose predicted P95 is at most 0.8 of the target
+    needed = max(time, kv, ttft) + backlog / 10 s
+
+c is what one prompt token costs in a full step, a the step model's cost of attention, B the largest number of streams whose
+steps stay within 0.85 of the ITL target and whose pages fit. The P95 of the wait is that of a G/G/N queue (Allen and Cunneen,
+with Sakasegawa's exponent for the chance to wait), whose servers are as busy as the groups and serve one prompt at a time.
+"""
+
+import math
+from dataclasses import dataclass
+
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.summary import Traffic
+
+BUSY = 0.75
+ITL_SHARE_OUT, ITL_SHARE_IN = 0.85, 0.80
+TTFT_SHARE = 0.8
+KV_SHARE = 0.80
+KV_IN_OF_OUT = 0.875
+"""A group less must leave this part of what makes us add one: 0.70 for 0.80."""
+DRAIN_S = 10.0
+"""A backlog counts as the groups that compute it in this time."""
+ROOM = 2048
+"""Tokens of a full step, where the spec names none."""
+MOST_STREAMS = 4096
+MOST_BUSY = 10_000.0
+P95 = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What clients shall get. None: no target."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    kv: float = KV_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What one group can do: its step model and speed (1 is as the model says), tokens of a step, tokens its pages hold."""
+
+    model: StepModel
+    speed: float
+    capacity: int
+    room: int = ROOM
+
+    def step_s(self, prefill: float, streams: float, context: float) -> float:
+        """Seconds of a step with so many prompt tokens, streams, and tokens of context in all."""
+        return self.speed * self.model.predict(StepWork(math.ceil(prefill), math.ceil(streams), math.ceil(context)))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per prompt token, in steps that are full."""
+        return self.step_s(self.room, 0, 0) / self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for. `rate` is requests per second, `shape` their means, `kv_tokens` in pages or waiting for them.
+
+    backlog_s: seconds of one group's work that wait to be begun.
+    """
+
+    rate: float
+    shape: Traffic
+    kv_tokens: float
+    backlog_s: float
+
+    @property
+    def context(self) -> float:
+        """Mean tokens of a stream half way."""
+        return self.shape.prompt + self.shape.output / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The groups that a load needs, and the parts of the rule. `busy`: groups' worth of work."""
+
+    groups: int
+    busy: float
+    time: int
+    kv: int
+    ttft: int
+    backlog: int
+    ttft_is_within_reach: bool = True
+
+    @property
+    def why(self) -> str:
+        """The part that decides, for people."""
+        parts = {
+            f"{self.busy:.2f} groups' worth of work": self.time,
+            "the KV pages in use": self.kv,
+            "the time to the first token": self.ttft,
+        }
+        cause = max(parts, key=lambda part: parts[part])
+        return f"{cause} needs {parts[cause]}" + (f", the backlog {self.backlog} more" if self.backlog else "")
+
+
+def demand(load: Load, ability: Ability, targets: Targets) -> Demand:
+    """How many groups the load needs."""
+    busy = busy_groups(load, ability, targets)
+    time = math.ceil(round(busy / BUSY, 6))
+    kv = math.ceil(round(load.kv_tokens / max(targets.kv * ability.capacity, 1.0), 6))
+    ttft, within = _groups_for_ttft(load, ability, targets, busy)
+    backlog = int(load.backlog_s / DRAIN_S)
+    return Demand(max(time, kv, ttft) + backlog, busy, time, kv, ttft, backlog, within)
+
+
+def busy_groups(load: Load, ability: Ability, targets: Targets) -> float:
+    """Groups' worth of work in each second."""
+    shape = load.shape
+    prefill_s = _prefill_s(shape, ability)
+    streams = most_streams(load, ability, targets)
+    decode_s = shape.output * ability.step_s(0, streams, streams * load.context) / streams
+    return min(load.rate * (prefill_s + decode_s), MOST_BUSY)
+
+
+def _prefill_s(shape: Traffic, ability: Ability) -> float:
+    """Seconds of work in a request's prompt."""
+    return shape.missed * ability.token_s + ability.speed * ability.model.attention_s * shape.prompt_squared / 2
+
+
+def most_streams(load: Load, ability: Ability, targets: Targets) -> int:
+    """How many streams a group can have at once: their pages fit, and their steps stay within the ITL target. At least 1.
+
+    In a steady state each step of B streams also computes B * missed / output prompt tokens.
+    """
+    fitting = int(targets.kv * ability.capacity / max(load.context, 1.0))
+    high = max(1, min(fitting, MOST_STREAMS))
+    if targets.itl_s is None:
+        return high
+    limit_s, low = ITL_SHARE_OUT * targets.itl_s, 1
+    prefill = load.shape.missed / max(load.shape.output, 1.0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        within = ability.step_s(min(ability.room, middle * prefill), middle, middle * load.context) <= limit_s
+        low, high = (middle, high) if within else (low, middle - 1)
+    return low
+
+
+def wait_p95_s(groups: int, busy: float, load: Load, ability: Ability) -> float:
+    """Predicted P95 of the wait before a prompt is begun, with so many groups; infinite when they cannot keep up."""
+    use = busy / groups if groups else math.inf
+    if use >= 1:
+        return math.inf
+    shape = load.shape
+    chance = use ** (math.sqrt(2 * (groups + 1)) - 1) if use > 0 else 0.0
+    if chance <= P95:
+        return 0.0
+    spread = max(shape.prompt_squared / shape.prompt**2 - 1, 0.0) if shape.prompt > 0 else 0.0
+    mean_of_those_who_wait_s = (shape.scv + spread) / 2 * _prefill_s(shape, ability) / (groups * (1 - use))
+    return mean_of_those_who_wait_s * math.log(chance / P95)
+
+
+def own_ttft_s(load: Load, ability: Ability) -> float:
+    """Time to the first token of a long prompt on an idle group."""
+    shape = load.shape
+    spread = math.sqrt(max(shape.prompt_squared / shape.prompt**2 - 1, 0.0)) if shape.prompt > 0 else 0.0
+    return _prefill_s(shape, ability) * (1 + 1.65 * spread) + ability.step_s(0, 1, 0)
+
+
+def _groups_for_ttft(load: Load, ability: Ability, targets: Targets, busy: float) -> tuple[int, bool]:
+    """The fewest groups that keep the TTFT target, and whether any number does; else those that keep the wait small."""
+    if targets.ttft_s is None or busy <= 0:
+        return 0, True
+    own_s = own_ttft_s(load, ability)
+    allowed_s = TTFT_SHARE * targets.ttft_s - own_s
+    within = allowed_s > 0
+    if not within:
+        allowed_s = own_s / 4
+    low = int(busy) + 1
+    high = low
+    while wait_p95_s(high, busy, load, ability) > allowed_s:
+        high *= 2
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if wait_p95_s(middle, busy, load, ability) <= allowed_s else (middle + 1, high)
+    return low, within

@@ -1,0 +1,186 @@
+"""What all routers of a service together say: their latest summaries, merged into one record.
+
+What belongs to a router (streams, queue, traffic, latencies) is added up. What belongs to a group is taken from the router that
+sees it freshest. The numbers come from other programs, so they are bounded here: a group that lies, or a broken one, weighs
+no more than a group in trouble could.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.summary import GroupSummary, Histogram, Hotspot, RouterSummary, Traffic, add_up
+
+PRESSURE_BOUND = 1.5
+"""Late binding keeps what waits at a group below half of its pages."""
+SPEED_BOUND = 4.0
+BACKLOG_BOUND_S = 10.0
+"""A group's backlog counts up to this, or four times the median: more is a hotspot, which more groups do not cure."""
+_BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
+_REFERENCE = StepWork(prefill_tokens=256, decodes=16, context_tokens=16 * 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The latest answer of one router, and how long ago it came."""
+
+    router: str
+    age_s: float
+    summary: RouterSummary
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGroup:
+    """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity`: tokens."""
+
+    name: str
+    fresh: bool
+    streams: int
+    running: int
+    waiting: int
+    pressure: float
+    backlog_s: float
+    itl_s: float
+    speed: float
+    capacity: int
+    model: StepModel | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One service as its routers see it. `asked` routers were asked, `answered` of them lately.
+
+    idle_s: since the last request came to any router. emptied: groups that were to be emptied and hold no router's stream.
+    """
+
+    asked: int = 0
+    answered: int = 0
+    groups: Mapping[str, SeenGroup] = field(default_factory=dict)
+    traffic: Mapping[float, Traffic] = field(default_factory=dict)
+    queued: int = 0
+    queued_tokens: int = 0
+    held: int = 0
+    idle_s: float = 0.0
+    ttft: Histogram = field(default_factory=Histogram)
+    itl: Histogram = field(default_factory=Histogram)
+    hotspots: tuple[Hotspot, ...] = ()
+    saturated: bool = False
+    emptied: frozenset[str] = frozenset()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there are routers, and at least half of them answered lately."""
+        return 0 < self.asked <= 2 * self.answered
+
+    @property
+    def all_heard(self) -> bool:
+        """Whether every router answered lately."""
+        return self.answered >= self.asked
+
+
+def merge(heard: Iterable[Heard], asked: int, max_age_s: float) -> Fleet:
+    """The fleet by the answers that are no older than that."""
+    young = [one for one in heard if one.age_s <= max_age_s]
+    summaries = [one.summary for one in young]
+    if not summaries:
+        return Fleet(asked=asked)
+    return Fleet(
+        asked=asked,
+        answered=len(summaries),
+        groups=MappingProxyType(_groups(summaries)),
+        traffic=MappingProxyType(_traffic(summaries)),
+        queued=sum(max(one.queued, 0) for one in summaries),
+        queued_tokens=sum(max(one.queued_tokens, 0) for one in summaries),
+        held=sum(max(one.held, 0) for one in summaries),
+        idle_s=min(one.summary.idle_s + one.age_s for one in young),
+        ttft=add_up([one.ttft for one in summaries]),
+        itl=add_up([one.itl for one in summaries]),
+        hotspots=_hotspots(summaries),
+        saturated=any(one.fleet_saturated for one in summaries),
+        emptied=frozenset.intersection(*(_empty(one) for one in summaries)),
+    )
+
+
+def _empty(summary: RouterSummary) -> frozenset[str]:
+    """Groups that hold no stream of this router, by its own word."""
+    return frozenset(summary.emptied)
+
+
+def _hotspots(summaries: Sequence[RouterSummary]) -> tuple[Hotspot, ...]:
+    """One for each group, by the router that has seen it longest; the longest first."""
+    longest: dict[str, Hotspot] = {}
+    for hotspot in (hotspot for summary in summaries for hotspot in summary.hotspots):
+        known = longest.get(hotspot.group)
+        if known is None or hotspot.since_s > known.since_s:
+            longest[hotspot.group] = hotspot
+    return tuple(sorted(longest.values(), key=lambda hotspot: (-hotspot.since_s, hotspot.group)))
+
+
+def _traffic(summaries: Sequence[RouterSummary]) -> dict[float, Traffic]:
+    """All requests, by window: counts added up, means weighted by arrivals."""
+    windows: dict[float, list[Traffic]] = {}
+    for traffic in (traffic for summary in summaries for traffic in summary.traffic if traffic.window_s > 0):
+        windows.setdefault(traffic.window_s, []).append(traffic)
+    return {window_s: _added(window_s, parts) for window_s, parts in windows.items()}
+
+
+def _added(window_s: float, parts: Sequence[Traffic]) -> Traffic:
+    total = sum(max(part.arrivals, 0) for part in parts)
+
+    def mean(values: Iterable[float]) -> float:
+        weighted = sum(value * max(part.arrivals, 0) for value, part in zip(values, parts, strict=True))
+        return max(weighted / total, 0.0) if total else 0.0
+
+    return Traffic(
+        window_s,
+        total,
+        prompt=mean(part.prompt for part in parts),
+        prompt_squared=mean(part.prompt_squared for part in parts),
+        missed=mean(part.missed for part in parts),
+        output=mean(part.output for part in parts),
+        scv=mean(part.scv for part in parts) if total else 1.0,
+    )
+
+
+def _groups(summaries: Sequence[RouterSummary]) -> dict[str, SeenGroup]:
+    by_name: dict[str, list[GroupSummary]] = {}
+    for group in (group for summary in summaries for group in summary.groups):
+        by_name.setdefault(group.group, []).append(group)
+    groups = {name: _seen(seen) for name, seen in by_name.items()}
+    backlogs = [group.backlog_s for group in groups.values() if group.fresh]
+    bound_s = max(BACKLOG_BOUND_S, 4 * statistics.median_low(backlogs)) if backlogs else BACKLOG_BOUND_S
+    return {name: replace(group, backlog_s=min(group.backlog_s, bound_s)) for name, group in groups.items()}
+
+
+def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
+    """One group, from what each router says of it."""
+    best = min(seen, key=lambda group: _BY_FRESHNESS.index(group.state))
+    return SeenGroup(
+        name=best.group,
+        fresh=best.state in ("fresh", "degraded") and best.total_pages > 0 and best.page_size > 0,
+        streams=sum(max(group.streams, 0) for group in seen),
+        running=max(best.running, 0),
+        waiting=max(best.waiting, 0),
+        pressure=min(max(best.pressure, 0.0), PRESSURE_BOUND),
+        backlog_s=max(best.backlog_s, 0.0),
+        itl_s=max(best.itl_s, 0.0),
+        speed=min(max(best.speed, 1 / SPEED_BOUND), SPEED_BOUND),
+        capacity=max(best.total_pages, 0) * max(best.page_size, 0),
+        model=_model(best.step_model),
+    )
+
+
+def _model(numbers: Sequence[float]) -> StepModel | None:
+    """The step model in a summary, if it is one."""
+    if len(numbers) < 5 or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
+        return None
+    fixed_s, token_s, knee, context_s, attention_s = numbers[:5]
+    return StepModel(fixed_s, token_s, int(knee), context_s, attention_s)
+
+
+def middle_model(groups: Iterable[SeenGroup]) -> StepModel | None:
+    """The step model of the group that is neither the fastest nor the slowest: one that lies is never believed among three."""
+    models = [group.model for group in groups if group.fresh and group.model is not None]
+    return sorted(models, key=lambda model: model.predict(_REFERENCE))[(len(models) - 1) // 2] if models else None

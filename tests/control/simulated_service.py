@@ -1,0 +1,168 @@
+"""A service in virtual time for the autoscaler: requests come at a rate, groups take a while to start, routers summarise.
+
+A group is as fast as its step model says. What exceeds the groups that serve waits at the routers. Arrivals are drawn from a
+seeded Poisson process, so a steady rate is as noisy as a real one.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from phalanx_api.cost import StepModel
+from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
+from phalanx_operator.decide.demand import Ability, Load, Targets, busy_groups, most_streams
+from phalanx_operator.decide.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.scale import Decision, Memory, Rules, Scene, evaluate
+
+MODEL = StepModel(fixed_s=0.02, token_s=1.2e-4, knee_tokens=0, context_s=7e-8, attention_s=1e-9)
+CAPACITY_PAGES, PAGE = 12_500, 16
+PROMPT, OUTPUT = 1000.0, 200.0
+SHAPE = Traffic(60.0, 1, PROMPT, 1.5 * PROMPT**2, PROMPT, OUTPUT, 1.0)
+ABILITY = Ability(MODEL, 1.0, CAPACITY_PAGES * PAGE)
+TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
+RULES = Rules(least=1, most=20, targets=TARGETS)
+
+
+def rate_for(busy: float) -> float:
+    """Requests per second that are so many groups' worth of work."""
+    return busy / busy_groups(Load(1.0, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One decision that changed the count."""
+
+    at_s: float
+    before: int
+    after: int
+    verdict: str
+    why: str
+
+
+Disturb = Callable[[float, RouterSummary], RouterSummary | None]
+"""What reaches the operator of a router's summary at this time; None: nothing."""
+
+
+class SimulatedService:
+    """One service. `rate` gives requests per second at a time."""
+
+    def __init__(
+        self,
+        rate: Callable[[float], float],
+        *,
+        groups: int = 1,
+        rules: Rules = RULES,
+        cold_s: float = 40.0,
+        disturb: Disturb = lambda _, summary: summary,
+        serving: Callable[[float, frozenset[str]], frozenset[str]] = lambda _, names: names,
+        seed: int = 0,
+        every_s: float = 2.0,
+    ) -> None:
+        self._rate, self.rules, self._cold_s, self._disturb, self._serving = rate, rules, cold_s, disturb, serving
+        self._chance = random.Random(seed)
+        self.now_s = 0.0
+        self._every_s = every_s
+        self._born = {f"g{i}": -1000.0 for i in range(groups)}
+        self._named = groups
+        self.wanted = groups
+        self.memory = Memory()
+        self.changes: list[Change] = []
+        self.decisions: list[Decision] = []
+        self._arrivals: deque[tuple[float, int]] = deque()
+        self._queued = 0.0
+        self._last_arrival_s = 0.0
+        self._heard: Heard | None = None
+
+    @property
+    def serving(self) -> frozenset[str]:
+        ready = frozenset(name for name, born in self._born.items() if self.now_s - born >= self._cold_s)
+        return self._serving(self.now_s, ready)
+
+    def run(self, seconds: float) -> "SimulatedService":
+        """Goes on for so long."""
+        end = self.now_s + seconds
+        while self.now_s < end:
+            self.step()
+        return self
+
+    def step(self) -> None:
+        self.now_s += self._every_s
+        self._arrive()
+        told = self._disturb(self.now_s, self._summary())
+        if told is not None:
+            self._heard = Heard("r", 0.0, told)
+        elif self._heard is not None:
+            self._heard = replace(self._heard, age_s=self._heard.age_s + self._every_s)
+        fleet = merge([self._heard], 1, 45.0) if self._heard else Fleet(asked=1)
+        scene = Scene(self.now_s, self.wanted, self.serving, fleet, self._cold_s)
+        self.memory, decision = evaluate(self.memory, scene, self.rules)
+        self.decisions.append(decision)
+        if decision.groups != self.wanted:
+            self.changes.append(Change(self.now_s, self.wanted, decision.groups, decision.verdict, decision.why))
+            self._follow(decision.groups)
+
+    def _arrive(self) -> None:
+        mean = self._rate(self.now_s) * self._every_s
+        count = self._poisson(mean)
+        self._arrivals.append((self.now_s, count))
+        while self._arrivals[0][0] <= self.now_s - 300:
+            self._arrivals.popleft()
+        if count:
+            self._last_arrival_s = self.now_s
+        work = count / rate_for(1.0) if mean else 0.0
+        can = len(self.serving) * self._every_s
+        self._queued = max(0.0, self._queued + work - can)
+
+    def _poisson(self, mean: float) -> int:
+        if mean > 500:
+            return max(0, round(self._chance.gauss(mean, math.sqrt(mean))))
+        limit, product, count = math.exp(-mean), self._chance.random(), 0
+        while product > limit:
+            product *= self._chance.random()
+            count += 1
+        return count
+
+    def _summary(self) -> RouterSummary:
+        serving = self.serving
+        recent = sum(count for at, count in self._arrivals if at > self.now_s - 20) / 20
+        busy = busy_groups(Load(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+        use = min(busy / len(serving), 1.0) if serving else 0.0
+        streams = use * most_streams(Load(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+        context = streams * (PROMPT + OUTPUT / 2)
+        groups = [
+            GroupSummary(
+                name, "r", "fresh", False, round(streams), round(streams), 0, context / (CAPACITY_PAGES * PAGE), 0.0,
+                ABILITY.step_s(0, streams, context), 1.0, round(context), CAPACITY_PAGES, PAGE,
+                [MODEL.fixed_s, MODEL.token_s, MODEL.knee_tokens, MODEL.context_s, MODEL.attention_s],
+            )
+            for name in sorted(serving)
+        ]  # fmt: skip
+        windows = [
+            replace_window(SHAPE, window_s, sum(count for at, count in self._arrivals if at > self.now_s - window_s))
+            for window_s in (6.0, 60.0, 300.0)
+        ]
+        requests = round(self._queued * rate_for(1.0))
+        return RouterSummary(
+            "r", groups, windows, requests, int(requests * PROMPT), 0 if serving else requests,
+            self.now_s - self._last_arrival_s, Histogram(), Histogram(),
+        )  # fmt: skip
+
+    def _follow(self, count: int) -> None:
+        while len(self._born) < count:
+            self._born[f"g{self._named}"] = self.now_s
+            self._named += 1
+        while len(self._born) > count:
+            youngest = max(self._born, key=lambda name: (self._born[name], name))
+            del self._born[youngest]
+        self.wanted = count
+
+
+def replace_window(shape: Traffic, window_s: float, arrivals: int) -> Traffic:
+    return Traffic(window_s, arrivals, shape.prompt, shape.prompt_squared, shape.missed, shape.output, shape.scv)
+
+
+def square(low: float, high: float, period_s: float) -> Callable[[float], float]:
+    """Half of each period high, half low."""
+    return lambda now_s: high if now_s % period_s < period_s / 2 else low

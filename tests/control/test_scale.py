@@ -1,0 +1,424 @@
+"""The autoscaler: its rule in tables, its behaviour in virtual time, and what holds whatever the routers say."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
+from phalanx_operator.decide.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
+from phalanx_operator.decide.fleet import BACKLOG_BOUND_S, Fleet, Heard, merge, middle_model
+from phalanx_operator.decide.forecast import Trend, followed, growth
+from phalanx_operator.decide.scale import Decision, Memory, Rules, Scene, evaluate
+from tests.control.simulated_service import (
+    ABILITY,
+    CAPACITY_PAGES,
+    MODEL,
+    PAGE,
+    RULES,
+    SHAPE,
+    TARGETS,
+    Change,
+    SimulatedService,
+    rate_for,
+    replace_window,
+    square,
+)
+
+HOUR = 3600.0
+NUMBERS = [MODEL.fixed_s, MODEL.token_s, float(MODEL.knee_tokens), MODEL.context_s, MODEL.attention_s]
+
+
+def group(name: str = "a", **fields: Any) -> GroupSummary:
+    defaults: dict[str, Any] = {
+        "group": name, "revision": "r", "state": "fresh", "draining": False, "streams": 4, "running": 4, "waiting": 0,
+        "pressure": 0.2, "backlog_s": 0.0, "itl_s": 0.03, "speed": 1.0, "live_tokens": 0, "total_pages": CAPACITY_PAGES,
+        "page_size": PAGE, "step_model": NUMBERS,
+    }  # fmt: skip
+    return GroupSummary(**defaults | fields)
+
+
+def summary(*groups: GroupSummary, rate: float = 0.0, **fields: Any) -> RouterSummary:
+    windows = [replace_window(SHAPE, window_s, round(rate * window_s)) for window_s in (6.0, 60.0, 300.0)]
+    defaults: dict[str, Any] = {
+        "router": "r", "groups": list(groups), "traffic": windows, "queued": 0, "queued_tokens": 0, "held": 0,
+        "idle_s": 0.0 if rate else 1000.0, "ttft": Histogram(), "itl": Histogram(),
+    }  # fmt: skip
+    return RouterSummary(**defaults | fields)
+
+
+def fleet_of(*summaries: RouterSummary, asked: int | None = None) -> Fleet:
+    heard = [Heard(f"r{i}", 0.0, one) for i, one in enumerate(summaries)]
+    return merge(heard, len(heard) if asked is None else asked, 45.0)
+
+
+def steps(fleet: Fleet, groups: int, rules: Rules, seconds: float, memory: Memory | None = None) -> Decision:
+    """The first decision that changes the count within so many seconds, or the last one."""
+    memory, start_s = memory or Memory(), 100.0
+    now_s = start_s
+    while True:
+        scene = Scene(now_s, groups, frozenset(fleet.groups), fleet)
+        memory, decision = evaluate(memory, scene, rules)
+        if decision.groups != groups or now_s - start_s >= seconds:
+            return decision
+        now_s += 1.0
+
+
+# --- demand -------------------------------------------------------------------------------------------------------------
+
+
+def load(busy: float = 1.0, kv: float = 0.0, backlog_s: float = 0.0) -> Load:
+    return Load(rate_for(busy), SHAPE, kv * ABILITY.capacity, backlog_s)
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups", "cause"),
+    [
+        (load(busy=0.0), 0, "work"),
+        (load(busy=0.70), 1, "work"),
+        (load(busy=0.76), 2, "work"),
+        (load(busy=7.4), 10, "work"),
+        (load(busy=0.5, kv=3.1), 4, "KV pages"),
+        (load(busy=0.5, backlog_s=9.0), 1, "work"),
+        (load(busy=0.5, backlog_s=31.0), 4, "the backlog 3 more"),
+    ],
+)
+def test_groups_that_a_load_needs(asked: Load, groups: int, cause: str) -> None:
+    found = demand(asked, ABILITY, Targets(itl_s=0.1))
+    assert (found.groups, cause in found.why) == (groups, True), found
+
+
+def test_the_wait_falls_with_more_groups_and_rises_with_burstier_arrivals() -> None:
+    calm, bursty = load(3.0), replace(load(3.0), shape=replace_scv(9.0))
+    waits = [wait_p95_s(n, 3.0, calm, ABILITY) for n in range(3, 12)]
+    assert waits[0] == float("inf") and waits == sorted(waits, reverse=True) and waits[-1] == 0
+    assert wait_p95_s(4, 3.0, bursty, ABILITY) > wait_p95_s(4, 3.0, calm, ABILITY) > 0
+
+
+def replace_scv(scv: float) -> Traffic:
+    return Traffic(SHAPE.window_s, 1, SHAPE.prompt, SHAPE.prompt_squared, SHAPE.missed, SHAPE.output, scv)
+
+
+def test_a_tight_ttft_target_needs_more_groups_and_one_out_of_reach_does_not_need_all() -> None:
+    asked = replace(load(3.0), shape=replace_scv(20.0))
+    own_s = own_ttft_s(asked, ABILITY)
+    loose, tight, absurd = (demand(asked, ABILITY, Targets(ttft_s=own_s * times)) for times in (10.0, 1.6, 0.5))
+    assert loose.ttft < tight.ttft and "first token" in tight.why
+    assert (tight.ttft_is_within_reach, absurd.ttft_is_within_reach) == (True, False)
+    assert absurd.groups < 10
+
+
+def test_streams_of_a_group_fit_the_itl_target_and_the_pages() -> None:
+    asked = load(1.0)
+    many, few = (most_streams(asked, ABILITY, Targets(itl_s=itl_s)) for itl_s in (0.2, 0.05))
+    assert 1 <= few < many
+    assert most_streams(asked, replace(ABILITY, capacity=int(3 * asked.context / 0.8)), Targets(itl_s=0.2)) == 3
+    assert most_streams(asked, ABILITY, Targets(itl_s=0.001)) == 1
+
+
+@given(st.floats(0.01, 50.0), st.floats(1.0, 3.0))
+def test_more_load_never_needs_fewer_groups(busy: float, times: float) -> None:
+    assert demand(load(busy * times), ABILITY, TARGETS).groups >= demand(load(busy), ABILITY, TARGETS).groups
+
+
+def test_a_slower_group_makes_more_work_of_the_same_load() -> None:
+    assert busy_groups(load(1.0), replace(ABILITY, speed=2.0), TARGETS) > 1.9
+
+
+# --- what routers say ----------------------------------------------------------------------------------------------------
+
+
+def test_routers_add_up_and_groups_are_seen_by_the_freshest() -> None:
+    first = summary(group("a", streams=2, pressure=0.9, state="suspect"), rate=1.0, queued=3, idle_s=5.0, emptied=["a", "b"])
+    other = summary(group("a", streams=3, pressure=0.4), rate=3.0, queued=1, idle_s=9.0, emptied=["b"])
+    fleet = fleet_of(first, other)
+    assert (fleet.groups["a"].streams, fleet.groups["a"].pressure, fleet.groups["a"].fresh) == (5, 0.4, True)
+    assert (fleet.traffic[60.0].arrivals, fleet.queued, fleet.idle_s, fleet.emptied) == (240, 4, 5.0, frozenset("b"))
+    assert fleet.traffic[60.0].prompt == pytest.approx(SHAPE.prompt)
+
+
+def test_old_answers_do_not_count() -> None:
+    heard = [Heard("a", 10.0, summary()), Heard("b", 46.0, summary()), Heard("c", 90.0, summary())]
+    assert [merge(heard, asked, 45.0).is_heard for asked in (1, 2, 3)] == [True, True, False]
+    assert not merge([], 0, 45.0).is_heard
+
+
+def test_a_group_that_lies_weighs_no_more_than_one_in_trouble() -> None:
+    absurd = [1e9, 1e9, 0.0, 1e9, 1e9]
+    liar = group("z", pressure=1e9, backlog_s=1e12, speed=1e9, step_model=absurd, streams=-5, running=-7)
+    fleet = fleet_of(summary(group("a"), group("b"), liar))
+    seen = fleet.groups["z"]
+    assert (seen.pressure, seen.backlog_s, seen.streams, seen.running) == (1.5, BACKLOG_BOUND_S, 0, 0)
+    assert middle_model(fleet.groups.values()) == MODEL
+    assert middle_model([replace(seen, model=None)]) is None
+
+
+@pytest.mark.parametrize("numbers", [[], [0.1], [-1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+def test_what_is_no_step_model_is_none(numbers: list[float]) -> None:
+    assert fleet_of(summary(group("a", step_model=numbers))).groups["a"].model is None
+
+
+# --- forecast ------------------------------------------------------------------------------------------------------------
+
+
+def trend_of(rates: list[float]) -> Trend:
+    trend = Trend()
+    for rate in rates:
+        trend = followed(trend, rate)
+    return trend
+
+
+def test_steady_growth_is_foreseen_a_step_is_not_and_never_more_than_doubling() -> None:
+    ramp = [10 * 1.02**i for i in range(40)]
+    step = [10.0] * 30 + [12.5, 15.0, 17.5, 20.0]
+    assert 1.1 < growth(trend_of(ramp), 9, 600) < 1.25
+    assert growth(trend_of(step), 9, 600) == 1.0
+    assert growth(trend_of([10 * 1.3**i for i in range(40)]), 9, 600) == 2.0
+    assert growth(trend_of(ramp), 9, 5) == 1.0
+    assert growth(trend_of(ramp[:10]), 9, 600) == 1.0
+
+
+# --- the rule ------------------------------------------------------------------------------------------------------------
+
+BUSY = fleet_of(summary(group("a"), rate=rate_for(2.9)))
+CALM = fleet_of(summary(group("a"), group("b"), group("c"), rate=rate_for(0.4)))
+IDLE = fleet_of(summary(group("a", streams=0, running=0)))
+EMPTY = fleet_of(summary())
+HELD = fleet_of(summary(held=2, queued=2, queued_tokens=2000))
+ZERO = replace(RULES, least=0, to_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "groups", "rules", "seconds", "expected"),
+    [
+        pytest.param(BUSY, 3, RULES, 14.0, (3, "Steady"), id="one evaluation is not enough"),
+        pytest.param(BUSY, 3, RULES, 16.0, (4, "Out"), id="two are"),
+        pytest.param(BUSY, 3, replace(RULES, most=3), 60.0, (3, "Steady"), id="the bound holds"),
+        pytest.param(BUSY, 3, replace(RULES, up_s=60.0), 58.0, (3, "Steady"), id="not before its time"),
+        pytest.param(BUSY, 3, replace(RULES, up_s=60.0), 62.0, (4, "Out"), id="in its time"),
+        pytest.param(BUSY, 1, RULES, 0.0, (3, "Panic"), id="panic at once"),
+        pytest.param(BUSY, 1, replace(RULES, up_step=1), 0.0, (2, "Panic"), id="by no more than a step"),
+        pytest.param(CALM, 3, RULES, 58.0, (3, "Steady"), id="not stable yet"),
+        pytest.param(CALM, 3, RULES, 62.0, (2, "In"), id="a minute where streams move"),
+        pytest.param(CALM, 3, replace(RULES, streams_move=False), 290.0, (3, "Steady"), id="else five, not yet"),
+        pytest.param(CALM, 3, replace(RULES, streams_move=False), 302.0, (2, "In"), id="else five"),
+        pytest.param(CALM, 3, replace(RULES, down_s=0.0), 0.0, (2, "In"), id="as the spec says"),
+        pytest.param(CALM, 30, replace(RULES, most=40, down_s=0.0), 0.0, (27, "In"), id="a tenth"),
+        pytest.param(CALM, 30, replace(RULES, most=40, down_s=0.0, down_step=1), 0.0, (29, "In"), id="or a step"),
+        pytest.param(CALM, 3, replace(RULES, least=3), 900.0, (3, "Steady"), id="the least"),
+        pytest.param(IDLE, 1, RULES, 900.0, (1, "Steady"), id="idle, but not to zero"),
+        pytest.param(IDLE, 1, ZERO, 0.0, (0, "Zero"), id="idle"),
+        pytest.param(IDLE, 2, replace(ZERO, idle_s=1001.0), 0.0, (2, "Steady"), id="not idle for long enough"),
+        pytest.param(EMPTY, 0, ZERO, 100.0, (0, "Steady"), id="zero at rest"),
+        pytest.param(HELD, 0, ZERO, 0.0, (1, "Wake"), id="a request wakes"),
+        pytest.param(EMPTY, 0, RULES, 0.0, (1, "Bounds"), id="below the least"),
+        pytest.param(BUSY, 30, RULES, 0.0, (20, "Bounds"), id="above the most"),
+        pytest.param(fleet_of(asked=2), 5, RULES, 900.0, (5, "Hold"), id="nothing heard"),
+        pytest.param(fleet_of(summary(rate=9.0), asked=3), 5, RULES, 900.0, (5, "Hold"), id="one of three heard"),
+        pytest.param(fleet_of(asked=2), 0, RULES, 0.0, (1, "Bounds"), id="nothing heard, out of bounds"),
+        pytest.param(fleet_of(summary(group(step_model=[]), rate=9.0)), 1, RULES, 60.0, (1, "Unmeasured"), id="no step measured"),
+    ],
+)
+def test_what_is_decided(fleet: Fleet, groups: int, rules: Rules, seconds: float, expected: tuple[int, str]) -> None:
+    found = steps(fleet, groups, rules, seconds)
+    assert (found.groups, found.verdict) == expected, found
+    assert found.why or found.verdict == "Steady"
+
+
+def test_a_queue_wakes_as_many_as_it_needs_once_the_steps_are_known() -> None:
+    memory, _ = evaluate(Memory(), Scene(0.0, 1, frozenset("a"), fleet_of(summary(group("a"), rate=1.0))), ZERO)
+    long = fleet_of(summary(held=90, queued=90, queued_tokens=250_000))
+    assert steps(long, 0, ZERO, 0.0, memory).groups == 4
+
+
+def test_growth_is_at_most_doubling_or_four_in_fifteen_seconds() -> None:
+    flood = fleet_of(summary(*(group(name) for name in "abc"), rate=rate_for(300.0)))
+    memory, count, counts = Memory(), 3, []
+    for now in range(0, 60, 2):
+        memory, decision = evaluate(memory, Scene(float(now), count, frozenset("abc"), flood), replace(RULES, most=1000))
+        count = decision.groups
+        counts.append(count)
+    assert counts[0] == 7 and all(later <= max(2 * former, former + 4) for former, later in zip(counts, counts[7:], strict=False))
+    assert counts[-1] > 40
+
+
+def test_nothing_is_decided_while_the_groups_that_serve_have_just_changed() -> None:
+    memory, _ = evaluate(Memory(), Scene(0.0, 3, frozenset("abc"), CALM), RULES)
+    memory, first = evaluate(memory, Scene(61.0, 3, frozenset("ab"), CALM), RULES)
+    assert (first.groups, "just changed" in first.why) == (3, True)
+    for now in (76.0, 92.0):
+        memory, decision = evaluate(memory, Scene(now, 3, frozenset("ab"), CALM), RULES)
+    assert decision.verdict == "In"
+
+
+def test_a_look_between_evaluations_decides_nothing_and_says_the_same() -> None:
+    memory, first = evaluate(Memory(), Scene(0.0, 3, frozenset("a"), BUSY), RULES)
+    again, second = evaluate(memory, Scene(1.0, 3, frozenset("a"), BUSY), RULES)
+    assert (second.verdict, second.why, second.needed) == ("Steady", first.why, first.needed)
+    assert again.needs == memory.needs
+
+
+# --- virtual time: Must show 6 --------------------------------------------------------------------------------------------
+
+
+def reversals(changes: list[Change]) -> int:
+    """How often growing turned into shrinking, or back."""
+    up = [change.after > change.before for change in changes]
+    return sum(a != b for a, b in pairwise(up))
+
+
+@pytest.mark.parametrize("period_s", [10.0, 30.0, 60.0])
+def test_waves_shorter_than_the_stabilisation_are_ridden_out(period_s: float) -> None:
+    service = SimulatedService(square(rate_for(1.0), rate_for(4.0), period_s), groups=2).run(HOUR)
+    assert len(service.changes) <= 5 and reversals(service.changes) <= 2, service.changes
+    assert not [change for change in service.changes if change.at_s > HOUR / 2], service.changes
+    assert 4 <= service.wanted <= 6
+
+
+@pytest.mark.parametrize("period_s", [120.0, 300.0, 600.0])
+def test_longer_waves_are_followed_in_bounded_steps(period_s: float) -> None:
+    service = SimulatedService(square(rate_for(1.0), rate_for(4.0), period_s), groups=2).run(HOUR)
+    periods = HOUR / period_s
+    assert len(service.changes) <= 8 * periods and reversals(service.changes) <= 2 * periods, service.changes
+    assert all(2 <= change.after <= 10 for change in service.changes)
+    shrinking = [change.at_s for change in service.changes if change.after < change.before]
+    assert all(later - former >= 59 for former, later in pairwise(shrinking))
+
+
+@pytest.mark.parametrize("busy", [0.3, 0.6, 0.75, 1.5, 2.2, 5.6])
+def test_a_steady_load_does_not_flap(busy: float) -> None:
+    """Noise may show once that a group more is wise; it must never go back and forth."""
+    service = SimulatedService(lambda _: rate_for(busy), groups=max(1, round(busy / 0.75)), seed=int(busy * 10)).run(HOUR)
+    assert len(service.changes) <= 2 and reversals(service.changes) == 0, service.changes
+
+
+def test_in_a_blackout_the_count_holds_and_goes_on_after_it() -> None:
+    def rate(now_s: float) -> float:
+        return rate_for(1.0 if now_s < 600 else 5.0)
+
+    service = SimulatedService(rate, groups=2, disturb=lambda now_s, told: None if 550 <= now_s < 1150 else told).run(1140)
+    assert service.changes == [change for change in service.changes if change.at_s <= 550 + 46], service.changes
+    assert service.decisions[-1].verdict == "Hold" and "routers answered" in service.decisions[-1].why
+    before = service.wanted
+    service.run(120)
+    assert service.wanted > before
+
+
+def lie(name: str, **fields: Any) -> "Lie":
+    return Lie(name, fields)
+
+
+class Lie:
+    """A router's summary in which one group says something else than is so."""
+
+    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+        self.name, self.fields = name, fields
+
+    def __call__(self, now_s: float, told: RouterSummary) -> RouterSummary:
+        groups = [
+            GroupSummary(**{f: getattr(g, f) for f in g.__struct_fields__} | self.fields) if g.group == self.name else g
+            for g in told.groups
+        ]
+        return RouterSummary(**{f: getattr(told, f) for f in told.__struct_fields__} | {"groups": groups})
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"pressure": 1e9, "backlog_s": 1e9, "running": 10**9, "itl_s": 1e9, "speed": 1e9},
+        {"step_model": [1e6, 1e6, 0.0, 1e6, 1e6]},
+        {"pressure": 0.0, "backlog_s": 0.0, "running": 0, "itl_s": 0.0, "speed": 1e-9, "step_model": [1e-9, 0.0, 0.0, 0.0, 0.0]},
+        {"pressure": -1.0, "speed": -3.0, "total_pages": 0},
+    ],
+    ids=["overloaded", "slow steps", "idle and fast", "nonsense"],
+)
+def test_a_lying_group_moves_the_count_by_two_at_most(lies: dict[str, Any]) -> None:
+    honest = SimulatedService(lambda _: rate_for(2.5), groups=4, seed=1).run(HOUR / 2)
+    lied_to = SimulatedService(lambda _: rate_for(2.5), groups=4, seed=1, disturb=lie("g1", **lies)).run(HOUR / 2)
+    assert abs(lied_to.wanted - honest.wanted) <= 2
+    assert len(lied_to.changes) <= 4 and reversals(lied_to.changes) <= 1, lied_to.changes
+    assert lied_to.wanted >= 3
+
+
+def test_a_flapping_group_neither_flaps_the_count_nor_stops_growth() -> None:
+    def serving(now_s: float, names: frozenset[str]) -> frozenset[str]:
+        return names - {"g0"} if now_s % 40 < 20 else names
+
+    steady = SimulatedService(lambda _: rate_for(2.0), groups=4, serving=serving).run(HOUR / 2)
+    assert len(steady.changes) <= 3 and reversals(steady.changes) <= 1, steady.changes
+    growing = SimulatedService(lambda now_s: rate_for(2.0 if now_s < 600 else 5.0), groups=4, serving=serving).run(900)
+    assert growing.wanted >= 7
+
+
+def test_from_zero_to_one_to_more_and_back_to_zero() -> None:
+    def rate(now_s: float) -> float:
+        return 0.0 if now_s < 100 or now_s > 900 else rate_for(1.2)
+
+    service = SimulatedService(rate, groups=0, rules=replace(RULES, least=0, to_zero=True)).run(2 * HOUR / 3)
+    verdicts = [change.verdict for change in service.changes]
+    assert service.changes[0].before == 0 and verdicts[0] == "Wake" and service.changes[0].at_s < 110
+    assert max(change.after for change in service.changes) >= 2
+    assert (service.wanted, verdicts[-1], service.changes[-1].after) == (0, "Zero", 0)
+    assert verdicts.count("Wake") == verdicts.count("Zero") == 1
+
+
+def test_a_slow_ramp_is_met_before_it_arrives() -> None:
+    """With groups that take three minutes to start, growth of 2.5 % every 15 s is foreseen."""
+
+    def rate(now_s: float) -> float:
+        return rate_for(8.0) * float(1.025 ** (max(now_s - 600, 0) / 15))
+
+    service = SimulatedService(rate, groups=11, rules=replace(RULES, most=200), cold_s=180.0).run(1500)
+    assert any("growing" in change.why for change in service.changes), service.changes
+
+
+# --- whatever routers say --------------------------------------------------------------------------------------------------
+
+numbers = st.floats(-1e12, 1e12)
+counts = st.integers(-(10**9), 10**9)
+wild_groups = st.builds(
+    GroupSummary, group=st.sampled_from("abc"), revision=st.just("r"),
+    state=st.sampled_from(["fresh", "degraded", "suspect", "dead"]), draining=st.booleans(), streams=counts, running=counts,
+    waiting=counts, pressure=numbers, backlog_s=numbers, itl_s=numbers, speed=numbers, live_tokens=counts, total_pages=counts,
+    page_size=counts, step_model=st.one_of(st.just(NUMBERS), st.lists(numbers, max_size=6)),
+)  # fmt: skip
+wild_traffic = st.builds(
+    Traffic, window_s=st.sampled_from([6.0, 60.0, 300.0]), arrivals=counts, prompt=numbers, prompt_squared=numbers,
+    missed=numbers, output=numbers, scv=numbers,
+)  # fmt: skip
+wild_summaries = st.builds(
+    RouterSummary, router=st.just("r"), groups=st.lists(wild_groups, max_size=3), traffic=st.lists(wild_traffic, max_size=3),
+    queued=counts, queued_tokens=counts, held=counts, idle_s=numbers, ttft=st.just(Histogram()), itl=st.just(Histogram()),
+)  # fmt: skip
+rules_of = st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans(), st.sampled_from([None, 1, 3])).map(
+    lambda parts: replace(
+        RULES,
+        least=parts[0] if parts[2] else max(parts[0], 1),
+        most=max(1, parts[0]) + parts[1],
+        to_zero=parts[2],
+        up_step=parts[3],
+    )
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(wild_summaries, max_size=2), min_size=1, max_size=5), rules_of, st.integers(0, 40))
+def test_whatever_routers_say_the_count_stays_in_bounds_and_steps_stay_small(
+    told: list[list[RouterSummary]], rules: Rules, groups: int
+) -> None:
+    memory = Memory()
+    for turn, summaries in enumerate(told):
+        scene = Scene(16.0 * turn, groups, frozenset("ab"), fleet_of(*summaries, asked=2))
+        memory, decision = evaluate(memory, scene, rules)
+        assert rules.least <= decision.groups <= rules.most
+        assert evaluate(memory, scene, rules)[1].groups in (groups, decision.groups)
+        if decision.verdict != "Bounds":
+            assert decision.groups <= max(2 * groups, groups + 4)
+        if rules.up_step and decision.verdict in ("Out", "Panic"):
+            assert decision.groups <= groups + rules.up_step
+        if not summaries:
+            assert decision.verdict in ("Hold", "Bounds")
+        groups = decision.groups

@@ -1,0 +1,164 @@
+"""Cron expressions against a slow twin that tries every minute, and the bounds that schedules give."""
+
+import datetime
+import zoneinfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.autoscaling import Autoscaling, Schedule, Targets
+from phalanx_api.cron import parse_cron
+from phalanx_operator.decide.schedule import Bounds, bounds, last_fired
+
+UTC = datetime.UTC
+MINUTE = datetime.timedelta(minutes=1)
+
+
+def at(text: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text)
+
+
+@pytest.mark.parametrize(
+    ("cron", "now", "fired"),
+    [
+        ("0 8 * * *", "2026-03-04T09:30", "2026-03-04T08:00"),
+        ("0 8 * * *", "2026-03-04T08:00", "2026-03-04T08:00"),
+        ("0 8 * * *", "2026-03-04T07:59", "2026-03-03T08:00"),
+        ("*/20 * * * *", "2026-03-04T09:39", "2026-03-04T09:20"),
+        ("5/20 * * * *", "2026-03-04T09:04", "2026-03-04T08:45"),
+        ("0 8 * * mon-fri", "2026-03-08T12:00", "2026-03-06T08:00"),
+        ("0 8 * * 1-5", "2026-03-08T12:00", "2026-03-06T08:00"),
+        ("0 0 * * 7", "2026-03-10T00:00", "2026-03-08T00:00"),
+        ("0 0 1 JAN *", "2026-03-10T00:00", "2026-01-01T00:00"),
+        ("0 0 29 2 *", "2027-01-01T00:00", "2024-02-29T00:00"),
+        ("0 0 13 * fri", "2026-03-14T00:00", "2026-03-13T00:00"),
+        ("0 0 13 * fri", "2026-03-12T00:00", "2026-03-06T00:00"),
+        ("30 6,18 * * *", "2026-03-04T12:00", "2026-03-04T06:30"),
+        ("0 0 31 2 *", "2026-03-04T12:00", None),
+    ],
+)
+def test_when_an_expression_fired_last(cron: str, now: str, fired: str | None) -> None:
+    assert parse_cron(cron).last(at(now)) == (at(fired) if fired else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0 8 * *", "4 fields"),
+        ("60 * * * *", "minute: '60' is not from 0 to 59"),
+        ("* * 0 * *", "day of month"),
+        ("* * * * 8", "day of week"),
+        ("* * * foo *", "month: 'foo'"),
+        ("*/0 * * * *", "a step of 0"),
+        ("9-5 * * * *", "ends before it begins"),
+        ("1--2 * * * *", "neither"),
+        ("-1 * * * *", "neither"),
+        ("@daily", "1 fields"),
+    ],
+)
+def test_what_is_no_expression_is_refused_by_field(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_cron(text)
+
+
+def field(least: int, most: int) -> st.SearchStrategy[str]:
+    values = st.integers(least, most)
+    spans = st.tuples(values, values).map(lambda pair: f"{min(pair)}-{max(pair)}")
+    return st.one_of(
+        st.just("*"),
+        st.integers(1, 40).map("*/{}".format),
+        values.map(str),
+        spans,
+        st.lists(values.map(str), min_size=1).map(",".join),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(field(0, 59), field(0, 23), field(1, 31), field(0, 7), st.integers(0, 40 * 24 * 60))
+def test_the_last_firing_is_that_of_a_search_minute_by_minute(
+    minute: str, hour: str, day: str, weekday: str, offset: int
+) -> None:
+    cron = parse_cron(f"{minute} {hour} {day} * {weekday}")
+    now = at("2026-01-01T00:00") + offset * MINUTE
+    one = now
+    for _ in range(3000):
+        if cron.fits(one.date()) and one.hour in cron.hours and one.minute in cron.minutes:
+            break
+        one -= MINUTE
+    else:
+        found = cron.last(now)
+        assert found is None or found < one
+        return
+    assert cron.last(now) == one
+
+
+def schedule(cron: str, zone: str = "UTC", **fields: int) -> Schedule:
+    return Schedule(cron=cron, timezone=zone, **({"min": 1} | fields))
+
+
+@pytest.mark.parametrize(
+    ("now", "fired"),
+    [
+        ("2026-01-15T06:59:00+00:00", "2026-01-14T07:00:00+00:00"),
+        ("2026-01-15T07:00:00+00:00", "2026-01-15T07:00:00+00:00"),
+        ("2026-07-15T06:00:00+00:00", "2026-07-15T06:00:00+00:00"),
+        ("2026-07-15T08:30:00+02:00", "2026-07-15T06:00:00+00:00"),
+    ],
+    ids=["winter, before", "winter", "summer", "another zone"],
+)
+def test_schedules_follow_the_clocks_of_their_zone(now: str, fired: str) -> None:
+    assert last_fired(schedule("0 8 * * *", "Europe/Berlin"), at(now)) == at(fired)
+
+
+def test_a_firing_in_the_hour_that_is_left_out_comes_later() -> None:
+    """On 2026-03-29 clocks in Berlin go from 02:00 to 03:00."""
+    nightly = schedule("30 2 * * *", "Europe/Berlin")
+    assert last_fired(nightly, at("2026-03-29T00:59:00+00:00")) == at("2026-03-28T01:30:00+00:00")
+    assert last_fired(nightly, at("2026-03-29T02:00:00+00:00")) == at("2026-03-29T01:30:00+00:00")
+
+
+def test_a_firing_in_the_hour_that_comes_twice_is_the_first() -> None:
+    """On 2026-10-25 clocks in Berlin go from 03:00 back to 02:00."""
+    nightly = schedule("30 2 * * *", "Europe/Berlin")
+    for now in (
+        "2026-10-25T00:30:00+00:00",
+        "2026-10-25T01:15:00+00:00",
+        "2026-10-25T01:30:00+00:00",
+        "2026-10-25T12:00:00+00:00",
+    ):
+        assert last_fired(nightly, at(now)) == at("2026-10-25T00:30:00+00:00"), now
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata"]), st.integers(0, 366 * 24 * 60)
+)
+def test_a_firing_never_lies_ahead_and_never_more_than_two_days_back(zone: str, offset: int) -> None:
+    now = datetime.datetime(2026, 1, 1, tzinfo=UTC) + offset * MINUTE
+    fired = last_fired(schedule("30 2 * * *", zone), now)
+    assert fired is not None and fired <= now < fired + datetime.timedelta(days=2)
+    assert zoneinfo.ZoneInfo(zone).utcoffset(fired.replace(tzinfo=None)) is not None
+
+
+def autoscaling(*schedules: Schedule) -> Autoscaling:
+    return Autoscaling(min_replicas=2, max_replicas=6, targets=Targets(kv_utilization=80), schedules=schedules)
+
+
+DAY, NIGHT = schedule("0 8 * * *", min=4, max=10), Schedule(cron="0 20 * * *", max=1)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "now", "expected"),
+    [
+        ((), "2026-03-04T12:00+00:00", Bounds(2, 6)),
+        ((DAY, NIGHT), "2026-03-04T12:00+00:00", Bounds(4, 10, "schedules[0], 0 8 * * * UTC")),
+        ((DAY, NIGHT), "2026-03-04T23:00+00:00", Bounds(1, 1, "schedules[1], 0 20 * * * UTC")),
+        ((schedule("0 8 * * *", min=9),), "2026-03-04T12:00+00:00", Bounds(9, 9, "schedules[0], 0 8 * * * UTC")),
+        ((schedule("0 0 31 2 *", min=9),), "2026-03-04T12:00+00:00", Bounds(2, 6)),
+        ((DAY, schedule("0 8 * * *", min=5)), "2026-03-04T12:00+00:00", Bounds(5, 6, "schedules[1], 0 8 * * * UTC")),
+    ],
+    ids=["none", "day", "night", "above the maximum", "never fires", "both at once"],
+)
+def test_the_latest_schedule_decides(schedules: tuple[Schedule, ...], now: str, expected: Bounds) -> None:
+    assert bounds(autoscaling(*schedules), at(now)) == expected
