@@ -246,6 +246,7 @@ class LeaderLink:
         self.revision = welcome.revision
         self.told = Told(self.key, self.endpoint.group, welcome.revision, page_size=welcome.page_size)
         self._feed = PageFeed()
+        self._send(wire.SendPages())
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
 

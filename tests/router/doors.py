@@ -11,7 +11,9 @@ from starlette.types import ASGIApp
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.server.gateway import Sink
+from phalanx_runtime.engine.client import Follower
+from phalanx_runtime.engine.page_keys import PageKeys
+from phalanx_runtime.server.gateway import EngineGateway, Sink
 from phalanx_runtime.server.link import LinkDoor, LinkSettings
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
@@ -26,6 +28,8 @@ class FakeEngine:
         self.known_assets: wire.Assets | None = ASSETS
         self.reported = wire.Load(0, 0, 0, 8, 8)
         self.subscribers: list[Callable[[], None]] = []
+        self.followers: list[Follower] = []
+        self.found = PageKeys()
         self._next: dict[int, int] = {}
 
     def submit(self, request: wire.Request, sink: Sink) -> int:
@@ -58,10 +62,30 @@ class FakeEngine:
         self.subscribers.append(changed)
         return lambda: self.subscribers.remove(changed)
 
+    def follow(self, follower: Follower) -> Callable[[], None]:
+        self.followers.append(follower)
+        return lambda: self.followers.remove(follower)
+
+    def pages(self) -> wire.PageChanges:
+        return self.found.snapshot()
+
+    def report(self, load: wire.Load) -> None:
+        """Tells a new load."""
+        self.reported = load
+        for follower in list(self.followers):
+            follower.load_changed()
+
+    def tell_pages(self, changes: wire.PageChanges) -> None:
+        """Tells page changes."""
+        self.found.apply(changes)
+        for follower in list(self.followers):
+            follower.pages_changed(changes)
+
     def change(self, state: wire.State) -> None:
         """Tells a new state; a new incarnation forgets all requests."""
         if state.incarnation != self.present.incarnation:
             self.submitted.clear()
+            self.found = PageKeys()
         self.present = state
         for changed in list(self.subscribers):
             changed()
@@ -129,7 +153,7 @@ def make_link_settings(
 
 
 @asynccontextmanager
-async def running_leader(engine: FakeEngine, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkDoor]]:
+async def running_leader(engine: EngineGateway, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkDoor]]:
     """The leader's link over an engine: its host:port, and the door."""
     door = LinkDoor(engine, settings or make_link_settings())
     async with http_server(Starlette(routes=[door.route()])) as address:

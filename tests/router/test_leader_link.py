@@ -221,13 +221,56 @@ async def test_assets_are_sent_when_asked_for_and_when_they_change() -> None:
         assert await receive(connection, wire.Assets) == ASSETS
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle: heartbeat", "busy: every tick"])
-async def test_load_is_reported(busy: bool) -> None:
+async def test_the_last_report_is_sent_again_while_there_is_no_other() -> None:
     engine = FakeEngine()
-    async with opened(engine, heartbeat_s=1000 if busy else 0.05) as (connection, _):
+    async with opened(engine) as (connection, _):
+        assert await receive(connection, wire.Load) == await receive(connection, wire.Load) == engine.reported
+
+
+async def test_a_report_is_sent_when_it_is_made_and_the_latest_stands_for_those_before_it() -> None:
+    engine = FakeEngine()
+    async with opened(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
-        engine.reported = wire.Load(0, int(busy), 10, 4, 8)
-        assert await receive(connection, wire.Load) == engine.reported
+        for sequence in range(1, 50):
+            engine.report(wire.Load(0, 1, 10, 4, 8, sequence=sequence))
+        assert (await receive(connection, wire.Load)).sequence == 49
+
+
+async def test_reports_tell_the_routers_own_handle_that_the_engine_has_seen() -> None:
+    engine = FakeEngine()
+    async with opened(engine, heartbeat_s=1000) as (connection, _):
+        await receive(connection, wire.Load)
+        told = []
+        for handle in (7, 8, 9):
+            await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
+            await until(lambda: len(engine.submitted) == handle - 6)  # noqa: B023
+            engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1000))
+            told.append((await receive(connection, wire.Load)).last_handle)
+        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        told.append((await receive(connection, wire.Load)).last_handle)
+        assert told == [7, 7, 7, 9]
+        engine.present = wire.State(False, 1, "rank 1 loads")
+        await connection.send(wire.encode(wire.Submit(10, make_request())))
+        await receive(connection, wire.Refused)
+        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        assert (await receive(connection, wire.Load)).last_handle == 10, "what was refused here waits for no engine"
+
+
+async def test_page_changes_come_after_a_snapshot_that_was_asked_for() -> None:
+    engine = FakeEngine()
+    keys = [bytes([i]) * 16 for i in range(4)]
+    async with opened(engine) as (connection, _):
+        engine.tell_pages(wire.PageChanges(0, [(True, keys[0]), (True, keys[1]), (False, keys[0])]))
+        await connection.send(wire.encode(wire.SendPages()))
+        snapshot = await receive(connection, wire.PageChanges)
+        assert snapshot == wire.PageChanges(3, [(True, keys[1])], is_snapshot=True)
+        engine.tell_pages(wire.PageChanges(3, [(True, keys[2])]))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(3, [(True, keys[2])])
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.tell_pages(wire.PageChanges(0, [(True, keys[3])]))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(0, [(True, keys[3])])
+        await connection.send(wire.encode(wire.SendPages()))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(1, [(True, keys[3])], is_snapshot=True)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import zmq
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.page_keys import PageKeys
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,18 @@ class Sink(Protocol):
 
     def refused(self, frame: wire.Refused) -> None:
         """A request does not run."""
+        ...
+
+
+class Follower(Protocol):
+    """Hears what the engine says of itself. Called on the event loop; never blocks."""
+
+    def load_changed(self) -> None:
+        """There is another load report."""
+        ...
+
+    def pages_changed(self, changes: wire.PageChanges) -> None:
+        """The prefix cache finds other pages than before."""
         ...
 
 
@@ -117,6 +130,8 @@ class EngineClient:
         self._is_leaving = False
         self._stops: str | None = None
         self._subscribers: list[Callable[[], None]] = []
+        self._followers: list[Follower] = []
+        self._pages = PageKeys()
 
     def state(self) -> wire.State:
         """Whether the group serves, and its incarnation."""
@@ -140,6 +155,10 @@ class EngineClient:
         """What the engine last said it has in hand."""
         return self._load
 
+    def pages(self) -> wire.PageChanges:
+        """A snapshot of what the prefix cache finds."""
+        return self._pages.snapshot()
+
     def assets(self) -> wire.Assets:
         """What a door needs of the model. Raises BackendError 503 until an incarnation has served once."""
         if self._assets is None:
@@ -150,6 +169,11 @@ class EngineClient:
         """Calls `changed` after each change of `state`, until the function that this returns is called."""
         self._subscribers.append(changed)
         return lambda: self._subscribers.remove(changed)
+
+    def follow(self, follower: Follower) -> Callable[[], None]:
+        """Tells of load reports and pages, until the function that this returns is called."""
+        self._followers.append(follower)
+        return lambda: self._followers.remove(follower)
 
     def bind(self, endpoint: str) -> None:
         """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
@@ -175,7 +199,7 @@ class EngineClient:
         """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
         self._close_socket()
         self._forget(list(self._open), "error")
-        self._load = NO_LOAD
+        self._load, self._pages = NO_LOAD, PageKeys()
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason))
 
@@ -301,6 +325,12 @@ class EngineClient:
                 case wire.Load():
                     self._load = frame
                     self._meter.load(frame)
+                    for follower in self._followers:
+                        follower.load_changed()
+                case wire.PageChanges():
+                    self._pages.apply(frame)
+                    for follower in self._followers:
+                        follower.pages_changed(frame)
 
     def _route(self, frame: wire.Tokens) -> None:
         """Splits the tokens of one step by sink; those of aborted requests go nowhere."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from phalanx_api import wire
+from phalanx_runtime.engine.client import Follower
 
 
 class Sink(Protocol):
@@ -45,10 +46,18 @@ class EngineGateway(Protocol):
         """What the engine last said it has in hand."""
         ...
 
+    def pages(self) -> wire.PageChanges:
+        """A snapshot of what the prefix cache finds."""
+        ...
+
     def assets(self) -> wire.Assets:
         """What a door needs of the model. Raises BackendError while no incarnation has served yet."""
         ...
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Calls `changed` after each change of `state`, until the function that this returns is called."""
+        ...
+
+    def follow(self, follower: Follower) -> Callable[[], None]:
+        """Tells of load reports and pages, until the function that this returns is called."""
         ...

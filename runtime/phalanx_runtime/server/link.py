@@ -1,8 +1,9 @@
 """The leader's side of the link: one WebSocket per router, at `wire.LINK_PATH` of the leader's HTTP port.
 
-    upgrade with the token -> Hello -> Welcome, State, Load -> Submit, Abort, Fetch one way
-                                                            -> Tokens, Refused, Load, State, Assets the other
+    upgrade with the token -> Hello -> Welcome, State, Load -> Submit, Abort, Fetch, SendPages one way
+                                                            -> Tokens, Refused, Load, State, Assets, PageChanges the other
 
+A load report goes on as soon as the engine made it; while one waits to be sent, the next takes its place.
 Tokens that wait together leave in one frame, so a slow router costs fewer frames, not more memory; one that lets
 `max_waiting_tokens` wait or takes nothing for `stall_s` is closed. When a connection ends, its requests are aborted, but for
 those that their clients may resume: they are orphans (`server.orphans`), which another link may adopt.
@@ -25,6 +26,7 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
 from phalanx_runtime.server.gateway import EngineGateway
 from phalanx_runtime.server.orphans import Kept, KeptRequests, Orphans
+from phalanx_runtime.server.seen import SeenHandles
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ CLOSE_TOO_SLOW = 4408
 class LinkSettings:
     """Who this leader is, and the bounds of its links.
 
-    tick_s: time between load reports while there is work. heartbeat_s: time between them while there is none.
+    tick_s: how often these bounds are looked at. heartbeat_s: after so long without a load report the last one is sent again.
     stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
     hello_s: how long a router may take to say Hello. silence_s: a router says something every second, if only an Abort of
     nothing; one that is silent for so long is lost. orphan_s: how long requests of a lost router go on.
@@ -159,11 +161,14 @@ class _Link:
         self._told_assets = ""
         self._sending_since: float | None = None
         self._load_at = 0.0
+        self._is_load_due = False
+        self._tells_pages = False
+        self._seen = SeenHandles()
         self._heard_at = self._clock()
 
     async def run(self) -> str:
         """Why the link ended. All its requests are aborted by then."""
-        unsubscribe = self._gateway.subscribe(self._state_changed)
+        unsubscribe, unfollow = self._gateway.subscribe(self._state_changed), self._gateway.follow(self)
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._tick)]
         try:
             self._greet()
@@ -171,6 +176,7 @@ class _Link:
             code, why = next(iter(done)).result()
         finally:
             unsubscribe()
+            unfollow()
             self._gateway.abort(self._kept.leave(self._handles))
             self._handles.clear()
             for task in tasks:
@@ -187,7 +193,7 @@ class _Link:
         self._send(wire.Welcome(wire.PROTOCOL_VERSION, settings.group, settings.revision, settings.page_size, self._told_assets))
         self._sent_state = self._gateway.state()
         self._send(self._sent_state)
-        self._report_load()
+        self.load_changed()
 
     # Sink
 
@@ -263,6 +269,7 @@ class _Link:
             self._handles.clear()
             self._engines.clear()
             self._kept.clear()
+            self._seen.lost()
         self._sent_state = state
         assets = self._assets()
         if assets is not None and assets.content_hash != self._told_assets:  # the first, or less memory for pages now
@@ -279,9 +286,23 @@ class _Link:
         self._told_assets = assets.content_hash
         self._send(assets)
 
-    def _report_load(self) -> None:
+    def load_changed(self) -> None:
+        """Sends the latest load report after what waits now."""
+        self._is_load_due = True
+        self._wake.set()
+
+    def pages_changed(self, changes: wire.PageChanges) -> None:
+        """Tells page changes to a router that asked for them."""
+        if self._tells_pages:
+            self._waiting_tokens += len(changes.changes)
+            self._send(changes)
+
+    def _load(self) -> wire.Load:
+        """The latest report, in the router's handles."""
+        self._is_load_due = False
         self._load_at = self._clock()
-        self._send(self._gateway.load())
+        load = self._gateway.load()
+        return msgspec.structs.replace(load, last_handle=self._seen.highest(load.last_handle))
 
     def _send(self, frame: wire.FromLeader) -> None:
         self._waiting.append(frame)
@@ -322,6 +343,10 @@ class _Link:
                 if assets is not None:  # the present ones, whatever was asked for: their hash says what they are
                     self._send_assets(assets)
                 return None
+            case wire.SendPages():
+                self._tells_pages = True
+                self._send(self._gateway.pages())
+                return None
             case wire.Hello():
                 return "Hello comes once"
             case _:
@@ -333,12 +358,14 @@ class _Link:
         state = self._gateway.state()
         if not state.serving:
             why = state.reason or "the group does not serve"
+            self._seen.submitted(frame.handle, None)
             self._send(wire.Refused(frame.handle, frame.request.epoch, 503, "not_ready", why))
             return None
         handle = self._gateway.submit(frame.request, self)
         self._handles[handle] = frame.handle
         self._engines[frame.handle] = handle
         self._kept.submitted(handle, frame.request, message)
+        self._seen.submitted(frame.handle, handle)
         return None
 
     async def _write(self) -> tuple[int, str]:
@@ -346,9 +373,11 @@ class _Link:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._waiting:
+                while self._waiting or self._is_load_due:
                     batch, self._waiting = self._waiting, []
                     self._waiting_tokens = 0
+                    if self._is_load_due:
+                        batch.append(self._load())
                     for frame in batch:
                         self._sending_since = self._clock()
                         await self._websocket.send_bytes(wire.encode(frame))
@@ -366,7 +395,5 @@ class _Link:
                 return CLOSE_TOO_SLOW, "the router does not read"
             if now - self._heard_at > settings.silence_s:
                 return CLOSE_TOO_SLOW, f"the router said nothing for {settings.silence_s:g} s"
-            load = self._gateway.load()
-            busy = bool(self._handles or load.running or load.waiting)
-            if since is None and (busy or now - self._load_at >= settings.heartbeat_s):
-                self._report_load()
+            if since is None and now - self._load_at >= settings.heartbeat_s:
+                self.load_changed()
