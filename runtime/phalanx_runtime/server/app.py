@@ -14,7 +14,8 @@ from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_frontend.vitals import Vitals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
-from phalanx_runtime.server.link import LinkDoor, LinkSettings
+from phalanx_runtime.server.link import LinkDoor
+from phalanx_runtime.server.open_link import LinkSettings
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.app import make_leader_app, supervised
-from phalanx_runtime.server.link import LinkSettings
 from phalanx_runtime.server.metrics import EngineMetrics
+from phalanx_runtime.server.open_link import LinkSettings
 from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
