@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_router.balancing import Balancing
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.links import Links
 from phalanx_router.metrics import Outcome, RouterMetrics
@@ -24,6 +25,7 @@ from phalanx_router.placing import Placing
 from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost, Setback, Stream
+from phalanx_router.traffic import TrafficBook
 
 
 class Fleet:
@@ -43,6 +45,10 @@ class Fleet:
         self._metrics = metrics
         self._placing = Placing(settings, self.links, metrics, draw, clock)
         self.moving = Moving(self.links, self.runs, settings, metrics, clock)
+        self.balancing = Balancing(self.links, self.runs, self.moving, metrics.balance, settings.policy, clock)
+        self._placing.burden = self.balancing.burdened
+        self.traffic = TrafficBook()
+        self._clock = clock
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
         """Deltas in order of index, each index once, whatever groups fail meanwhile. Closing it early aborts."""
@@ -50,6 +56,7 @@ class Fleet:
         self.runs.add(run)
         self._metrics.show_streams(len(self.runs))
         outcome: Outcome = "cancelled"
+        meter = self.traffic.begin(len(request.prompt), self._clock())
         try:
             while True:
                 if run.link is None and not await self._placing.place(run):
@@ -59,6 +66,7 @@ class Fleet:
                 match run.stream.take():
                     case Delta() as delta:
                         outcome = "finished" if delta.finish is not None else outcome
+                        meter.came(len(delta.tokens), delta.cached_tokens, self._clock())
                         yield delta
                         if delta.finish is not None:
                             return
@@ -75,6 +83,7 @@ class Fleet:
             outcome = "failed" if run.moves or error.status >= 500 else "refused"
             raise
         finally:
+            meter.end(self._clock())
             self.runs.discard(run)
             self.moving.stream_over(run, "the stream ended")
             run.leave()
@@ -100,7 +109,7 @@ class Fleet:
 
     async def run(self, source: LeaderSource) -> None:
         """Keeps a link to each leader of the source until cancelled; then closes them."""
-        await self.links.run(source, self._nudge())
+        await self.links.run(source, self._nudge(), self.balancing.run())
 
     def _set_back(self, run: Run, setback: Setback) -> None:
         """Notes why the stream has to leave its group. Raises BackendError when it may not try another."""

@@ -70,6 +70,10 @@ class Links:
             and (model_hash is None or link.told.served.model_hash == model_hash)
         }
 
+    def all(self) -> list[LeaderLink]:
+        """The link to every leader that is known, open or not."""
+        return list(self._links.values())
+
     def find(self, key: str) -> LeaderLink | None:
         """The link of this key while it is open and its incarnation lives; None once that is lost."""
         return next((link for link in self._links.values() if link.is_open and link.key == key), None)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.route.choose import Reason
 
 MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -14,6 +15,7 @@ class RouterMetrics:
     """Counters and gauges of one router, in the registry that `/metrics` shows."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.balance = BalanceMetrics(registry)
         self._requests = Counter("phalanx_router_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         self._replays = Counter("phalanx_router_replays", "Streams that went on in another group.", registry=registry)
         self._links_lost = Counter("phalanx_router_links_lost", "Links to leaders that ended.", registry=registry)

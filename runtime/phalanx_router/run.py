@@ -1,7 +1,10 @@
 """One stream on its way through groups, and the bounds of all such ways."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
+from phalanx_api.summary import BalancePolicy
 from phalanx_router.link import LeaderLink, LinkSettings
 from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.stream import Setback, Stream
@@ -14,7 +17,7 @@ class FleetSettings:
     max_replays: how often one stream may lose its group. max_moves: how often it may lose it or be left by it. patience_s:
     how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
     lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
-    running stream are asked again.
+    running stream are asked again. policy: followed until the operator tells another.
     """
 
     link: LinkSettings
@@ -25,6 +28,10 @@ class FleetSettings:
     retry_after_s: float = 2.0
     refusal_pause_s: float = 0.5
     max_moves: int = 32
+    policy: BalancePolicy = field(default_factory=BalancePolicy)
+
+
+_next_number: Callable[[], int] = count().__next__
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +40,7 @@ class Run:
 
     move: the open move of it, "" without one. moved: how often it was moved; `moved_at` when it last was, from group `left`.
     model_hash: the weights that drew its tokens; None before any group had it. keys: of its prompt's pages.
+    balanced: how many of the moves were for balance. number: names it in this process.
     """
 
     stream: Stream
@@ -51,6 +59,8 @@ class Run:
     moved: int = 0
     moved_at: float | None = None
     left: str = ""
+    balanced: int = 0
+    number: int = field(default_factory=_next_number)
 
     def leave(self) -> None:
         """Ends what the group does for the stream, if one has it."""

@@ -118,7 +118,7 @@ def test_budgets_are_kept_whatever_happens_to_moves(
             if rng.random() < 0.5:
                 world.obey(proposal, now)
             else:
-                world.balancer.ended(proposal, False, ("", ""), now)
+                world.balancer.ended(proposal, False, now)
     largest = max(world.contexts.values())
     check(spent, share * live, TOKENS_BURST_S, largest)
     for key in {key for _, keys, _ in taken for key in keys}:

@@ -80,15 +80,15 @@ class Balancer:
             return plan.proposals[0]
         return plan.refusal or Refusal(source, "rescue", "no_target", "no group has room")
 
-    def ended(self, proposal: Proposal, is_moved: bool, groups: tuple[str, str], now: float) -> bool:
-        """Notes how a move ended, with the names of its two groups; whether it was a return to a group just left."""
+    def ended(self, proposal: Proposal, is_moved: bool, now: float) -> bool:
+        """Notes how a move ended; whether it was a return to a group just left."""
         if self._moving.end(proposal.stream) is None:
             return False
         self._budget.end(proposal)
         if not is_moved:
             return False
         self.guard.left(proposal.source, proposal.context, now)
-        return self.pingpong.moved(proposal.stream, *groups, now)
+        return self.pingpong.moved(proposal.stream, proposal.source, proposal.target, now)
 
     def _begin(self, views: Sequence[GroupView], now: float) -> None:
         live_tokens = sum(view.context_tokens for view in views)

@@ -13,7 +13,7 @@ AT_LEAST = 2
 
 
 class PingPong:
-    """Counts moves and returns, by streams and names of groups."""
+    """Counts moves and returns, by streams and keys of groups."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -16,9 +16,9 @@ RefusalCode = Literal["mode", "saturated", "pingpong", "slots", "bytes", "tokens
 class StreamView:
     """One stream of this router as of now.
 
-    stream: its request id. context: tokens in pages, prompt and output. generated: output tokens; 0 has not begun. moves: how
-    often balancing has moved it. moved_s, left: when that was last, and the group that it left then. is_pinned: it stays, for its
-    siblings are there, or because it is moving.
+    stream: names it for ever. key: of the group that has it. context: tokens in pages, prompt and output. generated: output
+    tokens; 0 has not begun. moves: how often balancing has moved it. moved_s, left: when it was last moved, and the key of the
+    group that it left then. is_pinned: it stays, because it is moving.
     """
 
     stream: str

@@ -23,7 +23,7 @@ def may_take(stream: StreamView, source: GroupView, target: GroupView, now: floa
         return False
     if target.state != "fresh" or target.draining:
         return False
-    just_left = stream.moved_s is not None and now - stream.moved_s < RETURN_S and target.group == stream.left
+    just_left = stream.moved_s is not None and now - stream.moved_s < RETURN_S and target.key == stream.left
     return not just_left
 
 

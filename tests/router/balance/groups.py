@@ -73,9 +73,9 @@ class World:
             before = self.records.get(proposal.stream)
             moves = (before.moves if before else 0) + 1
             self.records[proposal.stream] = stream(
-                proposal.stream, target, proposal.context, moves=moves, moved_s=now, left=source
+                proposal.stream, target, proposal.context, moves=moves, moved_s=now, left=proposal.source
             )
-        return self.balancer.ended(proposal, True, (source, target), now)
+        return self.balancer.ended(proposal, True, now)
 
     def pressure(self, name: str) -> float:
         return self.view(name).pressure

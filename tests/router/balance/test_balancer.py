@@ -124,8 +124,8 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
 def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
     for proposal in first_moves(world).proposals:
-        assert not world.balancer.ended(proposal, False, ("a", "b"), 1.0)
-        assert not world.balancer.ended(proposal, True, ("a", "b"), 1.0), "an end counts once"
+        assert not world.balancer.ended(proposal, False, 1.0)
+        assert not world.balancer.ended(proposal, True, 1.0), "an end counts once"
     assert len(world.tick(1.25).proposals) == 2
     assert world.balancer.guard.burdened(group("a"), 1.0) == group("a")
 
@@ -221,7 +221,7 @@ def test_a_rescue_counts_against_the_next_one() -> None:
 def test_a_stream_is_not_rescued_into_the_group_it_just_left() -> None:
     world = hot_world()
     world.names = ["a", "b"]
-    back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b")
+    back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b/1/1")
     assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 5.0), Refusal)
     assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 11.0), Proposal)
 
