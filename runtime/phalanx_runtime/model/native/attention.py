@@ -1,16 +1,21 @@
-"""Paged attention whose decoding reads the pages in place; prefill chunks go the way of `PagedAttention`, its twin."""
+"""Paged attention that reads the pages in place. `PagedAttention` is the twin, and takes what no kernel knows.
+
+Where the processor multiplies pairs of bf16, one kernel serves a whole step of that dtype, decoding requests and prompt chunks.
+Elsewhere, and in float, decoding is compiled and chunks go the way of the twin.
+"""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeGroup, LayerCache, PagedAttention
+from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeGroup, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.native.library import Library, library
 
 MAX_GROUP = 64
 """Query heads that may share a KV head."""
 
+Six = ctypes.c_int64 * 6
 Sizes = ctypes.c_int64 * 8
 Strides = ctypes.c_int64 * 5
 
@@ -21,18 +26,61 @@ def decodes(library: Library, heads: int, kv_heads: int, head_dim: int, dtype: t
     return lanes is not None and head_dim % lanes == 0 and heads // kv_heads <= MAX_GROUP
 
 
-class NativeAttention(PagedAttention):
-    """`PagedAttention` without its gather for decoding requests; shapes that the kernel does not know are still gathered.
+def attends(library: Library, page: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether one kernel attends for a whole step in this shape and dtype."""
+    return library.has_runs and dtype == torch.bfloat16 and head_dim % 32 == 0 and page % 16 == 0
 
-    num_decoded counts the tokens that the kernel attended for, once per layer.
+
+def runs_of(batch: StepBatch) -> Tensor:
+    """The step's runs as the kernel reads them: [runs, 4] of start, size, length and the address of the page numbers."""
+    runs = []
+    for group in batch.groups:
+        first, step = group.tables.data_ptr(), group.tables.stride(0) * group.tables.element_size()
+        runs += [(group.start + i, 1, length, first + i * step) for i, length in enumerate(group.lengths)]
+    runs += [(chunk.start, chunk.size, chunk.length, chunk.table.data_ptr()) for chunk in batch.chunks]
+    return torch.tensor(runs, dtype=torch.int64)
+
+
+class NativeAttention(PagedAttention):
+    """`PagedAttention` without its gather; shapes that the kernels do not know are still gathered.
+
+    num_decoded and num_prefilled count the tokens that a kernel attended for, once per layer.
     """
 
-    __slots__ = ("_library", "num_decoded")
+    __slots__ = ("_batch", "_library", "_runs", "num_decoded", "num_prefilled")
 
     def __init__(self, library: Library) -> None:
         super().__init__()
         self._library = library
+        self._batch: StepBatch | None = None
+        self._runs = torch.empty(0)
         self.num_decoded = 0
+        self.num_prefilled = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        kv_heads, page, dim = cache.k.shape[1:]
+        if not attends(self._library, page, dim, q.dtype) or q.stride(1) != dim or q.stride(2) != 1:
+            return super().__call__(q, k, v, cache, batch, form)
+        self._write(k, v, cache, batch.slots)
+        if self._batch is not batch:  # the layers of a step share it
+            self._batch, self._runs = batch, runs_of(batch)
+        out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
+        self._library.functions.phalanx_attend(
+            q.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            self._runs.data_ptr(),
+            len(self._runs),
+            out.data_ptr(),
+            Six(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0),
+            dim**-0.5 if form.scale is None else form.scale,
+            form.softcap or 0.0,
+        )
+        decoded = sum(group.size for group in batch.groups)
+        self.num_decoded += decoded
+        self.num_prefilled += q.shape[0] - decoded
+        return out
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         size, dim = k.element_size(), k.shape[2]

@@ -26,10 +26,12 @@ _BUILD_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The kernels, compiled for one kind of processor. `lanes` floats make a vector there."""
+    """The kernels, compiled for one kind of processor. `lanes` floats make a vector there. has_runs: it multiplies pairs of bf16,
+    so that attention over runs is there."""
 
     functions: ctypes.CDLL
     lanes: int
+    has_runs: bool
 
 
 @functools.cache
@@ -79,6 +81,9 @@ def _open(path: Path) -> Library:
     functions.phalanx_lanes.restype = count
     functions.phalanx_decode.argtypes = [count, *[pointer] * 7, number, number]
     functions.phalanx_decode.restype = None
+    functions.phalanx_attends.restype = count
+    functions.phalanx_attend.argtypes = [*[pointer] * 4, count, *[pointer] * 2, number, number]
+    functions.phalanx_attend.restype = None
     functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
     functions.phalanx_linear.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
@@ -87,7 +92,7 @@ def _open(path: Path) -> Library:
     functions.phalanx_rotate.restype = None
     functions.phalanx_write.argtypes = [pointer] * 6
     functions.phalanx_write.restype = None
-    return Library(functions, int(functions.phalanx_lanes()))
+    return Library(functions, int(functions.phalanx_lanes()), bool(functions.phalanx_attends()))
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,483 @@
+// Attention of bf16 queries over pages where they lie, for decoding requests and prompt chunks alike, where the processor
+// multiplies pairs of bf16 and adds them in float.
+//
+// A run is some tokens of one request, the last ones of its context. One item of work is (run, tile of its tokens, KV head): it
+// goes through the context in blocks of 64 keys, brought into the order that the products want, with a softmax that is carried
+// along. A block begins at a multiple of 64, so that a token's numbers do not depend on how its prompt was cut. A single token
+// with a long context is cut into splits, merged after all items are done.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+namespace {
+
+constexpr int BLOCK = 64, PAGE = 16, VECTORS = BLOCK / PAGE, STRIP = 6;
+constexpr int64_t TILE = 64, SPLIT = 512;
+constexpr float LOWEST = -1e30f;  // below every score, and no infinity: differences stay numbers
+constexpr float LOG2_E = 1.44269504f;
+
+struct Task {
+    int64_t heads, kv_heads, dim, page, q_stride, window;
+    float scale, softcap;
+    int64_t group() const { return heads / kv_heads; }
+};
+// As the caller lays it out.
+struct Run {
+    int64_t start, size, length;
+    const int64_t* table;
+};
+// Tokens [first, first + count) of a run against keys [from, to). merged: how many items make its result, or 0.
+struct Item {
+    const Run* run;
+    int64_t head, first, count, from, to, merged;
+};
+
+// Of one thread: the tile's queries, its sums, and of each row the position, the largest score and the mass.
+struct Scratch {
+    std::vector<bf16> q;
+    std::vector<float> sums, top;
+    std::vector<int64_t> position;
+    std::vector<__m512> mass;
+    std::vector<uint32_t> keys, values;
+
+    void reserve(int64_t rows, int64_t dim) {
+        q.resize(rows * dim);
+        sums.resize(rows * dim);
+        top.resize(rows);
+        position.resize(rows);
+        mass.resize(rows);
+        keys.resize(BLOCK * dim / 2);
+        values.resize(BLOCK * dim / 2);
+    }
+};
+
+// 2^x; 0 far below.
+inline __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 rest = x - whole;
+    __m512 poly = _mm512_set1_ps(1.33335581e-3f);
+    poly = poly * rest + 9.61812911e-3f;
+    poly = poly * rest + 5.55041087e-2f;
+    poly = poly * rest + 2.40226507e-1f;
+    poly = poly * rest + 6.93147181e-1f;
+    poly = poly * rest + 1.0f;
+    return _mm512_scalef_ps(poly, whole);
+}
+
+// 16 rows of 16 words, `step` words apart, as columns: to[16 * column + row].
+inline void transpose(const uint32_t* const* rows, int64_t at, uint32_t* to) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + at);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    // a[4 * i + j]: column j of each quarter of four, rows 4 * i to 4 * i + 3.
+    for (int j = 0; j < 4; j++) {
+        b[j] = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+        b[4 + j] = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        b[8 + j] = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        b[12 + j] = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    }
+    for (int j = 0; j < 4; j++) {
+        _mm512_storeu_si512(to + 16 * j, _mm512_shuffle_i32x4(b[j], b[8 + j], 0x88));
+        _mm512_storeu_si512(to + 16 * (8 + j), _mm512_shuffle_i32x4(b[j], b[8 + j], 0xdd));
+        _mm512_storeu_si512(to + 16 * (4 + j), _mm512_shuffle_i32x4(b[4 + j], b[12 + j], 0x88));
+        _mm512_storeu_si512(to + 16 * (12 + j), _mm512_shuffle_i32x4(b[4 + j], b[12 + j], 0xdd));
+    }
+}
+
+// 16 keys: to[16 * pair + key] holds a pair of dimensions.
+inline void pack_keys(const bf16* from, int64_t dim, uint32_t* to) {
+    const uint32_t* rows[PAGE];
+    for (int i = 0; i < PAGE; i++) rows[i] = reinterpret_cast<const uint32_t*>(from + i * dim);
+    for (int64_t at = 0; at < dim / 2; at += 16) transpose(rows, at, to + 16 * at);
+}
+
+// 16 values, those past `count` as zeros: to[(dim / 16) * (BLOCK / 2) + pair of keys][dim % 16] holds a pair of keys.
+inline void pack_values(const bf16* from, int64_t dim, int64_t count, uint32_t* to) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                         35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = low + _mm512_set1_epi16(16);
+    for (int pair = 0; pair < PAGE / 2; pair++)
+        for (int64_t d = 0; d < dim; d += 32) {
+            const bf16* at = from + 2 * pair * dim + d;
+            const __m512i a = 2 * pair < count ? _mm512_loadu_si512(at) : _mm512_setzero_si512();
+            const __m512i b = 2 * pair + 1 < count ? _mm512_loadu_si512(at + dim) : _mm512_setzero_si512();
+            _mm512_storeu_si512(to + (d / 16 * (BLOCK / 2) + pair) * 16, _mm512_permutex2var_epi16(a, low, b));
+            _mm512_storeu_si512(to + ((d / 16 + 1) * (BLOCK / 2) + pair) * 16, _mm512_permutex2var_epi16(a, high, b));
+        }
+}
+
+inline __m512bh pair_of(const bf16* from) {
+    int32_t both;
+    memcpy(&both, from, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+inline __m512bh words(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+// Which of 16 keys from `key` on a token at this position sees.
+inline __mmask16 seen(const Task& task, int64_t position, int64_t key) {
+    const int64_t after = std::clamp<int64_t>(position + 1 - key, 0, 16);
+    const int64_t before = task.window > 0 ? std::clamp<int64_t>(position + 1 - task.window - key, 0, 16) : 0;
+    return static_cast<__mmask16>(((1u << after) - 1) & ~((1u << before) - 1));
+}
+
+inline __m512 capped(__m512 score, float softcap) {
+    for (int i = 0; i < 16; i++) score[i] = std::tanh(score[i] / softcap) * softcap;
+    return score;
+}
+
+// sums = sums * shrink + weights x values, for `blocks` times 16 dimensions.
+template <int rows, int blocks>
+inline void weigh(const bf16 (*weights)[BLOCK], const uint32_t* values, int pairs, const __m512* shrink, float* sums, int64_t dim) {
+    __m512 total[rows][blocks];
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) total[r][b] = _mm512_loadu_ps(sums + r * dim + 16 * b) * shrink[r];
+    for (int k = 0; k < pairs; k++) {
+        __m512bh value[blocks];
+        for (int b = 0; b < blocks; b++) value[b] = words(values + (b * (BLOCK / 2) + k) * 16);
+        for (int r = 0; r < rows; r++) {
+            const __m512bh weight = pair_of(&weights[r][2 * k]);
+            for (int b = 0; b < blocks; b++) total[r][b] = _mm512_dpbf16_ps(total[r][b], value[b], weight);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + r * dim + 16 * b, total[r][b]);
+}
+
+// Scores as powers of two, the largest of each row and the mass carried along: what is left are the weights, and by how much the
+// sums so far shrink.
+template <int rows, int vectors>
+inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked, __m512 (&score)[rows][vectors],
+                   bf16 (*weights)[BLOCK], __m512* shrink) {
+    for (int r = 0; r < rows; r++) {
+        __m512 best = _mm512_set1_ps(LOWEST);
+        for (int v = 0; v < vectors; v++) {
+            __m512 x = score[r][v] * task.scale;
+            if (task.softcap > 0) x = capped(x, task.softcap) * LOG2_E;
+            if (masked)
+                x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(task, s.position[row + r], key + PAGE * v), x);
+            score[r][v] = x;
+            best = _mm512_max_ps(best, x);
+        }
+        const float top = std::max(s.top[row + r], _mm512_reduce_max_ps(best));
+        shrink[r] = power_of_two(_mm512_set1_ps(s.top[row + r] - top));
+        s.top[row + r] = top;
+        __m512 mass = s.mass[row + r] * shrink[r];
+        for (int v = 0; v < vectors; v++) {
+            const __m512 weight = power_of_two(score[r][v] - top);
+            mass += weight;
+            _mm256_store_si256(reinterpret_cast<__m256i*>(&weights[r][PAGE * v]), (__m256i)_mm512_cvtneps_pbh(weight));
+        }
+        s.mass[row + r] = mass;
+    }
+}
+
+// Some rows of the tile meet `vectors` times 16 keys from `key` on.
+template <int rows, int vectors>
+void meet(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked) {
+    __m512 score[rows][vectors];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) score[r][v] = _mm512_setzero_ps();
+    const bf16* q = s.q.data() + row * task.dim;
+    const int64_t pairs = task.dim / 2;
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh keys[vectors];
+        for (int v = 0; v < vectors; v++) keys[v] = words(&s.keys[(v * pairs + k) * 16]);
+        for (int r = 0; r < rows; r++) {
+            const __m512bh query = pair_of(q + r * task.dim + 2 * k);
+            for (int v = 0; v < vectors; v++) score[r][v] = _mm512_dpbf16_ps(score[r][v], keys[v], query);
+        }
+    }
+    alignas(64) bf16 weights[rows][BLOCK];
+    __m512 shrink[rows];
+    soften<rows, vectors>(task, s, row, key, masked, score, weights, shrink);
+    float* sums = s.sums.data() + row * task.dim;
+    int64_t d = 0;
+    for (; d + 64 <= task.dim; d += 64)
+        weigh<rows, 4>(weights, &s.values[d / 16 * (BLOCK / 2) * 16], vectors * PAGE / 2, shrink, sums + d, task.dim);
+    for (; d < task.dim; d += 32)
+        weigh<rows, 2>(weights, &s.values[d / 16 * (BLOCK / 2) * 16], vectors * PAGE / 2, shrink, sums + d, task.dim);
+}
+
+template <int rows>
+void meet_some(const Task& task, Scratch& s, int64_t row, int64_t key, int vectors, bool masked) {
+    if (vectors == 4) return meet<rows, 4>(task, s, row, key, masked);
+    if (vectors == 3) return meet<rows, 3>(task, s, row, key, masked);
+    if (vectors == 2) return meet<rows, 2>(task, s, row, key, masked);
+    meet<rows, 1>(task, s, row, key, masked);
+}
+
+template <int rows>
+void meet_any(int64_t count, const Task& task, Scratch& s, int64_t row, int64_t key, int vectors, bool masked) {
+    if constexpr (rows > 0) {
+        if (count == rows) return meet_some<rows>(task, s, row, key, vectors, masked);
+        meet_any<rows - 1>(count, task, s, row, key, vectors, masked);
+    }
+}
+
+// All rows of the tile meet the block of keys [key, to).
+void meet_block(const Task& task, Scratch& s, int64_t rows, int64_t key, int64_t to) {
+    for (int64_t row = 0; row < rows; row += STRIP) {
+        const int64_t count = std::min<int64_t>(STRIP, rows - row);
+        const int64_t lowest = s.position[row], highest = s.position[row + count - 1];
+        const int64_t end = std::min(to, highest + 1);
+        if (end <= key || (task.window > 0 && key + BLOCK <= lowest + 1 - task.window)) continue;
+        const bool masked = lowest + 1 < end || end % PAGE || (task.window > 0 && key < highest + 1 - task.window);
+        meet_any<STRIP>(count, task, s, row, key, static_cast<int>((end - key + PAGE - 1) / PAGE), masked);
+    }
+}
+
+// Where 16 tokens of a KV head begin; pages are a multiple of 16 tokens.
+inline int64_t place(const Task& task, const Item& item, int64_t token) {
+    return ((item.run->table[token / task.page] * task.kv_heads + item.head) * task.page + token % task.page) * task.dim;
+}
+
+// Lanes whose number has `distance` in it from b, the others from a; each with its neighbour at that distance added.
+template <int distance>
+inline __m512 folded(__m512 a, __m512 b) {
+    constexpr __mmask16 upper = distance == 1 ? 0xaaaa : distance == 2 ? 0xcccc : distance == 4 ? 0xf0f0 : 0xff00;
+    const __m512 own = _mm512_mask_mov_ps(a, upper, b), other = _mm512_mask_mov_ps(b, upper, a);
+    if constexpr (distance == 1) return own + _mm512_permute_ps(other, 0xb1);
+    if constexpr (distance == 2) return own + _mm512_permute_ps(other, 0x4e);
+    if constexpr (distance == 4) return own + _mm512_shuffle_f32x4(other, other, 0xb1);
+    return own + _mm512_shuffle_f32x4(other, other, 0x4e);
+}
+
+// Lane i: q . keys[i], for `count` keys in a row. What is at `next` is fetched meanwhile.
+template <int count>
+inline __m512 products(const bf16* q, const bf16* keys, const bf16* next, int64_t dim) {
+    if constexpr (count == 1) {
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t d = 0; d < dim; d += 32) {
+            total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_loadu_si512(keys + d), (__m512bh)_mm512_loadu_si512(q + d));
+            if (next) _mm_prefetch(reinterpret_cast<const char*>(next + d), _MM_HINT_T1);
+        }
+        return total;
+    } else {
+        constexpr int half = count / 2;
+        const __m512 low = products<half>(q, keys, next, dim);
+        return folded<half>(low, products<half>(q, keys + half * dim, next ? next + half * dim : nullptr, dim));
+    }
+}
+
+// As `weigh`, from values as they lie in pages: `count` keys of which the last may be missing.
+template <int rows, int blocks>
+inline void weigh_pages(const bf16 (*weights)[BLOCK], const bf16* const* values, const bf16* const* next, int64_t count,
+                        const __m512* shrink, float* sums, int64_t dim) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                         35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = low + _mm512_set1_epi16(16);
+    __m512 total[rows][blocks];
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) total[r][b] = _mm512_loadu_ps(sums + r * dim + 16 * b) * shrink[r];
+    for (int64_t key = 0; key < count; key += 2) {
+        const bf16* at = values[key / PAGE] + key % PAGE * dim;
+        const bf16* ahead = next[key / PAGE] + key % PAGE * dim;
+        for (int b = 0; b < blocks; b += 2) {
+            const __m512i first = _mm512_loadu_si512(at + 16 * b);
+            const __m512i second = key + 1 < count ? _mm512_loadu_si512(at + dim + 16 * b) : _mm512_setzero_si512();
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + 16 * b), _MM_HINT_T1);
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + dim + 16 * b), _MM_HINT_T1);
+            const __m512bh even = (__m512bh)_mm512_permutex2var_epi16(first, low, second);
+            const __m512bh odd = (__m512bh)_mm512_permutex2var_epi16(first, high, second);
+            for (int r = 0; r < rows; r++) {
+                const __m512bh weight = pair_of(&weights[r][key]);
+                total[r][b] = _mm512_dpbf16_ps(total[r][b], even, weight);
+                total[r][b + 1] = _mm512_dpbf16_ps(total[r][b + 1], odd, weight);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + r * dim + 16 * b, total[r][b]);
+}
+
+// The few rows of one token meet keys [key, end) as they lie in pages: nothing is brought into another order.
+template <int rows>
+void meet_pages(const Task& task, Scratch& s, const bf16* const* keys, const bf16* const* values, const bf16* const* next_keys,
+                const bf16* const* next_values, int64_t key, int64_t end) {
+    __m512 score[rows][VECTORS];
+    for (int v = 0; v < VECTORS; v++)
+        for (int r = 0; r < rows; r++)
+            score[r][v] = key + v * PAGE >= end ? _mm512_set1_ps(-INFINITY)
+                                                : products<PAGE>(&s.q[r * task.dim], keys[v], r ? nullptr : next_keys[v], task.dim);
+    alignas(64) bf16 weights[rows][BLOCK];
+    __m512 shrink[rows];
+    const bool masked = end - key < BLOCK || (task.window > 0 && key < s.position[0] + 1 - task.window);
+    soften<rows, VECTORS>(task, s, 0, key, masked, score, weights, shrink);
+    int64_t d = 0;
+    const bf16 *value[VECTORS], *next[VECTORS];
+    for (; d < task.dim; d += 64) {
+        for (int v = 0; v < VECTORS; v++) value[v] = values[v] + d, next[v] = next_values[v] + d;
+        if (d + 64 <= task.dim)
+            weigh_pages<rows, 4>(weights, value, next, end - key, shrink, s.sums.data() + d, task.dim);
+        else
+            weigh_pages<rows, 2>(weights, value, next, end - key, shrink, s.sums.data() + d, task.dim);
+    }
+}
+
+template <int rows>
+void meet_pages_any(int64_t count, const Task& task, Scratch& s, const bf16* const* keys, const bf16* const* values,
+                    const bf16* const* next_keys, const bf16* const* next_values, int64_t key, int64_t end) {
+    if constexpr (rows > 0) {
+        if (count == rows) return meet_pages<rows>(task, s, keys, values, next_keys, next_values, key, end);
+        meet_pages_any<rows - 1>(count, task, s, keys, values, next_keys, next_values, key, end);
+    }
+}
+
+// One token's few rows. `after` is an item that comes soon: its first block is fetched during the last one of this.
+void attend_few(const Task& task, const Item& item, const Item& after, const bf16* k, const bf16* v, Scratch& s, int64_t rows) {
+    for (int64_t key = item.from; key < item.to; key += BLOCK) {
+        const int64_t end = std::min(item.to, key + BLOCK);
+        const bf16 *keys[VECTORS], *values[VECTORS], *next_keys[VECTORS], *next_values[VECTORS];
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t at = key + i * PAGE, here = place(task, item, at < end ? at : key);
+            const int64_t other = after.from + i * PAGE;
+            const int64_t next = key + BLOCK < item.to ? (at + BLOCK < item.to ? place(task, item, at + BLOCK) : here)
+                                                       : (other < after.to ? place(task, after, other) : here);
+            keys[i] = k + here, values[i] = v + here, next_keys[i] = k + next, next_values[i] = v + next;
+        }
+        meet_pages_any<STRIP>(rows, task, s, keys, values, next_keys, next_values, key, end);
+    }
+}
+
+void attend_many(const Task& task, const Item& item, const bf16* k, const bf16* v, Scratch& s, int64_t rows) {
+    for (int64_t key = item.from; key < item.to; key += BLOCK) {
+        const int64_t end = std::min(item.to, key + BLOCK);
+        for (int64_t at = key; at < end; at += PAGE) {
+            const int64_t from = place(task, item, at);
+            pack_keys(k + from, task.dim, &s.keys[(at - key) / 2 * task.dim]);
+            pack_values(v + from, task.dim, item.to - at, &s.values[(at - key) / 2 * 16]);
+        }
+        meet_block(task, s, rows, key, end);
+    }
+}
+
+void attend(const Task& task, const Item& item, const Item& after, const bf16* q, const bf16* k, const bf16* v, Scratch& s) {
+    const int64_t dim = task.dim, group = task.group(), rows = item.count * group;
+    const int64_t start = item.run->start + item.first, position = item.run->length - item.run->size + item.first;
+    s.reserve(rows, dim);
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16* from = q + (start + row / group) * task.q_stride + (item.head * group + row % group) * dim;
+        memcpy(&s.q[row * dim], from, dim * sizeof(bf16));
+        s.position[row] = position + row / group;
+        s.top[row] = LOWEST;
+        s.mass[row] = _mm512_setzero_ps();
+    }
+    std::fill(s.sums.begin(), s.sums.end(), 0.0f);
+    if (item.count == 1 && rows <= STRIP)
+        attend_few(task, item, after, k, v, s, rows);
+    else
+        attend_many(task, item, k, v, s, rows);
+}
+
+inline void write(const float* sums, float mass, int64_t dim, bf16* out) {
+    for (int64_t d = 0; d < dim; d += 16)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + d) / mass));
+}
+
+// Partial results of one item: per query head the sums, the largest score, the mass.
+void keep(const Scratch& s, int64_t group, int64_t dim, float* part) {
+    for (int64_t g = 0; g < group; g++, part += dim + 2) {
+        memcpy(part, &s.sums[g * dim], dim * 4);
+        part[dim] = s.top[g];
+        part[dim + 1] = _mm512_reduce_add_ps(s.mass[g]);
+    }
+}
+
+void merge(const float* parts, int64_t splits, int64_t group, int64_t dim, bf16* out) {
+    std::vector<float> sums(dim);
+    const int64_t step = group * (dim + 2);
+    for (int64_t g = 0; g < group; g++, parts += dim + 2, out += dim) {
+        float top = LOWEST, mass = 0;
+        for (int64_t i = 0; i < splits; i++) top = std::max(top, parts[i * step + dim]);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t i = 0; i < splits; i++) {
+            const float share = std::exp2(parts[i * step + dim] - top);
+            mass += share * parts[i * step + dim + 1];
+            for (int64_t d = 0; d < dim; d++) sums[d] += share * parts[i * step + d];
+        }
+        write(sums.data(), mass, dim, out);
+    }
+}
+
+// The items of a run, those with the most keys first.
+void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
+    const int64_t tiles = (run.size + TILE - 1) / TILE, before = run.length - run.size;
+    for (int64_t tile = tiles - 1; tile >= 0; tile--) {
+        const int64_t first = tile * TILE, count = std::min(TILE, run.size - first), to = before + first + count;
+        const int64_t from = task.window > 0 ? std::max<int64_t>(0, before + first + 1 - task.window) / BLOCK * BLOCK : 0;
+        const int64_t splits = run.size > 1 ? 1 : (to - from + SPLIT - 1) / SPLIT;
+        for (int64_t head = 0; head < task.kv_heads; head++)
+            for (int64_t i = 0; i < splits; i++) {
+                const int64_t at = from + i * SPLIT, end = splits > 1 ? std::min(to, at + SPLIT) : to;
+                items.push_back({&run, head, first, count, at, end, splits > 1 ? splits : 0});
+            }
+    }
+}
+
+void attend_all(const Task& task, const Run* runs, int64_t num_runs, const bf16* q, const bf16* k, const bf16* v, bf16* out) {
+    const int64_t dim = task.dim, group = task.group(), part = group * (dim + 2);
+    std::vector<Item> items;
+    for (int64_t i = num_runs - 1; i >= 0; i--) add_items(task, runs[i], items);
+    const int64_t count = static_cast<int64_t>(items.size());
+    const bool merges = std::any_of(items.begin(), items.end(), [](const Item& item) { return item.merged > 0; });
+    std::vector<float> parts(merges ? count * part : 0);
+    const auto place_of = [&](const Item& item, int64_t row) {
+        return out + ((item.run->start + item.first + row / group) * task.heads + item.head * group + row % group) * dim;
+    };
+#pragma omp parallel if (count > 1)
+    {
+        static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < count; i++) {
+            const Item& item = items[i];
+            attend(task, item, items[std::min(i + omp_get_num_threads(), count - 1)], q, k, v, scratch);
+            if (item.merged)
+                keep(scratch, group, dim, &parts[i * part]);
+            else
+                for (int64_t row = 0; row < item.count * group; row++)
+                    write(&scratch.sums[row * dim], _mm512_reduce_add_ps(scratch.mass[row]), dim, place_of(item, row));
+        }
+    }
+    for (int64_t i = 0; i < count; i += std::max<int64_t>(1, items[i].merged))
+        if (items[i].merged) merge(&parts[i * part], items[i].merged, group, dim, place_of(items[i], 0));
+}
+
+}  // namespace
+#endif
+
+extern "C" {
+
+int64_t phalanx_attends() {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Only where phalanx_attends. q: [tokens, heads, dim] of bf16, rows q_stride apart. k, v: [pages, kv_heads, page, dim]. runs:
+// [num_runs, 4] of start, size, length and the address of the request's page numbers. out: [tokens, heads * dim]. sizes: heads,
+// kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0: all tokens). softcap 0: none.
+void phalanx_attend(const void* q, const void* k, const void* v, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
+                    double scale, double softcap) {
+#if defined(__AVX512BF16__)
+    const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                    static_cast<float>(softcap > 0 ? scale : scale * LOG2_E), static_cast<float>(softcap)};
+    attend_all(task, static_cast<const Run*>(runs), num_runs, static_cast<const bf16*>(q), static_cast<const bf16*>(k),
+               static_cast<const bf16*>(v), static_cast<bf16*>(out));
+#endif
+}
+}
