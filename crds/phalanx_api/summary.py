@@ -148,6 +148,7 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     """What the operator grants. `number` rises with each change. Targets are seconds; None is no target.
 
     `empty`: groups to take streams off (drain, scale-in, rollout, a node that is drained), the most urgent first.
+    `max_held`: requests that each router holds, for `hold_s` at most, while there is no group; 0: none, for no group will come.
     """
 
     number: int = 0
@@ -157,6 +158,8 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
     empty: list[str] = []
+    max_held: int = 0
+    hold_s: float = 0.0
 
 
 class Asked(msgspec.Struct, frozen=True):

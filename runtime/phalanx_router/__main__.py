@@ -57,7 +57,11 @@ async def serve(settings: Settings) -> int:
     """Serves until a signal comes; then finishes open streams within `drain_s`. The exit code."""
     link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
-        link, settings.served_names, patience_s=settings.patience_s, retry_after_s=settings.retry_after_s
+        link,
+        settings.served_names,
+        patience_s=settings.patience_s,
+        retry_after_s=settings.retry_after_s,
+        policy=settings.policy,
     )
     app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error), settings.api_keys)
     config = uvicorn.Config(

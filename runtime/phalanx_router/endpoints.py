@@ -16,7 +16,10 @@ from phalanx_api import labels
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One leader. `created` orders leaders by age (RFC 3339; "" where nobody knows); a leaving one gets no new requests."""
+    """One leader. `created` orders leaders by age (RFC 3339; "" where nobody knows).
+
+    A leaving one gets no new requests: its pod is being deleted, or the operator has its group emptied.
+    """
 
     key: str
     address: str
@@ -55,6 +58,7 @@ class Metadata(msgspec.Struct, frozen=True, rename="camel"):
     uid: str = ""
     name: str = ""
     labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
     creation_timestamp: str = ""
     deletion_timestamp: str | None = None
     resource_version: str = ""
@@ -88,7 +92,7 @@ def leaders_of(pods: Iterable[Pod]) -> dict[str, Endpoint]:
             address=f"{_host(pod.status.pod_ip)}:{labels.HTTP_PORT}",
             group=pod.metadata.labels.get(labels.GROUP, pod.metadata.name),
             created=pod.metadata.creation_timestamp,
-            leaving=pod.metadata.deletion_timestamp is not None,
+            leaving=pod.metadata.deletion_timestamp is not None or labels.DRAINING in pod.metadata.annotations,
         )
         for pod in pods
         if pod.status.pod_ip and pod.status.phase not in ("Succeeded", "Failed")

@@ -4,9 +4,12 @@ import argparse
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from phalanx_api import labels
+from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 
 
@@ -19,7 +22,7 @@ class Settings:
     patience_s: how long a running stream waits for a group. retry_after_s: what clients hear when no group is ready.
     drain_s: how long open streams may go on after SIGTERM; below the pod's grace period.
     lame_duck_s: how long a leaving router still accepts connections, for its address lives on in other nodes' tables.
-    api_keys: who may use the door; none: anyone.
+    api_keys: who may use the door; none: anyone. policy: followed until the operator tells another.
     """
 
     host: str
@@ -36,6 +39,7 @@ class Settings:
     lame_duck_s: float
     log_level: str
     api_keys: tuple[ApiKey, ...] = ()
+    policy: BalancePolicy = field(default_factory=BalancePolicy)
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -59,6 +63,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         keys = tuple(gather_keys(given.api_key, given.api_keys_file))
     except KeysUnreadable as error:
         parser.error(f"argument --api-key, --api-keys-file: {error}")
+    try:
+        policy = _policy(given.policy_file)
+    except (OSError, msgspec.MsgspecError) as error:
+        parser.error(f"argument --policy-file: {str(given.policy_file)!r} holds no policy: {error}")
     if not token:
         parser.error(f"argument --token-file: {given.token_file!r} is empty")
     return Settings(
@@ -76,6 +84,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         lame_duck_s=given.lame_duck_s,
         log_level=given.log_level,
         api_keys=keys,
+        policy=policy,
     )
 
 
@@ -98,7 +107,12 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="who brings one of these may use the door")
     serve.add_argument("--api-keys-file", type=pathlib.Path, help="keys with names: JSON, or lines of `name key [priority]`")
+    serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, until the operator tells another")
     return parser
+
+
+def _policy(path: pathlib.Path | None) -> BalancePolicy:
+    return msgspec.json.decode(path.read_bytes(), type=BalancePolicy) if path else BalancePolicy()
 
 
 def _list(text: str) -> list[str]:

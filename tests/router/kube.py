@@ -13,7 +13,7 @@ from phalanx_router.watch import WatchedLeaders
 
 
 def make_pod(
-    uid: str, ip: str = "10.0.0.1", phase: str = "Running", leaving: bool = False, index: str = "0"
+    uid: str, ip: str = "10.0.0.1", phase: str = "Running", leaving: bool = False, index: str = "0", draining: bool = False
 ) -> dict[str, dict[str, object]]:
     labels = {
         "phalanx.dev/service": "chat",
@@ -27,6 +27,8 @@ def make_pod(
         "labels": labels,
         "creationTimestamp": "2026-01-01T00:00:00Z",
     }
+    if draining:
+        metadata["annotations"] = {"phalanx.dev/draining": "2026-01-02T00:00:00Z"}
     if leaving:
         metadata["deletionTimestamp"] = "2026-01-02T00:00:00Z"
     return {"metadata": metadata, "status": {"phase": phase, "podIP": ip}}

@@ -22,12 +22,13 @@ async def until(condition: Callable[[], bool]) -> None:
         (make_pod("u1"), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
         (make_pod("u1", ip="fd00::7"), Endpoint("u1", "[fd00::7]:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
         (make_pod("u1", leaving=True), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z", leaving=True)),
+        (make_pod("u1", draining=True), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z", leaving=True)),
         (make_pod("u1", ip=""), None),
         (make_pod("u1", phase="Failed"), None),
         (make_pod("u1", phase="Succeeded"), None),
         ({"metadata": {"uid": "u1"}}, None),
     ],
-    ids=["running", "IPv6", "leaving", "no address yet", "failed", "ended", "nothing known"],
+    ids=["running", "IPv6", "leaving", "draining", "no address yet", "failed", "ended", "nothing known"],
 )
 def test_leaders_of_pods(pod: dict[str, dict[str, object]], endpoint: Endpoint | None) -> None:
     assert leaders_of([msgspec.convert(pod, Pod)]) == ({} if endpoint is None else {"u1": endpoint})

@@ -9,8 +9,10 @@ import signal
 from collections.abc import Callable
 
 import httpx
+import msgspec
 import pytest
 
+from phalanx_api.summary import BalancePolicy
 from phalanx_router.__main__ import main, make_source, serve
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import Leaders, StaticLeaders
@@ -29,6 +31,26 @@ def token_file(tmp_path: pathlib.Path) -> str:
 
 def read(token_file: str, *flags: str, **environment: str) -> Settings:
     return read_settings(["serve", "--token-file", token_file, *flags], environment)
+
+
+def test_a_policy_is_followed_from_the_start(token_file: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "policy.json"
+    file.write_bytes(msgspec.json.encode(BalancePolicy(mode="Route", max_held=5)))
+    settings = read(token_file, "--leaders", "a:1", "--policy-file", str(file))
+    assert (settings.policy.mode, settings.policy.max_held) == ("Route", 5)
+    assert read(token_file, "--leaders", "a:1").policy == BalancePolicy()
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"mode": "Sometimes"}'])
+def test_a_policy_that_cannot_be_read_is_named(
+    token_file: str, tmp_path: pathlib.Path, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policy.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        read(token_file, "--leaders", "a:1", "--policy-file", str(file))
+    assert "--policy-file" in capsys.readouterr().err
 
 
 def test_settings_of_the_contract(token_file: str) -> None:
