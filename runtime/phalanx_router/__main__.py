@@ -15,6 +15,7 @@ from phalanx_router.app import make_router
 from phalanx_router.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.fleet import Fleet
 from phalanx_router.link import LinkSettings
+from phalanx_router.route.admit import QueueBounds
 from phalanx_router.run import FleetSettings
 from phalanx_router.settings import Settings, read_settings
 
@@ -62,6 +63,7 @@ async def serve(settings: Settings) -> int:
         patience_s=settings.patience_s,
         retry_after_s=settings.retry_after_s,
         policy=settings.policy,
+        queue=QueueBounds(settings.max_queued, settings.max_queued_tokens),
     )
     app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error), settings.api_keys)
     config = uvicorn.Config(

@@ -43,10 +43,11 @@ class Fleet:
         self.runs: set[Run] = set()
         self._settings = settings
         self._metrics = metrics
-        self._placing = Placing(settings, self.links, metrics, draw, clock)
+        self.placing = Placing(settings, self.links, metrics, draw, clock)
         self.moving = Moving(self.links, self.runs, settings, metrics, clock)
         self.balancing = Balancing(self.links, self.runs, self.moving, metrics.balance, settings.policy, clock)
-        self._placing.burden = self.balancing.burdened
+        self.placing.burden = self.balancing.burdened
+        self.balancing.ticked.append(self._ticked)
         self.traffic = TrafficBook()
         self._clock = clock
 
@@ -59,7 +60,7 @@ class Fleet:
         meter = self.traffic.begin(len(request.prompt), self._clock())
         try:
             while True:
-                if run.link is None and not await self._placing.place(run):
+                if run.link is None and not await self.placing.place(run):
                     yield KeepAlive()
                     continue
                 await run.stream.wait()
@@ -87,6 +88,7 @@ class Fleet:
             self.runs.discard(run)
             self.moving.stream_over(run, "the stream ended")
             run.leave()
+            self.placing.forget(run)
             self._metrics.request_ended(outcome)
             self._metrics.show_streams(len(self.runs))
 
@@ -135,6 +137,14 @@ class Fleet:
             raise BackendError(503, "too_many_replays", f"the stream lost its group {run.losses} times; last: {why}")
         if run.moves > self._settings.max_moves:
             raise BackendError(503, "too_many_moves", f"the stream moved {run.moves} times; last: {why}")
+
+    def _ticked(self) -> None:
+        """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""
+        if self.balancing.policy.mode in ("Requeue", "Migrate"):
+            self.placing.requeue(self.runs)
+        shed = self.balancing.last.shed
+        if shed is not None:
+            self.placing.shed(shed.bands, shed.retry_after_s, shed.why)
 
     async def _nudge(self) -> None:
         """Lets silent streams say that they live. One timer for all: a timer per delta would cost more than the delta."""

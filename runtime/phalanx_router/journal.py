@@ -34,6 +34,21 @@ class Journal:
         self._prompt_told = 0
 
     @property
+    def id(self) -> str:
+        """The request's."""
+        return self._request.id
+
+    @property
+    def tenant(self) -> str:
+        """Whose the request is."""
+        return self._request.tenant
+
+    @property
+    def priority(self) -> int:
+        """The request's; lower goes first."""
+        return self._request.priority
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no token of the current epoch was delivered."""
         return self._fresh

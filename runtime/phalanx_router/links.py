@@ -38,6 +38,8 @@ class Links:
     ) -> None:
         self.has_list = False
         self.outlook = Outlook()
+        self.heard: list[Callable[[], None]] = []
+        """Called when a group reported or changed."""
         self._settings = settings
         self._metrics = metrics
         self._draw = draw
@@ -59,6 +61,10 @@ class Links:
     def tokenizer(self) -> str | None:
         """The tokenizer of these assets, as a hash: a request goes only to groups that read its ids the same way."""
         return self._shelf.current_tokenizer()
+
+    def serving(self) -> list[LeaderLink]:
+        """Links of all groups that take requests."""
+        return [link for link in self._links.values() if link.is_serving]
 
     def eligible(self, tokenizer: str | None, model_hash: str | None = None) -> dict[str, LeaderLink]:
         """Links of groups that take requests with this tokenizer, by key; with a hash, only of groups with these weights."""
@@ -130,7 +136,9 @@ class Links:
         self._update()
 
     def load_came(self, link: LeaderLink) -> None:
-        """Shows how old reports are."""
+        """Lets those who wait for room look again."""
+        for hear in self.heard:
+            hear()
 
     def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Notes what the group's prefix cache finds."""
@@ -160,6 +168,8 @@ class Links:
         self._fetch_missing()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        for hear in self.heard:
+            hear()
         self._metrics.show_groups(len(self._links), self.num_ready)
         if self.moves is not None:
             self.moves.links_changed()

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.route.choose import Reason
 
+WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
 
@@ -30,6 +31,16 @@ class RouterMetrics:
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that take requests now.", registry=registry)
         self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by why.", ["why"], registry=registry)
+        self._queued = Gauge("phalanx_router_queued_requests", "Requests that wait at the router.", registry=registry)
+        self._queued_tokens = Gauge("phalanx_router_queued_tokens", "Prompt tokens of requests that wait.", registry=registry)
+        self._wait = Histogram(
+            "phalanx_router_wait_seconds",
+            "Time between the arrival of a request and its first dispatch.",
+            buckets=WAIT_BOUNDS_S,
+            registry=registry,
+        )
+        self._requeues = Counter("phalanx_router_requeues", "Requests taken back from a group before a token.", registry=registry)
+        self._shed = Counter("phalanx_router_shed", "Requests refused with 429 here.", ["why"], registry=registry)
         self._streams = Gauge("phalanx_router_streams", "Streams open now.", registry=registry)
 
     def request_ended(self, outcome: Outcome) -> None:
@@ -50,6 +61,23 @@ class RouterMetrics:
     def chosen(self, reason: Reason) -> None:
         """Counts a choice by its reason."""
         self._choices.labels(reason).inc()
+
+    def waited(self, seconds: float) -> None:
+        """Notes how long a newcomer waited for its group."""
+        self._wait.observe(seconds)
+
+    def requeued(self) -> None:
+        """Counts a request that was taken back from its group."""
+        self._requeues.inc()
+
+    def shed(self, code: str) -> None:
+        """Counts a request that was refused for want of room."""
+        self._shed.labels(code).inc()
+
+    def show_queue(self, requests: int, tokens: int) -> None:
+        """Shows what waits at the router."""
+        self._queued.set(requests)
+        self._queued_tokens.set(tokens)
 
     def link_lost(self) -> None:
         """Counts a link that was open and ended."""

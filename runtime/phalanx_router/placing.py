@@ -1,17 +1,23 @@
-"""Where a stream goes: chosen among the groups that can take it, and what happens while there is none.
+"""Where a stream goes, and when: it waits in the queue until `route.dispatch` gives it to a group.
 
-A running stream waits up to `patience_s`; a request that no group ever took is answered at once, so that the client can retry.
+A full queue answers 429. With no group at all a running stream waits up to `patience_s`; a request that no group ever took is
+answered at once, so that the client can retry. The queue is looked at when a request comes, when a group reports or changes.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
 from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.route.choose import NoChoice, choose
+from phalanx_router.route.admit import drain_s, refusal
+from phalanx_router.route.choose import Choice
+from phalanx_router.route.cost import UNKNOWN_OUTPUT
+from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
+from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost
@@ -20,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Placing:
-    """Gives streams to groups."""
+    """Gives streams to groups. `queue`: those that wait."""
 
     def __init__(
         self,
@@ -32,33 +38,49 @@ class Placing:
     ) -> None:
         self.burden: Callable[[GroupView], GroupView] = lambda view: view
         """How a group should look to newcomers: a group that just gave requests away does not look free at once."""
+        self.queue = RequestQueue()
         self._settings = settings
         self._links = links
         self._metrics = metrics
         self._draw = draw
         self._clock = clock
+        self._runs: dict[int, Run] = {}
+        self._tickets = 0
+        self._known = Known(self._views_of, self._hits_of, lambda waiting: frozenset(self._runs[waiting.ticket].excluded))
+        links.heard.append(self.dispatch)
 
     async def place(self, run: Run) -> bool:
         """Whether the stream went to a group. If not, some time has passed and it may be tried again. Raises BackendError."""
-        journal = run.stream.journal
-        links = self._links.eligible(run.tokenizer, run.model_hash if journal.delivered else None)
-        views = [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
-        hits = self._links.outlook.hits(run.keys, links)
-        choice = choose(views, journal.newcomer(), self._draw(), hits=hits, excluded=run.excluded)
-        if not isinstance(choice, NoChoice):
-            self._metrics.chosen(choice.reason)
-            self.submit(run, choice.key, links[choice.key], choice.hit_tokens)
+        if run.waiting is None or run.waiting.ticket not in self._runs:
+            self._enqueue(run)
+        self.dispatch()
+        if run.link is not None:
             return True
+        await self._wait(run, self._may_wait_s(run))
+        return run.link is not None
+
+    def forget(self, run: Run) -> None:
+        """Takes a stream that ends out of the queue, and settles what its tenant was charged."""
+        if run.waiting is not None:
+            self.queue.remove(run.waiting.ticket)
+            self._runs.pop(run.waiting.ticket, None)
+            self._show()
+        if run.charged:
+            used = len(run.stream.journal.delivered)
+            self.queue.charge(run.stream.journal.tenant, 0, used - run.charged)
+
+    def dispatch(self) -> None:
+        """Sends what can be sent now."""
         now = self._clock()
-        if run.homeless_since is None:
-            run.homeless_since = now
-        left_s = run.homeless_since + self._settings.patience_s - now
-        if not (run.moves or run.stream.journal.delivered) or left_s <= 0:
-            raise self._no_group(run, choice.why)
-        pause_s = self._settings.refusal_pause_s if views else self._settings.keep_alive_s
-        if not await self._links.changed(min(pause_s, left_s)):
-            run.excluded.clear()
-        return False
+        while len(self.queue):
+            found = next_dispatch(self.queue, self._known, now, self._draw())
+            if found is None:
+                return
+            run = self._runs[found.waiting.ticket]
+            self.queue.remove(found.waiting.ticket)
+            self._send(run, found.choice, now)
+            del self._runs[found.waiting.ticket]
+            self._show()
 
     def submit(self, run: Run, key: str, link: LeaderLink, hit_tokens: int = 0) -> None:
         """Gives the stream to the group of this key, from what its journal holds."""
@@ -69,6 +91,105 @@ class Placing:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
 
+    def requeue(self, runs: Collection[Run]) -> int:
+        """How many of these streams were taken back from their groups, before a token, for another group is much better."""
+        sat = {run.waiting.ticket: run for run in runs if run.waiting is not None and run.is_unstarted}
+        sats = [Sat(run.waiting, run.group, run.sent_at) for run in sat.values() if run.waiting is not None]
+        self._runs.update(sat)
+        found = requeues(sats, self._known, self._clock())
+        for taken in found:
+            run = sat[taken.sat.waiting.ticket]
+            log.debug("request taken back", extra={"request": run.stream.journal.id, "group": run.group, "why": taken.why})
+            run.leave()  # its group's tokens reach nobody from now on: the epoch may stay
+            self._enqueue(run)
+            self._metrics.requeued()
+        for ticket in sat.keys() - {taken.sat.waiting.ticket for taken in found}:
+            del self._runs[ticket]
+        self.dispatch()
+        return len(found)
+
+    def shed(self, bands: int, retry_after_s: float, why: str) -> int:
+        """How many newcomers were refused: all that wait in so many bands, the least urgent ones."""
+        refused = [self._runs[waiting.ticket] for waiting in self.queue.of_bands(self.queue.bands[-bands:] if bands else [])]
+        for run in refused:
+            self._refuse(run, BackendError(429, "overloaded", why, retry_after_s))
+        return len(refused)
+
+    def _enqueue(self, run: Run) -> None:
+        """Gives the stream its place in the queue. Raises BackendError 429 when there is none for it."""
+        journal, before = run.stream.journal, run.waiting
+        self._tickets += before is None
+        ticket, arrived_at = (self._tickets, self._clock()) if before is None else (before.ticket, before.arrived_at)
+        has_begun = bool(run.group or journal.delivered or journal.epoch)
+        waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun)
+        if not has_begun:
+            self._admit(waiting)
+        run.waiting = waiting
+        self._runs[ticket] = run
+        self.queue.add(waiting)
+        self._show()
+
+    def _admit(self, waiting: Waiting) -> None:
+        """Refuses whoever has to be refused for this newcomer to wait. Raises BackendError 429 when it is the newcomer."""
+        full = refusal(self.queue, waiting, self._settings.queue)
+        if full is None:
+            return
+        views = self._links.outlook.views(self._links.serving())
+        error = BackendError(429, "queue_full", full.why, drain_s(self.queue, views) or self._settings.retry_after_s)
+        if full.instead is None:
+            self._metrics.shed(error.code)
+            raise error
+        self._refuse(self._runs[full.instead.ticket], error)
+
+    def _refuse(self, run: Run, error: BackendError) -> None:
+        """Ends the wait of a newcomer."""
+        self._metrics.shed(error.code)
+        self.forget(run)
+        if run.came is not None and not run.came.done():
+            run.came.set_exception(error)
+
+    def _send(self, run: Run, choice: Choice, now: float) -> None:
+        """Gives a stream that waited to the group that was chosen."""
+        assert run.waiting is not None, "it left the queue just now"
+        waiting = run.waiting
+        self._metrics.chosen(choice.reason)
+        if not waiting.has_begun:
+            self._metrics.waited(now - waiting.arrived_at)
+        if not run.charged:
+            run.charged = int(min(waiting.newcomer.output_tokens, UNKNOWN_OUTPUT))
+            self.queue.charge(waiting.tenant, waiting.newcomer.prompt_tokens, run.charged)
+        run.sent_at, run.homeless_since = now, None
+        self.submit(run, choice.key, self._eligible(run)[choice.key], choice.hit_tokens)
+        if run.came is not None and not run.came.done():
+            run.came.set_result(None)
+
+    async def _wait(self, run: Run, timeout_s: float) -> None:
+        """Returns when the stream was sent, or after this time. Raises BackendError when it was refused meanwhile."""
+        run.came = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await run.came
+        except TimeoutError:
+            if run.homeless_since is not None:
+                run.excluded.clear()
+        finally:
+            run.came = None
+
+    def _may_wait_s(self, run: Run) -> float:
+        """How long the stream waits before it is looked at again. Raises BackendError when no group will take it."""
+        keys = self._eligible(run).keys()
+        if keys - run.excluded:
+            run.homeless_since = None
+            return self._settings.keep_alive_s
+        why = f"each of {len(keys)} ready groups failed or refused this request" if keys else "no group is ready"
+        now = self._clock()
+        if run.homeless_since is None:
+            run.homeless_since = now
+        left_s = run.homeless_since + self._settings.patience_s - now
+        if not (run.moves or run.stream.journal.delivered) or left_s <= 0:
+            raise self._no_group(run, why)
+        return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
+
     def _no_group(self, run: Run, why: str) -> BackendError:
         """The answer when no group takes the request: what the last one said, if it said something."""
         match run.trouble:
@@ -77,3 +198,17 @@ class Placing:
             case Lost(lost_why):
                 why = f"{why} after {self._settings.patience_s:g} s; before that {lost_why}"
         return BackendError(503, "no_group_ready", why, self._settings.retry_after_s)
+
+    def _eligible(self, run: Run) -> dict[str, LeaderLink]:
+        return self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
+
+    def _views_of(self, waiting: Waiting) -> Sequence[GroupView]:
+        links = self._eligible(self._runs[waiting.ticket])
+        return [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
+
+    def _hits_of(self, waiting: Waiting) -> Mapping[str, int]:
+        run = self._runs[waiting.ticket]
+        return self._links.outlook.hits(run.keys, self._eligible(run))
+
+    def _show(self) -> None:
+        self._metrics.show_queue(len(self.queue), self.queue.tokens)

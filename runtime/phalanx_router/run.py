@@ -1,12 +1,15 @@
 """One stream on its way through groups, and the bounds of all such ways."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.link import LeaderLink, LinkSettings
+from phalanx_router.route.admit import QueueBounds
 from phalanx_router.route.prefixes import PromptKeys
+from phalanx_router.route.queue import Waiting
 from phalanx_router.stream import Setback, Stream
 
 
@@ -17,7 +20,8 @@ class FleetSettings:
     max_replays: how often one stream may lose its group. max_moves: how often it may lose it or be left by it. patience_s:
     how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
     lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
-    running stream are asked again. policy: followed until the operator tells another.
+    running stream are asked again. policy: followed until the operator tells another. queue: how many newcomers
+    wait while every group has as many waiting as it should.
     """
 
     link: LinkSettings
@@ -29,6 +33,7 @@ class FleetSettings:
     refusal_pause_s: float = 0.5
     max_moves: int = 32
     policy: BalancePolicy = field(default_factory=BalancePolicy)
+    queue: QueueBounds = field(default_factory=QueueBounds)
 
 
 _next_number: Callable[[], int] = count().__next__
@@ -39,7 +44,8 @@ class Run:
     """Where one stream is. `link` is None while no group has it; `group` is the key of the last one that had it.
 
     move: the open move of it, "" without one. moved: how often it was moved; `moved_at` when it last was, from group `left`.
-    model_hash: the weights that drew its tokens; None before any group had it. keys: of its prompt's pages.
+    model_hash: the weights that drew its tokens; None before any group had it. keys: of its prompt's pages. waiting: its place in
+    the queue; `came` ends the wait. sent_at: when its group got it. charged: output tokens that its tenant was charged for.
     balanced: how many of the moves were for balance. number: names it in this process.
     """
 
@@ -61,6 +67,15 @@ class Run:
     left: str = ""
     balanced: int = 0
     number: int = field(default_factory=_next_number)
+    waiting: Waiting | None = None
+    came: asyncio.Future[None] | None = None
+    sent_at: float = 0.0
+    charged: int = 0
+
+    @property
+    def is_unstarted(self) -> bool:
+        """Whether a group has it and no token of it came yet, nor of a run before."""
+        return self.link is not None and not self.move and not self.moves and not self.stream.journal.delivered
 
     def leave(self) -> None:
         """Ends what the group does for the stream, if one has it."""

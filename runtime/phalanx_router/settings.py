@@ -23,6 +23,7 @@ class Settings:
     drain_s: how long open streams may go on after SIGTERM; below the pod's grace period.
     lame_duck_s: how long a leaving router still accepts connections, for its address lives on in other nodes' tables.
     api_keys: who may use the door; none: anyone. policy: followed until the operator tells another.
+    max_queued, max_queued_tokens: requests that wait here, and tokens of their prompts; too low: 429 at short bursts.
     """
 
     host: str
@@ -40,6 +41,8 @@ class Settings:
     log_level: str
     api_keys: tuple[ApiKey, ...] = ()
     policy: BalancePolicy = field(default_factory=BalancePolicy)
+    max_queued: int = 1024
+    max_queued_tokens: int = 4_000_000
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -85,6 +88,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         log_level=given.log_level,
         api_keys=keys,
         policy=policy,
+        max_queued=given.max_queued,
+        max_queued_tokens=given.max_queued_tokens,
     )
 
 
@@ -102,6 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--heartbeat-timeout-s", type=_seconds, default=3.0, help="silence that loses a leader (default 3)")
     serve.add_argument("--patience-s", type=_seconds, default=60.0, help="wait of a running stream for a group (default 60)")
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
+    serve.add_argument("--max-queued", type=_count, default=1024, help="requests that may wait here; more get 429 (default 1024)")
+    serve.add_argument("--max-queued-tokens", type=_count, default=4_000_000, help="tokens of their prompts (default 4000000)")
     serve.add_argument("--drain-s", type=_seconds, default=600.0, help="longest wait for open streams at the end (default 600)")
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients while leaving (default 2)")
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
@@ -124,6 +131,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port")
     return port
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return count
 
 
 def _seconds(text: str) -> float:

@@ -20,6 +20,7 @@ from phalanx_router.endpoints import Endpoint
 from phalanx_router.fleet import Fleet
 from phalanx_router.link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.route.admit import QueueBounds
 from phalanx_router.run import FleetSettings
 from tests.frontend.fakes import detail_of, prompt_details_of
 
@@ -276,9 +277,20 @@ def make_settings(
     max_moves: int = 32,
     refusal_pause_s: float = 0.02,
     served_names: tuple[str, ...] = (),
+    queue: QueueBounds | None = None,
 ) -> FleetSettings:
     link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
-    return FleetSettings(link, served_names, max_replays, patience_s, keep_alive_s, 2.0, refusal_pause_s, max_moves)
+    return FleetSettings(
+        link,
+        served_names,
+        max_replays,
+        patience_s,
+        keep_alive_s,
+        2.0,
+        refusal_pause_s,
+        max_moves,
+        queue=queue or QueueBounds(),
+    )
 
 
 class Leaders:

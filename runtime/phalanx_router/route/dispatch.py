@@ -1,0 +1,166 @@
+"""Late binding: a request waits at the router until a group has room for it, so that the choice is made as late as possible.
+
+    open      it could start what was sent at once (rows, pages, a backlog below 0.1 s), or fewer than two wait there
+    held      a closed group is so much better (less than 0.7 of the cost, 250 ms gained) that waiting for it pays; what is held
+              for a group counts as its backlog for those behind; nothing is held for longer than a second
+    requeue   the same bounds take a request that has not started back from its group, twice a second at most
+
+A begun stream goes to the best group at once. A group whose report is not fresh is open: what it has done since is not known, and
+to wait for its word would stop the router.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx_router.route.choose import Choice, NoChoice, choose
+from phalanx_router.route.cost import Newcomer, terms
+from phalanx_router.route.queue import RequestQueue, Waiting
+from phalanx_router.route.view import GroupView
+
+MAX_WAITING = 2
+ROOM_BACKLOG_S = 0.1
+BETTER, GAIN_S = 0.7, 0.25
+MAX_HELD_S = 1.0
+MAX_LOOKS = 16
+"""Requests that one look considers before it gives up."""
+REQUEUE_EVERY_S = 0.5
+MAX_REQUEUES = 4
+"""Of one group in one tick."""
+
+ViewsOf = Callable[[Waiting], Sequence[GroupView]]
+"""The groups that can take a request: those with its tokenizer, and with its weights once it has tokens."""
+HitsOf = Callable[[Waiting], Mapping[str, int]]
+"""Tokens of its prompt that groups hold, by key."""
+ExcludedOf = Callable[[Waiting], frozenset[str]]
+"""Groups that failed or refused it, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """This request goes there now."""
+
+    waiting: Waiting
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a dispatch is decided by, beside the queue."""
+
+    views_of: ViewsOf
+    hits_of: HitsOf
+    excluded_of: ExcludedOf
+
+
+def is_open(view: GroupView) -> bool:
+    """Whether one more request may be sent there."""
+    return not view.is_known or view.state != "fresh" or view.waiting + view.unseen < MAX_WAITING or has_room(view)
+
+
+def has_room(view: GroupView) -> bool:
+    """Whether the group could start one more request with its next steps."""
+    if view.max_num_seqs:
+        rows = view.running + view.waiting < view.max_num_seqs
+    else:
+        rows = not view.waiting
+    return rows and view.pressure < 1 and view.backlog_s <= ROOM_BACKLOG_S
+
+
+def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) -> Dispatch | None:
+    """The next request that leaves the queue, and where it goes. The caller sends it, and asks again with new views."""
+    held: dict[str, int] = {}
+    for looked, waiting in enumerate(queue.in_turn()):
+        if looked >= MAX_LOOKS:
+            return None
+        views = known.views_of(waiting)
+        if not waiting.has_begun and views and not any(map(is_open, views)):
+            continue
+        seen = [_burdened(view, held[view.key]) if view.key in held else view for view in views]
+        choice = _choose(waiting, seen, known, now, draw)
+        if isinstance(choice, Choice):
+            return Dispatch(waiting, choice)
+        if choice is not None:
+            held[choice.key] = held.get(choice.key, 0) + max(1, waiting.newcomer.prompt_tokens - choice.hit_tokens)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """It pays to wait for this group."""
+
+    key: str
+    hit_tokens: int
+
+
+def _choose(waiting: Waiting, views: Sequence[GroupView], known: Known, now: float, draw: float) -> Choice | Held | None:
+    """Where to send it now, what to wait for, or None when no group can take it."""
+    hits, excluded = known.hits_of(waiting), known.excluded_of(waiting)
+    best = choose(views, waiting.newcomer, draw, hits=hits, excluded=excluded)
+    if isinstance(best, NoChoice):
+        return None
+    by_key = {view.key: view for view in views}
+    if waiting.has_begun or is_open(by_key[best.key]):
+        return best
+    now_open = choose([view for view in views if is_open(view)], waiting.newcomer, draw, hits=hits, excluded=excluded)
+    if isinstance(now_open, NoChoice):
+        return None
+    pays = is_much_better(best.cost_s, now_open.cost_s) and now - waiting.arrived_at < MAX_HELD_S
+    return Held(best.key, best.hit_tokens) if pays else now_open
+
+
+def is_much_better(cost_s: float, than_s: float) -> bool:
+    """Whether so much is won that a change pays."""
+    return cost_s < BETTER * than_s and than_s - cost_s > GAIN_S
+
+
+@dataclass(frozen=True, slots=True)
+class Sat:
+    """A request that was sent to a group and has no token yet. `since`: when it came to this group."""
+
+    waiting: Waiting
+    key: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Take this request back: another group is much better."""
+
+    sat: Sat
+    why: str
+
+
+def requeues(sats: Sequence[Sat], known: Known, now: float) -> list[Requeue]:
+    """Which requests to take back now: of each group the newest, as many as wait there, while another group is much better."""
+    found: list[Requeue] = []
+    taken: dict[str, int] = {}
+    added: dict[str, int] = {}
+    for sat in sorted(sats, key=lambda sat: -sat.since):
+        views = {view.key: view for view in known.views_of(sat.waiting)}
+        own = views.get(sat.key)
+        if own is None or now - sat.since < REQUEUE_EVERY_S or taken.get(sat.key, 0) >= min(MAX_REQUEUES, own.waiting):
+            continue
+        newcomer, hits = sat.waiting.newcomer, known.hits_of(sat.waiting)
+        excluded = known.excluded_of(sat.waiting)
+        others = [view for view in views.values() if view.key != sat.key and view.key not in excluded and is_open(view)]
+        others = [_burdened(view, added.get(view.key, 0)) for view in others if view.state == "fresh" and not view.draining]
+        if not others:
+            continue
+        stay_s = _cost(_burdened(own, -newcomer.prompt_tokens * (1 + taken.get(sat.key, 0))), newcomer, hits)
+        best_s, best = min((_cost(view, newcomer, hits), view.key) for view in others)
+        if is_much_better(best_s, stay_s):
+            taken[sat.key] = taken.get(sat.key, 0) + 1
+            added[best] = added.get(best, 0) + newcomer.prompt_tokens
+            found.append(Requeue(sat, f"{stay_s:.2f} s there, {best_s:.2f} s elsewhere"))
+    return found
+
+
+def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int]) -> float:
+    return terms(view, newcomer, hits.get(view.key, 0)).total_s
+
+
+def _burdened(view: GroupView, prompt_tokens: int) -> GroupView:
+    """The group with so many more prompt tokens to compute first."""
+    if not prompt_tokens:
+        return view
+    return replace(view, queued_prompt_tokens=max(0, view.queued_prompt_tokens + prompt_tokens))

@@ -1,0 +1,134 @@
+"""Requests that wait at the router, through real links: late binding, refusals, priority, replays, requeueing."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from phalanx_router.route.admit import QueueBounds
+from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
+
+ROOM = wire.Load(0, 1, 0, 900, 1000, max_num_seqs=8, max_num_batched_tokens=512)
+FULL = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, waiting_prompt_tokens=50_000)
+
+
+async def reported(world: World, leader: FakeLeader, load: wire.Load) -> None:
+    """Returns when the router knows this load."""
+    leader.load = load
+    await world.until(
+        lambda: any(_is(link.told.load, load) for link in world.fleet.links.serving() if link.endpoint.key == leader.group)
+    )
+
+
+def _is(told: wire.Load | None, load: wire.Load) -> bool:
+    return told is not None and msgspec.structs.replace(told, sequence=0, last_handle=0) == load
+
+
+def start(world: World, id: str, priority: int = 0, tenant: str = "") -> asyncio.Task[Heard]:
+    request = msgspec.structs.replace(make_request(id=id), priority=priority, tenant=tenant)
+    return asyncio.create_task(hear(world.fleet, request))
+
+
+def ids(leader: FakeLeader) -> list[str]:
+    return [submit.request.id for submit in leader.submitted]
+
+
+async def test_requests_wait_at_the_router_while_two_wait_in_each_group() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader) as world:
+        await reported(world, leader, FULL)
+        streams = [
+            start(world, "late", priority=5),
+            start(world, "first"),
+            start(world, "second"),
+            start(world, "urgent", priority=-1),
+        ]
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 4)
+        assert leader.submitted == []
+        leader.load = ROOM
+        heard = await asyncio.gather(*streams)
+        assert all(each.tokens == expected([1, 2, 3], 16) for each in heard)
+        assert ids(leader) == ["urgent", "first", "second", "late"]
+        assert world.metric("phalanx_router_wait_seconds_count") == 4
+        assert world.metric("phalanx_router_queued_requests") == 0
+
+
+async def test_a_full_queue_answers_429_with_the_time_to_drain() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=make_settings(queue=QueueBounds(2))) as world:
+        await reported(world, leader, FULL)
+        waiting = [start(world, name) for name in ("x", "y")]
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 2)
+        with pytest.raises(BackendError, match="2 requests wait already") as caught:
+            await start(world, "z")
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
+        urgent = start(world, "urgent", priority=-1)
+        with pytest.raises(BackendError, match="2 requests wait already"):
+            await waiting[1]
+        leader.load = ROOM
+        await asyncio.gather(waiting[0], urgent)
+        assert ids(leader) == ["urgent", "x"]
+        assert world.metric("phalanx_router_shed_total", why="queue_full") == 2
+
+
+async def test_a_client_that_leaves_gives_up_its_place() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=make_settings(queue=QueueBounds(1))) as world:
+        await reported(world, leader, FULL)
+        leaving = start(world, "leaves")
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        leaving.cancel()
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 0)
+        staying = start(world, "stays")
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        leader.load = ROOM
+        assert (await staying).tokens == expected([1, 2, 3], 16)
+
+
+async def test_replays_go_before_newcomers_and_are_never_shed() -> None:
+    dying, full = FakeLeader("a", Script(hold_at=2)), FakeLeader("b")
+    async with running_world(dying, full, settings=make_settings(queue=QueueBounds(1))) as world:
+        await reported(world, full, FULL)
+        begun = start(world, "begun")
+        await world.until(lambda: dying.steps == 2)
+        await reported(world, dying, FULL)
+        newcomer = start(world, "newcomer")
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        await dying.stop()
+        assert (await begun).tokens == expected([1, 2, 3], 16)
+        full.load = ROOM
+        await newcomer
+        assert ids(full) == ["begun", "newcomer"]
+        assert world.metric("phalanx_router_replays_total") == 1
+
+
+async def test_shedding_refuses_the_least_urgent_bands() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader) as world:
+        await reported(world, leader, FULL)
+        streams = {name: start(world, name, priority) for name, priority in (("low", 9), ("middle", 5), ("high", 0))}
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 3)
+        assert world.fleet.placing.shed(1, 7.0, "every group is loaded") == 1
+        with pytest.raises(BackendError, match="every group is loaded") as caught:
+            await streams.pop("low")
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "overloaded", 7.0)
+        leader.load = ROOM
+        await asyncio.gather(*streams.values())
+        assert ids(leader) == ["high", "middle"]
+
+
+async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group() -> None:
+    stuck, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
+    async with running_world(stuck, free) as world:
+        await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        stream = start(world, "request")
+        await world.until(lambda: ids(stuck) == ["request"])
+        stuck.load, free.load = msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000), ROOM
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert (ids(free), stuck.aborted) == (["request"], [1])
+        assert free.submitted[0].request.epoch == 0
+        assert world.metric("phalanx_router_requeues_total") == 1
+        assert world.metric("phalanx_router_replays_total") == 0
