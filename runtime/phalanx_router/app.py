@@ -1,6 +1,7 @@
 """The router's application: the door over the fleet. The fleet's links live as long as the application."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,8 @@ from phalanx_router.endpoints import LeaderSource
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.run import FleetSettings
+from phalanx_router.summary_door import BesideTheDoor, SummaryDoor
+from phalanx_router.summing import Summing
 
 
 def _raise(error: BaseException) -> None:
@@ -32,6 +35,9 @@ def make_router(
     """
     registry = CollectorRegistry()
     fleet = Fleet(settings, RouterMetrics(registry))
+    summing = Summing(fleet, settings.link.router, time.monotonic)
+    summaries = SummaryDoor(settings.link.token, fleet.balancing.obey, summing.summary, summing.crossing)
+    fleet.balancing.ticked.append(summaries.looked)
 
     def look(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -48,4 +54,6 @@ def make_router(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # `look` has told of an error
 
-    return create_app(fleet, registry=registry, lifespan=lifespan, keys=ApiKeys(keys), metrics_prefix="phalanx_router"), fleet
+    app = create_app(fleet, registry=registry, lifespan=lifespan, keys=ApiKeys(keys), metrics_prefix="phalanx_router")
+    app.add_middleware(BesideTheDoor, door=summaries)
+    return app, fleet

@@ -57,6 +57,8 @@ class TrafficBook:
         self._seconds = [_Second() for _ in range(WINDOWS_S[-1])]
         self._ttft, self._itl = _Latencies(), _Latencies()
         self._last_arrival: float | None = None
+        self.last_s: float | None = None
+        """When a request last came or ended; None before the first."""
 
     def begin(self, prompt_tokens: int, now: float) -> "Meter":
         """A request came."""
@@ -69,7 +71,7 @@ class TrafficBook:
             second.gaps += 1
             second.gap += gap_s
             second.gap_squared += gap_s * gap_s
-        self._last_arrival = now
+        self._last_arrival = self.last_s = now
         return Meter(self, prompt_tokens, now)
 
     def started(self, ttft_s: float, missed_tokens: int, now: float) -> None:
@@ -86,6 +88,7 @@ class TrafficBook:
     def ended(self, output_tokens: int, now: float) -> None:
         """It is over, after so many tokens."""
         second = self._second(now)
+        self.last_s = now
         second.ended += 1
         second.output += output_tokens
 
@@ -113,10 +116,6 @@ class TrafficBook:
             _mean(sum(second.output for second in seconds), sum(second.ended for second in seconds)),
             _scv(seconds),
         )
-
-    def idle_s(self, now: float) -> float | None:
-        """Since the last request came; None before the first."""
-        return None if self._last_arrival is None else now - self._last_arrival
 
     def ttft(self, now: float) -> Histogram:
         """Times to the first token in the last minute."""

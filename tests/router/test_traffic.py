@@ -18,7 +18,7 @@ def test_windows_hold_what_came_within_them() -> None:
     assert minute.missed == 140 and minute.output == 10
     assert minute.scv == pytest.approx(0, abs=1e-9), "one each second"
     assert [t.arrivals for t in book.windows(1000.0)] == [0, 0, 0]
-    assert book.idle_s(400.0) == 1.0 and TrafficBook().idle_s(1.0) is None
+    assert book.last_s == 399.8 and TrafficBook().last_s is None
 
 
 def test_bursts_show_in_the_variation_of_arrivals() -> None:

@@ -1,0 +1,102 @@
+"""This router's summary for the operator: its groups, its traffic, what waits, what balancing found."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx_api.summary import Freshness, GroupSummary, RouterSummary
+from phalanx_router.fleet import Fleet
+from phalanx_router.link import LeaderLink
+from phalanx_router.route.view import GroupView
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What an operator wants to hear of at once when it changes."""
+
+    hotspots: frozenset[tuple[str, str]]
+    is_saturated: bool
+    has_held: bool
+    emptied: frozenset[str]
+    is_leaving: bool
+
+
+class Summing:
+    """Sums a fleet up. `name` is the router's, unique among those of its service."""
+
+    def __init__(self, fleet: Fleet, name: str, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._clock = clock
+        self._began = clock()
+
+    def crossing(self) -> Crossing:
+        """As of now."""
+        found = self._fleet.balancing.last
+        hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
+        has_held = not self._fleet.links.num_ready and any(run.link is None for run in self._fleet.runs)
+        return Crossing(hotspots, found.is_saturated, has_held, frozenset(self._emptied()), self._fleet.draining)
+
+    def summary(self) -> RouterSummary:
+        """As of now."""
+        fleet, now = self._fleet, self._clock()
+        balancing, traffic = fleet.balancing, fleet.traffic
+        waiting = [run for run in fleet.runs if run.link is None]
+        return RouterSummary(
+            router=self._name,
+            groups=self._groups(),
+            traffic=traffic.windows(now),
+            queued=len(waiting),
+            queued_tokens=sum(run.stream.journal.newcomer().prompt_tokens for run in waiting),
+            held=0 if fleet.links.num_ready else len(waiting),
+            idle_s=0.0 if fleet.runs else now - max(self._began, traffic.last_s or self._began),
+            ttft=traffic.ttft(now),
+            itl=traffic.itl(now),
+            hotspots=balancing.last.hotspots,
+            fleet_saturated=balancing.last.is_saturated,
+            moves_total=balancing.count.moved,
+            moves_failed_total=balancing.count.failed,
+            pingpong_total=balancing.balancer.pingpong.total,
+            policy=balancing.policy.number,
+            emptied=sorted(self._emptied()),
+        )
+
+    def _emptied(self) -> set[str]:
+        streams = self._streams()
+        filled = {link.endpoint.group for link in self._fleet.links.all() if streams[link.endpoint.group]}
+        return set(self._fleet.balancing.policy.empty) - filled
+
+    def _streams(self) -> Counter[str]:
+        """This router's streams by group."""
+        return Counter(run.link.endpoint.group for run in self._fleet.runs if run.link is not None)
+
+    def _groups(self) -> list[GroupSummary]:
+        links = self._fleet.links.all()
+        streams = self._streams()
+        views = self._fleet.links.outlook.views(links)
+        return [_group(link, view, streams[link.endpoint.group]) for link, view in zip(links, views, strict=True)]
+
+
+def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
+    """A group that neither serves nor drains is dead to this router, whatever its last report said."""
+    state: Freshness = view.state if link.is_open and (link.is_serving or link.state.draining) else "dead"
+    load, served = link.told.load, link.told.served
+    return GroupSummary(
+        group=link.endpoint.group,
+        revision=view.revision,
+        state=state,
+        draining=view.draining,
+        streams=streams,
+        running=view.running,
+        waiting=view.waiting,
+        pressure=view.pressure,
+        backlog_s=view.backlog_s,
+        itl_s=view.itl_s if view.running else 0.0,
+        speed=view.speed,
+        live_tokens=view.context_tokens,
+        total_pages=view.total_pages,
+        page_size=view.page_size,
+        step_model=load.step_model if load is not None else [],
+        incarnation=link.state.incarnation,
+        model_hash=served.model_hash,
+    )

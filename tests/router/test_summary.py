@@ -1,0 +1,190 @@
+"""What the operator hears of a router, and when, over HTTP."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, Budgets, RouterSummary
+from phalanx_frontend.keys import ApiKey
+from phalanx_router.app import make_router
+from phalanx_router.fleet import Fleet
+from tests.router.doors import http_server
+from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
+
+HOT = wire.Load(1, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0, waiting_prompt_tokens=300)
+KEYS = (ApiKey("alice", "sk-alice"),)
+
+
+class Router:
+    """A router over fake leaders, as the operator sees it."""
+
+    def __init__(self, http: httpx.AsyncClient, fleet: Fleet, leaders: list[FakeLeader]) -> None:
+        self.http = http
+        self.fleet = fleet
+        self.leaders = leaders
+
+    async def post(self, content: bytes, token: str = TOKEN) -> httpx.Response:
+        return await self.http.post(SUMMARY_PATH, content=content, headers={"authorization": f"Bearer {token}"})
+
+    async def ask(self, wait_s: float = 0.0, policy: BalancePolicy | None = None) -> RouterSummary:
+        response = await self.post(msgspec.json.encode(Asked(policy or BalancePolicy(), wait_s)))
+        assert response.status_code == 200, response.text
+        return msgspec.json.decode(response.content, type=RouterSummary)
+
+    async def until_ready(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.fleet.links.num_ready != count:
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running_router(*leaders: FakeLeader, ready: int | None = None) -> AsyncIterator[Router]:
+    for leader in leaders:
+        await leader.start()
+    try:
+        app, fleet = make_router(make_settings(), Leaders(*(leader.endpoint() for leader in leaders)), keys=KEYS)
+        async with http_server(app) as address:
+            async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=10) as http:
+                router = Router(http, fleet, list(leaders))
+                await router.until_ready(len(leaders) if ready is None else ready)
+                yield router
+    finally:
+        for leader in leaders:
+            await leader.stop()
+
+
+async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
+    busy = FakeLeader("b", Script(hold_at=3))
+    busy.load = HOT
+    async with running_router(FakeLeader("a"), busy) as router:
+        while not all(link.told.load for link in router.fleet.links.all()):
+            await asyncio.sleep(0.002)
+        assert (await hear(router.fleet, make_request(max_tokens=8))).tokens == expected([1, 2, 3], 8)
+        told = await router.ask()
+        assert told.router == "router-0" and told.policy == 0
+        groups = {group.group: group for group in told.groups}
+        assert (groups["a"].state, groups["a"].running, groups["a"].streams) == ("fresh", 0, 0)
+        assert (groups["b"].pressure, groups["b"].live_tokens, groups["b"].waiting) == (0.95, 1500, 1)
+        assert groups["b"].backlog_s > 0 and groups["b"].page_size == 16 and groups["b"].incarnation == 1
+        assert [traffic.arrivals for traffic in told.traffic] == [1, 1, 1]
+        assert told.traffic[1].prompt == 3 and told.traffic[1].output == 8
+        assert sum(told.ttft.counts) == 1 and sum(told.itl.counts) <= 7, "the first tokens may come together"
+        assert told.queued == told.held == 0 and told.idle_s < 5
+
+
+WRONG = {
+    "another token": (b"{}", "nobody", 401),
+    "a client's key": (msgspec.json.encode(Asked(BalancePolicy())), "sk-alice", 401),
+    "no JSON": (b"policy", TOKEN, 400),
+    "another shape": (b'{"policy": {"mode": "Sideways"}}', TOKEN, 400),
+    "too long": (b" " * (1 << 20) + b"{}", TOKEN, 413),
+}
+
+
+@pytest.mark.parametrize(("content", "token", "status"), WRONG.values(), ids=WRONG.keys())
+async def test_a_wrong_question_is_answered(content: bytes, token: str, status: int) -> None:
+    async with running_router(FakeLeader()) as router:
+        response = await router.post(content, token)
+        assert response.status_code == status and response.json()["error"]["message"]
+
+
+async def test_other_paths_and_methods_are_as_before() -> None:
+    async with running_router(FakeLeader()) as router:
+        known = {"authorization": f"Bearer {TOKEN}"}
+        assert (await router.http.get(SUMMARY_PATH, headers=known)).status_code == 405
+        assert (await router.http.get("/healthz")).status_code == 200
+        assert (await router.http.get("/v1/models", headers=known)).status_code == 401, "the service token is no API key"
+
+
+async def test_the_policy_of_the_question_is_followed_and_numbers_rise() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        second = BalancePolicy(2, "Route", 3, Budgets(2, 1e6, 0.01), 1.0, 0.05, ["b"])
+        told = await router.ask(policy=second)
+        assert told.policy == 2 and told.emptied == ["b"]
+        assert {group.group: group.draining for group in told.groups} == {"a": False, "b": True}
+        assert (await router.ask(policy=BalancePolicy(1))).policy == 2
+        assert router.fleet.balancing.policy == second
+
+
+async def ask_later(router: Router, policy: BalancePolicy | None = None) -> asyncio.Task[RouterSummary]:
+    """A question that waits for something to tell, once it does wait."""
+    while True:
+        await router.ask(policy=policy)
+        task = asyncio.create_task(router.ask(30.0, policy))
+        done, _ = await asyncio.wait([task], timeout=0.3)
+        if not done:
+            return task
+
+
+async def test_a_question_waits_until_there_is_a_hotspot() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        asked = await ask_later(router)
+        router.leaders[0].load = HOT
+        told = await asked
+        assert [(spot.group, spot.cause, spot.action) for spot in told.hotspots] == [("a", "kv", "migrate")]
+        asked = await ask_later(router)
+        router.leaders[0].load = wire.Load(0, 0, 0, 10, 10)
+        assert (await asked).hotspots == []
+
+
+async def test_a_question_waits_until_the_fleet_is_saturated() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        asked = await ask_later(router)
+        for leader in router.leaders:
+            leader.load = HOT
+        assert (await asked).fleet_saturated
+
+
+async def test_a_question_waits_until_a_group_is_empty() -> None:
+    async with running_router(FakeLeader("a", Script(hold_at=3))) as router:
+        stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
+        await router.leaders[0].until(lambda: bool(router.leaders[0].submitted))
+        policy = BalancePolicy(1, empty=["a"])
+        told = await router.ask(policy=policy)
+        assert told.emptied == [] and told.groups[0].streams == 1
+        asked = await ask_later(router, policy)
+        router.leaders[0].release()
+        assert (await asked).emptied == ["a"]
+        await stream
+
+
+async def test_a_question_waits_until_a_request_is_held() -> None:
+    async with running_router(FakeLeader("a", Script(hold_at=3))) as router:
+        stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
+        await router.leaders[0].until(lambda: router.leaders[0].steps == 3)
+        asked = await ask_later(router)
+        await router.leaders[0].tell(wire.State(False, 1, "loading"))
+        told = await asked
+        assert (told.held, told.queued, told.queued_tokens) == (1, 1, 6)
+        assert [group.state for group in told.groups] == ["dead"]
+        await router.leaders[0].tell(wire.State(True, 2))
+        router.leaders[0].release()
+        assert (await stream).tokens == expected([1, 2, 3], 8)
+
+
+async def test_a_question_ends_after_its_time_and_when_the_router_leaves() -> None:
+    async with running_router(FakeLeader()) as router:
+        await router.ask()
+        assert (await router.ask(0.05)).router == "router-0"
+        asked = await ask_later(router)
+        router.fleet.draining = True
+        await asked
+
+
+async def test_nobody_needs_to_hear_the_answer() -> None:
+    async with running_router(FakeLeader()) as router:
+        await router.ask()
+        body = msgspec.json.encode(Asked(BalancePolicy(), 5.0))
+        host, port = router.http.base_url.host, router.http.base_url.port
+        with socket.create_connection((host, port)) as connection:
+            head = (
+                f"POST {SUMMARY_PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + body)
+        assert (await router.ask(0.1)).router == "router-0"
