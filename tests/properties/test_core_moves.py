@@ -3,6 +3,7 @@
 The fake runner draws from what the page slots hold, so a page that did not come, or was given to another, gives other tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +31,7 @@ class Order:
     copies: int
     wait: int
     end: End
+    ahead: int = 16
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class World:
                 continue
             target, name = self.sides[1 - source].scheduler, f"m{order.at_step}-{order.handle}"
             before = target.pool.free_pages
-            answer = target.reservations.reserve(name, self._now(order.handle))
+            answer = target.reservations.reserve(name, self._now(order.handle), len(self._tokens(order.handle)) + order.ahead)
             if isinstance(answer, Refuse):
                 assert target.pool.free_pages == before
                 continue
@@ -122,6 +124,9 @@ class World:
     def _now(self, handle: int) -> wire.Request:
         request = self.requests[handle]
         return wire.Request(request.id, 1, request.prompt, list(self.output[handle]), request.sampling)
+
+    def _tokens(self, handle: int) -> list[int]:
+        return self.requests[handle].prompt + self.output[handle]
 
     def _advance(self, moving: Moving, step: int) -> None:
         order, source = moving.order, self.sides[moving.source].scheduler
@@ -136,7 +141,7 @@ class World:
         elif held.is_settled and step >= moving.decide_at:
             self._decide(moving, held.pages, held.computed)
 
-    def _decide(self, moving: Moving, pages: tuple[int, ...], computed: int) -> None:
+    def _decide(self, moving: Moving, pages: Sequence[int], computed: int) -> None:
         handle, source = moving.order.handle, self.sides[moving.source].scheduler
         target = self.sides[1 - moving.source].scheduler
         self._copy(moving, pages, -(-computed // self.sides[0].shape.page_size))
@@ -170,7 +175,7 @@ class World:
         target.reservations.drop(moving.name)
         self.moving.remove(moving)
 
-    def _copy(self, moving: Moving, pages: tuple[int, ...], end: int) -> None:
+    def _copy(self, moving: Moving, pages: Sequence[int], end: int) -> None:
         source, target = self.sides[moving.source].runner, self.sides[1 - moving.source].runner
         for i in range(moving.copied, min(end, len(moving.reservation.pages))):
             target.put(moving.reservation.pages[i], source.page(pages[i]))
@@ -202,6 +207,7 @@ ORDERS = st.lists(
         handle=st.integers(0, 5),
         copies=st.integers(0, 5),
         wait=st.integers(0, 5),
+        ahead=st.integers(0, 16),
         end=st.sampled_from(["move", "move", "move", "thaw", "drop", "replay", "lose"]),
     ),
     max_size=10,

@@ -16,6 +16,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.draft import Draft
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.rescue import Pressure, Victim
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 
@@ -69,6 +70,22 @@ class Reporter:
     def is_imminent(self) -> bool:
         """Whether a preemption may be near."""
         return self._sharing.pool.free_pages < len(self._seats.running)
+
+    def pressure(self, pages_per_s: float) -> Pressure | None:
+        """How near the pool is to its end, and who would lose pages first; None while half of it is free, or nothing runs.
+
+        pages_per_s: how fast pages go to another group.
+        """
+        pool = self._sharing.pool
+        if 2 * pool.free_pages > pool.num_pages:
+            return None
+        running = [request for request in self._seats.running if not request.gone]
+        unused = sum(len(request.pages) for request in running) * pool.page_size - sum(len(one.tokens) for one in running)
+        steps = self._steps_to_full(unused)
+        if steps is None:
+            return None
+        victims = [Victim(one.handle, len(one.pages)) for one in reversed(running) if one.num_output and not one.is_frozen]
+        return Pressure(steps, self._step_s.mean, pool.free_pages, victims, pages_per_s)
 
     def make(self, now: float, preemptions: int, reserved_pages: int, model: StepModel | None) -> wire.Load:
         """The next report."""

@@ -17,9 +17,6 @@ from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 
-AHEAD_TOKENS = (256, 64)
-"""Tokens that a request may draw while its pages come: as many as the first if there is room, at least the second."""
-
 
 @dataclass(slots=True)
 class Reservation:
@@ -58,8 +55,8 @@ class Reservations:
         """Row and pages of each."""
         return ((one.row, one.pages) for one in self._open.values())
 
-    def reserve(self, move: str, asked: wire.Request) -> Reservation | Refuse:
-        """What is held for this request from now on, or why nothing is."""
+    def reserve(self, move: str, asked: wire.Request, num_tokens: int) -> Reservation | Refuse:
+        """Pages for so many tokens that are held for this request from now on, or why nothing is."""
         if move in self._open:
             return Refuse(409, "unknown", f"move {move} is prepared already")
         fits = fits_ever(len(asked.prompt), self._limits)
@@ -70,7 +67,7 @@ class Reservations:
         request = make_request(0, 0, asked, self._limits.max_model_len)
         self._sharing.begin(request, asked)
         held = self._sharing.hold(request)
-        pages = next((pages for ahead in AHEAD_TOKENS if (pages := self._take(request, len(held), ahead)) is not None), None)
+        pages = self._take(num_tokens, len(held))
         if pages is None:
             self._sharing.pool.give_back(held)
             return Refuse(503, "no_room", "rows or pages are used up")
@@ -108,10 +105,10 @@ class Reservations:
             self._seats.unreserve(one.row)
             self._sharing.pool.give_back(one.pages)
 
-    def _take(self, request: Request, num_held: int, ahead: int) -> list[int] | None:
-        """Pages for a request and so many tokens more, beside those that are held; None when they do not fit now."""
+    def _take(self, num_tokens: int, num_held: int) -> list[int] | None:
+        """Pages for so many tokens, beside those that are held; None when they do not fit now."""
         pool, seats = self._sharing.pool, self._seats
-        needed = pool.pages_for(min(len(request.tokens) + ahead, request.max_len)) - num_held
+        needed = max(0, pool.pages_for(min(num_tokens, self._limits.max_model_len)) - num_held)
         if not isinstance(fits_now(needed, pool.free_pages, seats.free, len(seats.running)), Admit):
             return None
         return pool.take(needed)

@@ -12,6 +12,7 @@ What a step holds is decided in `compose`, how pages are shared in `sharing`, th
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -25,6 +26,7 @@ from phalanx_runtime.core.policy import Fcfs, Policy
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.report import Reporter
 from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.rescue import Pressure
 from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
@@ -32,14 +34,15 @@ from phalanx_runtime.core.sharing import Sharing
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A running request: its output tokens, the tokens in its pages, and whether these stay as they are: frozen, in no plan.
+    """A running request: its tokens, those of its output and those in its pages. `is_settled`: it is frozen, and in no plan.
 
     `num_losses` counts preemptions: while it is the same, the pages are the same ones, and full ones hold the same.
     """
 
+    num_tokens: int
     num_output: int
     computed: int
-    pages: tuple[int, ...]
+    pages: Sequence[int]
     is_settled: bool
     num_losses: int
 
@@ -140,11 +143,11 @@ class Scheduler:
         if request is None or request.row is None:
             return None
         settled = request.is_frozen and not request.in_flight
-        return Held(request.num_output, request.computed, tuple(request.pages), settled, request.num_losses)
+        return Held(len(request.tokens), request.num_output, request.computed, request.pages, settled, request.num_losses)
 
-    def victims(self) -> list[int]:
-        """Running requests in the order in which they are preempted, the first one first. Frozen ones are not."""
-        return [one.handle for one in reversed(self._seats.running) if not (one.is_frozen or one.gone)]
+    def pressure(self, pages_per_s: float) -> Pressure | None:
+        """How near the pool is to its end, and who would lose pages first; None while half of it is free."""
+        return self._reporter.pressure(pages_per_s)
 
     def abort(self, handle: int) -> None:
         """Forgets a request; an unknown handle is no error. Pages that a plan in flight writes are free after its commit."""
