@@ -302,6 +302,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Of the free pages, those that the prefix cache finds."""
     max_num_seqs: int = 0
     """Requests that a step may hold; 0: not told."""
+    refused_copies: int = 0
+    """Connections that were turned away at the ports where ranks take pages in, since the start."""
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
@@ -362,8 +364,10 @@ FromLeader = (
     | moves.MoveFailed
     | moves.AskRescue
 )
-ToEngine = Submit | Abort
-FromEngine = Tokens | Refused | Load | PageChanges
+ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+FromEngine = (
+    Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue
+)
 
 encode = msgspec.msgpack.Encoder().encode
 """Bytes of any frame."""

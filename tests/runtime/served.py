@@ -62,7 +62,7 @@ class Script:
         self.answers = [Served() for _ in requests]
         self._starts = [len(request.delivered) for request in requests]
 
-    def receive(self, block: bool) -> list[bytes] | None:
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
         messages, self._unread = self._unread, []
         assert messages or not block, "the engine is idle before all requests are over"
         return messages

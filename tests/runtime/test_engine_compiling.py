@@ -56,7 +56,7 @@ class Wire:
     rung: threading.Event = field(default_factory=threading.Event)
     closed: bool = False
 
-    def receive(self, block: bool) -> list[bytes] | None:
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
         messages = []
         if block:
             self.waits += 1

@@ -28,7 +28,7 @@ class Script:
         self.sent: list[wire.FromEngine] = []
         self.blocked: list[bool] = []
 
-    def receive(self, block: bool) -> list[bytes] | None:
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
         self.blocked.append(block)
         if self._batches:
             return self._batches.pop(0)

@@ -102,7 +102,7 @@ def test_the_loop_tells_its_watch_of_every_step_and_of_the_fitted_time() -> None
         def __init__(self) -> None:
             self._messages = [[wire.encode(wire.Submit(1, make_request(5, 40)))]]
 
-        def receive(self, block: bool) -> list[bytes] | None:
+        def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
             if self._messages:
                 return self._messages.pop()
             return None if block else []

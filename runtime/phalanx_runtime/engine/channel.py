@@ -4,6 +4,7 @@ A zmq PAIR over ipc; the HTTP process binds it before it starts the rank. No hig
 for (requests and their lengths), and a full pipe would stop the engine for all requests because one reader is slow.
 """
 
+import math
 import os
 import threading
 
@@ -26,12 +27,12 @@ class ZmqChannel:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._alarm, zmq.POLLIN)
 
-    def receive(self, block: bool) -> list[bytes] | None:
-        """All messages that are there; with `block`, waits for one or for `wake`. None once the context was ended."""
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
+        """All messages that are there; with `block`, waits for one, for `wake`, or so long. None once the context was ended."""
         messages: list[bytes] = []
         try:
             if block:
-                self._wait()
+                self._wait(timeout_s)
             while True:
                 messages.append(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -52,9 +53,9 @@ class ZmqChannel:
             if not self._socket.closed:
                 os.eventfd_write(self._alarm, 1)
 
-    def _wait(self) -> None:
-        """Returns when a message is there or `wake` was called. Raises ContextTerminated."""
-        for ready, _ in self._poller.poll():
+    def _wait(self, timeout_s: float | None) -> None:
+        """Returns when a message is there or `wake` was called, or after the timeout. Raises ContextTerminated."""
+        for ready, _ in self._poller.poll(None if timeout_s is None else math.ceil(1e3 * timeout_s)):
             if ready == self._alarm:
                 os.eventfd_read(self._alarm)
 

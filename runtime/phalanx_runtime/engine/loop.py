@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.compiling import Compiling
-from phalanx_runtime.engine.ports import Channel, Grammars, StepRunner, Watch
+from phalanx_runtime.engine.moving import Moving
+from phalanx_runtime.engine.ports import Carrier, Channel, Grammars, StepRunner, Watch
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class EngineLoop:
         rules: Rules = DEFAULT_RULES,
         watch: Watch | None = None,
         grammars: Grammars | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules)
         self._runner = runner
@@ -64,6 +66,11 @@ class EngineLoop:
         self._clock = clock
         self._watch = watch
         self._compiling = None if grammars is None else Compiling(grammars, channel.wake)
+        self._moving: Moving | None = None
+        if carrier is not None:
+            carrier.start(channel.wake)
+            self._moving = Moving(self._scheduler, carrier, lambda frame: channel.send(wire.encode(frame)), self._forget)
+        self._is_stuck = False
         self._load_due = 0.0
         self._urgent_due = 0.0
         self._is_urgent = False
@@ -92,7 +99,7 @@ class EngineLoop:
         must_wait = self._scheduler.must_wait()
         if must_wait:
             self._rest()
-        messages = self._channel.receive(block=must_wait)
+        messages = self._receive(must_wait)
         if messages is None:
             return False
         for message in messages:
@@ -100,12 +107,26 @@ class EngineLoop:
             self._is_settled = False
         if self._compiling is not None:
             self._take_compiled(self._compiling)
+        if self._moving is not None:
+            self._moving.turn(self._clock())
         while len(self._flights) < self._runner.depth and self._start():
             pass
         self._report_urgent()
+        self._is_stuck = not self._flights
         if self._flights:
             self._finish(self._flights.popleft())
         return True
+
+    def _receive(self, must_wait: bool) -> list[bytes] | None:
+        """What came in. Waits when nothing can be computed: for ever, or as long as a move allows. Pages that are frozen or
+        reserved may keep even the first of the queue waiting: then what is reported must not grow old."""
+        if self._flights or not (must_wait or self._is_stuck):
+            return self._channel.receive(block=False)
+        deadline = None if self._moving is None else self._moving.deadline
+        if deadline is None and must_wait:
+            return self._channel.receive(block=True)
+        longest_s = math.inf if deadline is None else max(0.0, deadline - self._clock())
+        return self._channel.receive(block=True, timeout_s=longest_s if must_wait else min(longest_s, LOAD_INTERVAL_S))
 
     def _start(self) -> bool:
         """Begins with the next plan, if there is one."""
@@ -140,6 +161,9 @@ class EngineLoop:
         if self._compiling is not None:
             for handle in [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]:
                 self._compiling.forget(handle)
+        if self._moving is not None:
+            ended = [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]
+            self._moving.stepped(flight.plan.step, wall_s, ended, now)
         if now >= (self._urgent_due if self._is_urgent else self._load_due):
             self._report(now)
 
@@ -156,12 +180,22 @@ class EngineLoop:
             case wire.Abort(handles):
                 for handle in handles:
                     self._forget(handle)
-            case wire.Submit(handle, request):
-                self._submit(handle, request)
+            case wire.Submit(handle, request, move):
+                self._submit(handle, request, move)
+            case _ if self._moving is not None:
+                self._moving.obey(frame, self._clock())
+            case wire.Prepare(move) | moves.MoveOut(move):
+                why = "this engine moves nothing"
+                self._channel.send(wire.encode(moves.MoveFailed(move, "incompatible", why)))
 
-    def _submit(self, handle: int, request: wire.Request) -> None:
+    def _submit(self, handle: int, request: wire.Request, move: str) -> None:
         now, grammar = self._clock(), request.sampling.grammar
-        answer = self._scheduler.submit(handle, request, now, is_held=self._compiling is not None and grammar is not None)
+        if self._moving is None or not move or not self._moving.submit(handle, request, move, now):
+            move = ""
+        is_held = self._compiling is not None and grammar is not None
+        answer = self._scheduler.submit(handle, request, now, is_held, move)
+        if self._moving is not None and move:
+            self._moving.began(move)
         if isinstance(answer, Refuse):
             self._is_urgent |= answer.backlog_tokens is not None
             self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
@@ -183,6 +217,8 @@ class EngineLoop:
                 self._channel.send(wire.encode(self._refused(handle, epoch, refuse)))
 
     def _forget(self, handle: int) -> None:
+        if self._moving is not None:
+            self._moving.ended(handle, "ended", "nobody wants it any more", self._clock())
         self._scheduler.abort(handle)
         self._queued.pop(handle, None)
         if self._compiling is not None:
@@ -217,9 +253,13 @@ class EngineLoop:
         changes = self._scheduler.pool.take_changes()
         if changes.changes or changes.is_snapshot:
             self._channel.send(wire.encode(changes))
-        self._channel.send(wire.encode(msgspec.structs.replace(self._scheduler.load(now), leaks=self._leaks)))
+        self._channel.send(wire.encode(self._load(now)))
         self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S
         self._is_urgent = False
+
+    def _load(self, now: float) -> wire.Load:
+        refused = 0 if self._moving is None else self._moving.num_refused
+        return msgspec.structs.replace(self._scheduler.load(now), leaks=self._leaks, refused_copies=refused)
 
     def _rest(self) -> None:
         """Before the loop blocks: reports the load. When idleness starts, checks that every page came back; with a leak we serve
@@ -260,10 +300,11 @@ def run_engine(
     rules: Rules = DEFAULT_RULES,
     watch: Watch | None = None,
     grammars: Grammars | None = None,
+    carrier: Carrier | None = None,
 ) -> None:
     """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
     channel = ZmqChannel(endpoint)
     try:
-        EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars).run()
+        EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars, carrier=carrier).run()
     finally:
         channel.close()

@@ -1,8 +1,11 @@
 """The seams of the engine loop: the ranks below it, the HTTP process above it."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from phalanx_api import wire
+from phalanx_api.moves import MoveOut, PageAddress
+from phalanx_runtime.core.copying import Report
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 
 
@@ -52,11 +55,47 @@ class Grammars(Protocol):
         ...
 
 
+class Carrier(Protocol):
+    """The ranks as those who send and take pages, beside the steps. Implemented by `phalanx_runtime.rank.carrier`.
+
+    No call waits. An order to one rank comes after those before it; `reports` tells what came of them.
+    """
+
+    @property
+    def addresses(self) -> Sequence[PageAddress]:
+        """Where each rank takes pages in. One without a host is in the leader's pod."""
+        ...
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Calls `wake`, from any thread, after each report."""
+        ...
+
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+        """Every rank takes positions from `first` on into these pages, from who knows the key, once it has computed the step."""
+        ...
+
+    def forget(self, move: str) -> None:
+        """No rank takes more for this move; each says Forgotten once it writes nothing."""
+        ...
+
+    def send(self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
+        """Every rank sends positions from `first` on, which lie in these pages, once it has computed the step."""
+        ...
+
+    def stop(self, move: str) -> None:
+        """No rank sends more of this move."""
+        ...
+
+    def reports(self) -> Sequence[tuple[int, Report]]:
+        """What the ranks told since the last call, each with its rank."""
+        ...
+
+
 class Channel(Protocol):
     """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
 
-    def receive(self, block: bool) -> list[bytes] | None:
-        """All messages that are there; with `block`, waits for one, or for `wake`. None once the channel is closed."""
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
+        """All messages that are there; with `block`, waits for one, for `wake`, or so long. None once the channel is closed."""
         ...
 
     def send(self, message: bytes) -> None:

@@ -137,7 +137,6 @@ class PageDoor:
         finally:
             self._strangers.release()
         if why is not None:
-            log.warning("turned away from the port for pages: %s", why)
             self.tell(Refused(why))
 
     def _serve(self, link: socket.socket, magic: bytes) -> str | None:

@@ -46,6 +46,7 @@ class EngineMetrics:
             "prefix_hit_tokens": counter("vllm:prefix_cache_hits", "Prompt tokens found there."),
             "pages_reused": counter("phalanx_pages_reused", "Pages taken out of the prefix cache again."),
             "pages_evicted": counter("phalanx_pages_evicted", "Pages that the prefix cache gave up."),
+            "refused_copies": counter("phalanx_refused_copies", "Connections turned away where ranks take pages in."),
             "leaks": counter("phalanx_page_leaks", "Pages and rows that were not accounted for when the engine was idle."),
         }
         self._load = NO_LOAD
