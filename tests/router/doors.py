@@ -12,9 +12,10 @@ from starlette.types import ASGIApp
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.client import Follower
+from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 from phalanx_runtime.server.gateway import EngineGateway, Sink
-from phalanx_runtime.server.link import LinkDoor
+from phalanx_runtime.server.link import LinkDoor, LinkSettings
 from phalanx_runtime.server.open_link import LinkSettings
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
@@ -32,8 +33,10 @@ class FakeEngine:
         self.followers: list[Follower] = []
         self.found = PageKeys()
         self._next: dict[int, int] = {}
+        self.ordered: list[MoveOrder] = []
+        self.moves = MoveRelay(self.ordered.append)
 
-    def submit(self, request: wire.Request, sink: Sink) -> int:
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
         handle = 1000 + len(self._next)
         self.submitted[handle] = (request, sink)
         self._next[handle] = len(request.delivered)

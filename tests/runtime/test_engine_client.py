@@ -10,7 +10,8 @@ import zmq.asyncio
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_runtime.engine.backend import LocalBackend
-from phalanx_runtime.engine.client import NO_LOAD, Ended, EngineClient
+from phalanx_runtime.engine.client import NO_LOAD, EngineClient
+from phalanx_runtime.engine.meter import Ended
 from tests.runtime.fake_runner import make_request
 
 ASSETS = wire.make_assets({}, ["tiny"], 64, [0])

@@ -5,7 +5,8 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import Totals
-from phalanx_runtime.engine.client import NO_LOAD, Ended
+from phalanx_runtime.engine.client import NO_LOAD
+from phalanx_runtime.engine.meter import Ended
 from phalanx_runtime.server.metrics import EngineMetrics
 
 

@@ -17,8 +17,10 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.meter import Ended, Meter
+from phalanx_runtime.engine.move_relay import MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 
 log = logging.getLogger(__name__)
@@ -50,48 +52,6 @@ class Follower(Protocol):
     def pages_changed(self, changes: wire.PageChanges) -> None:
         """The prefix cache finds other pages than before."""
         ...
-
-
-class Meter(Protocol):
-    """Counts what the engine does. Times are seconds."""
-
-    def load(self, load: wire.Load) -> None:
-        """The engine reported its load, or is gone and holds nothing."""
-        ...
-
-    def step(self, num_tokens: int) -> None:
-        """One step brought this many tokens."""
-        ...
-
-    def first_token(self, prompt_tokens: int, wait_s: float) -> None:
-        """A request got its first token from this engine."""
-        ...
-
-    def queued(self, wait_s: float) -> None:
-        """A request was given to a step for the first time, so long after it came to the engine."""
-        ...
-
-    def next_token(self, gap_s: float) -> None:
-        """A request got another token."""
-        ...
-
-    def ended(self, end: "Ended") -> None:
-        """A request is over."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """One request that is over. `reason`: stop, length, abort (nobody wants it any more), or error (refused, or engine lost)."""
-
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    max_tokens: int
-    latency_s: float
-    decode_s: float
-    """From the first token to the last; 0 without a second one."""
 
 
 @dataclass(slots=True)
@@ -132,6 +92,7 @@ class EngineClient:
         self._subscribers: list[Callable[[], None]] = []
         self._followers: list[Follower] = []
         self._pages = PageKeys()
+        self.moves = MoveRelay(self._send_order)
 
     def state(self) -> wire.State:
         """Whether the group serves, and its incarnation."""
@@ -200,6 +161,7 @@ class EngineClient:
         self._close_socket()
         self._forget(list(self._open), "error")
         self._load, self._pages = NO_LOAD, PageKeys()
+        self.moves.clear()
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason))
 
@@ -230,17 +192,19 @@ class EngineClient:
         self._close_socket()
         self._context.term()
 
-    def submit(self, request: wire.Request, sink: Sink) -> int:
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
         """The engine's handle of a request that was started; `sink` hears of it later, never within this call.
 
-        Raises BackendError 503 while the group does not serve.
+        With `move` it starts on the pages that came with that move. Raises BackendError 503 while the group does not serve.
         """
         if self._stops is not None:
             raise BackendError(503, "draining", f"the group takes no more requests: {self._state.reason}", RESTART_RETRY_S)
         if not self._state.serving:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
         handle = next(self._handles)
-        self._send(wire.Submit(handle, request))  # first: what cannot be encoded must leave nothing behind
+        self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
+        if move:
+            self.moves.over(move)
         self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock())
         return handle
 
@@ -279,6 +243,11 @@ class EngineClient:
             self._socket.close()
             self._socket = None
             self._unsent.clear()
+
+    def _send_order(self, frame: wire.ToEngine) -> None:
+        """Gives the engine a frame of a move; without an engine there are none."""
+        if self._socket is not None:
+            self._send(frame)
 
     def _send(self, frame: wire.ToEngine) -> None:
         assert self._socket is not None, "requests are open only between bind and lose"
@@ -322,6 +291,10 @@ class EngineClient:
                     if request is not None:
                         self._meter.ended(request.end("error", self._clock()))
                         request.sink.refused(frame)
+                case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed():
+                    self.moves.tell(frame)
+                case moves.AskRescue():
+                    self.moves.ask(frame)
                 case wire.Load():
                     self._load = frame
                     self._meter.load(frame)

@@ -44,6 +44,7 @@ def main() -> NoReturn:
 
 def _serve(spec: RankSpec) -> None:
     """Loads and computes. torch is loaded only here, after the parent is watched."""
+    from phalanx_runtime.rank.carrier import PageCarrier, Reports, open_door, secret_of
     from phalanx_runtime.rank.cgroup import System
     from phalanx_runtime.rank.group import join_group
     from phalanx_runtime.rank.heart import Heart, StepWatch, say
@@ -56,6 +57,8 @@ def _serve(spec: RankSpec) -> None:
     device = choose_device(spec)
     collective = join_group(spec, device)
     runner, ready = load_rank(spec, collective, device, system)
+    reports = Reports()
+    door, ports = open_door(spec, runner, reports, collective, device)
     gc.collect()
     gc.freeze()
     say(ready)
@@ -66,6 +69,8 @@ def _serve(spec: RankSpec) -> None:
     from phalanx_runtime.core.rules import Rules
     from phalanx_runtime.engine.loop import run_engine
 
+    secret, near = secret_of(spec), range(spec.local_world_size)
+    carrier = PageCarrier(door, reports, spec.hosts, ports, near, secret)
     limits = Limits(
         ready.max_model_len,
         spec.max_num_seqs,
@@ -76,7 +81,7 @@ def _serve(spec: RankSpec) -> None:
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, spec.model_name)
-    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars)
+    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars, carrier)
 
 
 def _leave_with_parent() -> None:

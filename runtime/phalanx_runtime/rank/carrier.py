@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -15,13 +16,11 @@ from phalanx_api.moves import MoveOut, PageAddress
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.copying import Expect, Forget, Order, Report, Send, Stop
 from phalanx_runtime.rank.page_door import PageDoor, Secret, dial, read_report, send_order
+from phalanx_runtime.rank.page_memory import open_pages
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank_spec import RankSpec
 
 log = logging.getLogger(__name__)
-
-
-def agree_on_ports(port: int, collective: Collective, device: torch.device) -> list[int]:
-    """The port of each rank. All ranks call it together. Raises PeerLost."""
-    return [int(one) for one in collective.all_gather(torch.tensor([port], device=device), 0)]
 
 
 class Reports:
@@ -126,3 +125,18 @@ class PageCarrier:
                 self._reports.add(rank, read_report(link))
         except OSError:
             return
+
+
+def secret_of(spec: RankSpec) -> Secret:
+    """What the ranks of this incarnation prove to one another."""
+    return Secret(bytes.fromhex(spec.token), spec.incarnation)
+
+
+def open_door(
+    spec: RankSpec, runner: ModelRunner, reports: Reports, collective: Collective, device: torch.device
+) -> tuple[PageDoor, list[int]]:
+    """This rank's port for pages, and those of all ranks. All ranks call it together. Raises PeerLost."""
+    tell = None if spec.rank else partial(reports.add, 0)
+    door = PageDoor(spec.rank, secret_of(spec), runner.pool.page_size, partial(open_pages, runner.caches), runner.wait_for, tell)
+    ports = collective.all_gather(torch.tensor([door.port], device=device), 0)
+    return door, [int(port) for port in ports]

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from phalanx_api import wire
 from phalanx_runtime.engine.client import Follower
+from phalanx_runtime.engine.move_relay import MoveRelay
 
 
 class Sink(Protocol):
@@ -26,8 +27,16 @@ class EngineGateway(Protocol):
     A request that was aborted is not heard of again either.
     """
 
-    def submit(self, request: wire.Request, sink: Sink) -> int:
-        """The engine's handle of a request that was started; `sink` hears of it later, never within this call."""
+    @property
+    def moves(self) -> MoveRelay:
+        """Where frames of moves go, and come from."""
+        ...
+
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+        """The engine's handle of a request that was started; `sink` hears of it later, never within this call.
+
+        With `move`, on the pages that came with that move.
+        """
         ...
 
     def abort(self, handles: list[int]) -> None:

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, Tally
-from phalanx_runtime.engine.client import NO_LOAD, Ended
+from phalanx_runtime.engine.client import NO_LOAD
+from phalanx_runtime.engine.meter import Ended
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
 

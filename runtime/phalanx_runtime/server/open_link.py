@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
 from phalanx_runtime.server.gateway import EngineGateway
+from phalanx_runtime.server.link_moves import LinkMoves
 from phalanx_runtime.server.orphans import Kept, KeptRequests, Orphans
 from phalanx_runtime.server.seen import SeenHandles
 
@@ -78,6 +79,8 @@ class OpenLink:
         self._waiting: list[wire.FromLeader] = []
         self._waiting_tokens = 0
         self._wake = asyncio.Event()
+        host = (websocket.scope.get("server") or ("",))[0]
+        self._moves = LinkMoves(gateway.moves, gateway.state, self._send, self._engines, self._handles, host)
         self._sent_state = gateway.state()
         self._told_assets = ""
         self._sending_since: float | None = None
@@ -90,6 +93,7 @@ class OpenLink:
     async def run(self) -> str:
         """Why the link ended. All its requests are aborted by then."""
         unsubscribe, unfollow = self._gateway.subscribe(self._state_changed), self._gateway.follow(self)
+        close_moves = self._moves.open()
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._tick)]
         try:
             self._greet()
@@ -98,6 +102,7 @@ class OpenLink:
         finally:
             unsubscribe()
             unfollow()
+            close_moves()
             self._gateway.abort(self._kept.leave(self._handles))
             self._handles.clear()
             for task in tasks:
@@ -268,6 +273,9 @@ class OpenLink:
                 self._tells_pages = True
                 self._send(self._gateway.pages())
                 return None
+            case wire.Prepare() | moves.MoveOut() | moves.Thaw() | moves.Release() | moves.Cancel():
+                self._moves.obey(frame)
+                return None
             case wire.Hello():
                 return "Hello comes once"
             case _:
@@ -282,7 +290,7 @@ class OpenLink:
             self._seen.submitted(frame.handle, None)
             self._send(wire.Refused(frame.handle, frame.request.epoch, 503, "not_ready", why))
             return None
-        handle = self._gateway.submit(frame.request, self)
+        handle = self._gateway.submit(frame.request, self, frame.move)
         self._handles[handle] = frame.handle
         self._engines[frame.handle] = handle
         self._kept.submitted(handle, frame.request, message)
