@@ -29,6 +29,7 @@ from phalanx_runtime.rank import page_wire as say
 from phalanx_runtime.rank.carrier import PageCarrier, Reports
 from phalanx_runtime.rank.page_door import PageDoor, Secret
 from phalanx_runtime.rank.page_memory import Pages, open_pages
+from tests.runtime.corrupting import Corrupting
 
 PAGE_SIZE, NUM_PAGES = 4, 12
 KEY = b"k" * say.KEY_BYTES
@@ -148,39 +149,10 @@ def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Ran
     assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
 
 
-class Corrupting:
-    """Between a sender and a taker: changes one byte after so many."""
-
-    def __init__(self, target: Rank, at: int) -> None:
-        self._listener = socket.create_server(("localhost", 0))
-        self.address = PageAddress("localhost", self._listener.getsockname()[1])
-        self._port, self._at = target.door.port, at
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        link, _ = self._listener.accept()
-        self._listener.close()
-        with link, socket.create_connection(("localhost", self._port)) as further:
-            threading.Thread(target=self._back, args=(further, link), daemon=True).start()
-            passed = 0
-            while data := bytearray(link.recv(1 << 16)):
-                if passed <= self._at < passed + len(data):
-                    data[self._at - passed] ^= 1
-                passed += len(data)
-                further.sendall(data)
-
-    def _back(self, further: socket.socket, link: socket.socket) -> None:
-        try:
-            while data := further.recv(1 << 16):
-                link.sendall(data)
-        except OSError:
-            return
-
-
 @pytest.mark.parametrize("at", [200, 1000, 1800])
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
     target.door.obey(Expect("m1", KEY, 0, [5, 6, 7], 0))
-    between = Corrupting(target, at)
+    between = Corrupting(target.door.port, at)
     source.door.obey(Send("m1", between.address, KEY, 0, [1, 2, 3], 0, 12))
     assert isinstance(failed := target.wait(ComeFailed)[0], ComeFailed)
     assert failed.code in ("checksum", "malformed", "incompatible")

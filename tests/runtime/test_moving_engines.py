@@ -1,0 +1,203 @@
+"""Requests that move between real engines at random indexes: the same tokens as undisturbed, on pages that came over TCP.
+
+In float64, where no near-tie is excused.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx_api import moves, wire
+from phalanx_api.seeds import mix
+from tests.runtime.corrupting import Corrupting
+from tests.runtime.moving_engines import Router, Stream, running_router
+from tests.runtime.ranks import PAGE_SIZE, Build
+from tests.runtime.tiny import save_tiny
+
+BUILD = Build(dtype=torch.float64, num_pages=120)
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
+TOKENS = 40
+MODES: tuple[moves.MoveMode, ...] = ("stop", "precopy")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def router(model: Path) -> Iterator[Router]:
+    with running_router(model, [[1], [1]], BUILD) as router:
+        yield router
+
+
+def make_request(name: str, prompt: int = 37, **sampling: object) -> wire.Request:
+    chance = random.Random(name)
+    tokens = [chance.randrange(256) for _ in range(prompt)]
+    return wire.Request(name, 0, tokens, [], wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}))  # type: ignore[arg-type]
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0},
+    "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
+    "sibling 0": {"temperature": 1.0, "seed": mix(7, 0)},
+    "sibling 1": {"temperature": 1.0, "seed": mix(7, 1)},
+}
+
+
+def undisturbed(router: Router, requests: list[wire.Request]) -> list[Stream]:
+    streams = [router.submit(request) for request in requests]
+    router.until(lambda: all(stream.finish for stream in streams))
+    return streams
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Router, mode: moves.MoveMode) -> None:
+    requests = [make_request(f"{kind} {mode}", **sampling) for kind, sampling in KINDS.items()]
+    plain = undisturbed(router, requests)
+    streams = [router.submit(request) for request in requests]
+    chance = random.Random(mode)
+    num_bytes = num_moves = 0
+    for turn in range(3):
+        for stream in streams:
+            at = chance.randrange(1 + 10 * turn, 11 + 10 * turn)
+            router.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
+            if stream.finish is None and len(stream.tokens) < TOKENS - 4:
+                num_bytes += router.move(stream, 1 - stream.at, mode).num_bytes
+                num_moves += 1
+    router.until(lambda: all(stream.finish for stream in streams))
+    assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
+    assert [stream.finish for stream in streams] == [stream.finish for stream in plain]
+    assert num_moves >= 8
+    assert num_bytes > 0
+    router.settle()
+
+
+@pytest.mark.parametrize(("pods", "stages"), [([2], 1), ([1, 1], 2)], ids=["tp2", "pp2 in two pods"])
+def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int], stages: int) -> None:
+    build = Build(dtype=torch.float64, num_pages=120, stages=stages)
+    with running_router(model, [pods, pods], build) as router:
+        requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "schema")]
+        plain = undisturbed(router, requests)
+        streams = [router.submit(request) for request in requests]
+        for turn, mode in enumerate(MODES):
+            for stream in streams:
+                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 3 + 8 * turn)  # type: ignore[misc]
+                assert router.move(stream, 1 - stream.at, mode).num_bytes > 0
+        router.until(lambda: all(stream.finish for stream in streams))
+        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
+        router.settle()
+
+
+def test_pages_that_the_target_has_do_not_come_again(router: Router) -> None:
+    request = make_request("shared", prompt=64)
+    at_source = router.submit(request)
+    router.until(lambda: len(at_source.tokens) >= 2)
+    without = router.move(at_source, 1)
+    router.until(lambda: at_source.finish is not None)
+    again = router.submit(request)
+    router.until(lambda: len(again.tokens) >= 2)
+    move = router.prepare(again, 1)
+    assert router.heard(moves.Prepared, move)[0].held_tokens >= 64 // PAGE_SIZE * PAGE_SIZE
+    router.move_out(again, move, "stop")
+    router.wait_for_pages(move)
+    assert router.heard(moves.Arrived, move)[0].num_bytes < without.num_bytes / 2
+    router.commit(again, move, 1)
+    router.until(lambda: again.finish is not None)
+    assert again.tokens == at_source.tokens
+    router.settle()
+
+
+def test_the_target_reads_what_arrived_and_computes_nothing_of_it_anew(model: Path) -> None:
+    with running_router(model, [[1], [1]], BUILD) as router:
+        (plain,) = undisturbed(router, [make_request("zeroed")])
+        stream = router.submit(make_request("zeroed"))
+        router.until(lambda: len(stream.tokens) >= 8)
+        move = router.prepare(stream, 1)
+        router.move_out(stream, move, "stop")
+        router.wait_for_pages(move)
+        for cache in router.groups[1].runners[0].caches:
+            cache.k.zero_()
+            cache.v.zero_()
+        router.commit(stream, move, 1)
+        router.until(lambda: stream.finish is not None)
+        assert stream.tokens[:8] == plain.tokens[:8]
+        assert stream.tokens != plain.tokens
+
+
+def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(router: Router) -> None:
+    (plain,) = undisturbed(router, [make_request("key")])
+    refused = router.loads[1].refused_copies
+    stream = router.submit(make_request("key"))
+    router.until(lambda: len(stream.tokens) >= 2)
+    move = router.prepare(stream, 1)
+    router.move_out(stream, move, "stop", key=b"x" * 32)
+    router.until(lambda: bool(router.heard(moves.MoveFailed, move)))
+    assert router.heard(moves.MoveFailed, move)[0].code == "target_lost"
+    router.groups[1].channel.put(moves.Cancel(move))
+    router.until(lambda: stream.finish is not None)
+    assert stream.tokens == plain.tokens
+    router.settle()
+    router.until(lambda: router.loads[1].refused_copies == refused + 1)
+
+
+def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(router: Router) -> None:
+    (plain,) = undisturbed(router, [make_request("corrupted")])
+    stream = router.submit(make_request("corrupted"))
+    router.until(lambda: len(stream.tokens) >= 2)
+    move = router.prepare(stream, 1)
+    between = Corrupting(router.groups[1].doors[0].port, 5000)
+    router.move_out(stream, move, "stop", addresses=[between.address])
+    router.until(lambda: len(router.heard(moves.MoveFailed, move)) >= 2)
+    assert {failed.code for failed in router.heard(moves.MoveFailed, move)} == {"checksum"}
+    assert not router.heard(moves.Arrived, move)
+    router.until(lambda: stream.finish is not None)
+    assert stream.tokens == plain.tokens
+    router.settle()
+
+
+def test_a_move_that_nobody_commits_leaves_both_groups_as_they_were(router: Router) -> None:
+    (plain,) = undisturbed(router, [make_request("undecided")])
+    stream = router.submit(make_request("undecided"))
+    router.until(lambda: len(stream.tokens) >= 2)
+    move = router.prepare(stream, 1)
+    router.move_out(stream, move, "stop")
+    router.wait_for_pages(move)
+    router.groups[1].channel.put(moves.Cancel(move))
+    router.until(lambda: stream.finish is not None)  # nobody thaws it: its lease does
+    assert stream.tokens == plain.tokens
+    assert [failed.code for failed in router.heard(moves.MoveFailed, move)] == ["lease"]
+    router.settle()
+
+
+def test_a_commit_without_pages_computes_the_request_anew(router: Router) -> None:
+    (plain,) = undisturbed(router, [make_request("early")])
+    stream = router.submit(make_request("early"))
+    router.until(lambda: len(stream.tokens) >= 2)
+    move = router.prepare(stream, 1)
+    router.commit(stream, move, 1)
+    router.until(lambda: stream.finish is not None)
+    assert stream.tokens == plain.tokens
+    router.settle()
+
+
+def test_a_copy_no_faster_than_it_may_be_leaves_the_others_alone(router: Router) -> None:
+    requests = [make_request(f"slow {i}", max_tokens=150) for i in range(2)]
+    plain = undisturbed(router, requests)
+    moved, other = (router.submit(request) for request in requests)
+    router.until(lambda: len(moved.tokens) >= 2)
+    move = router.prepare(moved, 1)
+    router.move_out(moved, move, "stop", bytes_per_s=100_000.0)
+    router.until(lambda: bool(router.heard(moves.Frozen, move)))
+    before = len(other.tokens)
+    router.wait_for_pages(move)
+    assert len(other.tokens) > before
+    router.commit(moved, move, 1)
+    router.until(lambda: all(stream.finish for stream in (moved, other)))
+    assert [moved.tokens, other.tokens] == [stream.tokens for stream in plain]
+    router.settle()
