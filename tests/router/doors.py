@@ -15,7 +15,7 @@ from phalanx_runtime.engine.client import Follower
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 from phalanx_runtime.server.gateway import EngineGateway, Sink
-from phalanx_runtime.server.link import LinkDoor, LinkSettings
+from phalanx_runtime.server.link import LinkDoor
 from phalanx_runtime.server.open_link import LinkSettings
 from tests.router.fakes import ASSETS, TOKEN, token_at
 

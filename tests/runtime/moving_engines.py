@@ -213,8 +213,8 @@ class Router:
         """Returns when a move may be committed, or has failed."""
 
         def is_over() -> bool:
-            both = self.heard(moves.Frozen, move) and self.heard(moves.Arrived, move)
-            return bool(both or self.heard(moves.MoveFailed, move))
+            is_ready = bool(self.heard(moves.Frozen, move)) and bool(self.heard(moves.Arrived, move))
+            return is_ready or bool(self.heard(moves.MoveFailed, move))
 
         self.until(is_over)
 

@@ -6,6 +6,7 @@ In float64, where no near-tie is excused.
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,13 @@ def router(model: Path) -> Iterator[Router]:
         yield router
 
 
-def make_request(name: str, prompt: int = 37, **sampling: object) -> wire.Request:
+def make_request(name: str, prompt: int = 37, **sampling: Any) -> wire.Request:
     chance = random.Random(name)
     tokens = [chance.randrange(256) for _ in range(prompt)]
-    return wire.Request(name, 0, tokens, [], wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}))  # type: ignore[arg-type]
+    return wire.Request(name, 0, tokens, [], wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}))
 
 
-KINDS: dict[str, dict[str, object]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0},
     "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
