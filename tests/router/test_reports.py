@@ -176,7 +176,7 @@ async def test_a_new_incarnation_has_other_pages_and_the_router_knows(tmp_path: 
         async with linked(group, router) as link:
             await serve(link, router, 4)
             before = set(router.found)
-            assert link.told.load is not None and link.told.load.sequence > 1
+            await until(lambda: link.told.load is not None and link.told.load.sequence > 1)
             group.start(depth=2)
             await until(lambda: link.is_serving and link.state.incarnation == 2 and link.told.load is not None)
             assert router.found == set()
