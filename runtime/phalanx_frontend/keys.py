@@ -1,4 +1,4 @@
-"""API keys: who may speak to the door, by what name, and with which priority at most."""
+"""API keys: who may speak to the door, by what name, with which priority at most, and how much."""
 
 import hashlib
 import hmac
@@ -9,9 +9,24 @@ from pathlib import Path
 
 from phalanx_frontend.fields import whole_text
 
+QUOTAS = ("requests_per_minute", "tokens_per_minute", "concurrent")
+"""Names of quotas in a keys file."""
+
 
 class KeysUnreadable(Exception):
     """A keys file cannot be used; the message says where and why, and never holds a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may have: requests and tokens (prompt and output) per minute, requests at once; None is no bound.
+
+    A request is one choice of an answer: n = 4 counts four times.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +36,25 @@ class ApiKey:
     name: str
     key: str = field(repr=False)
     priority: int | None = None
+    quota: Quota | None = None
 
 
 class ApiKeys:
     """All keys of a door. Only their digests are kept, and every look compares all of them in constant time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._keys: list[tuple[bytes, ApiKey]] = []
+        self._quotas: dict[str, Quota | None] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Knows these keys from now on, and no others. Requests that were let in go on."""
         self._keys = [(_digest(key.key.encode()), key) for key in keys]
+        self._quotas = {key.name: key.quota for _, key in self._keys}
+
+    def quota_of(self, name: str) -> Quota | None:
+        """The quota of the key with this name; None is no bound."""
+        return self._quotas.get(name)
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -68,7 +95,10 @@ def _is_whole(name: str) -> bool:
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Keys of a file: a JSON array of {"name", "key", "priority"}, or a line `name key [priority]` each; # starts a comment."""
+    """Keys of a file: a JSON array of {"name", "key", ...}, or a line `name key [priority] [quota=number ...]` each; # comments.
+
+    Quotas are `requests_per_minute`, `tokens_per_minute`, `concurrent`, in JSON as further fields. Raises KeysUnreadable.
+    """
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -88,11 +118,19 @@ def _of_json(file: Path, text: str) -> list[ApiKey]:
 
 
 def _of_entry(file: Path, entry: object) -> ApiKey:
-    if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority"}:
+    if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority", *QUOTAS}:
         name, key, priority = entry.get("name"), entry.get("key"), entry.get("priority")
         if isinstance(name, str) and name and isinstance(key, str) and (priority is None or type(priority) is int):
-            return ApiKey(name, key, priority)
-    raise KeysUnreadable(f'{file}: every entry must be {{"name": text, "key": text, "priority": whole number or null}}')
+            return ApiKey(name, key, priority, _quota_of(file, {limit: entry[limit] for limit in QUOTAS if limit in entry}))
+    fields = ", ".join(f'"{limit}"' for limit in QUOTAS)
+    shape = f'{{"name": text, "key": text, "priority": whole number or null}}, and of {fields} what is bounded'
+    raise KeysUnreadable(f"{file}: every entry must be {shape}")
+
+
+def _quota_of(file: Path, limits: Mapping[str, object]) -> Quota | None:
+    if not all(type(limit) is int and limit > 0 for limit in limits.values()):
+        raise KeysUnreadable(f"{file}: {', '.join(QUOTAS)} must be whole numbers above 0")
+    return Quota(**{name: limit for name, limit in limits.items() if isinstance(limit, int)}) if limits else None
 
 
 def _of_lines(file: Path, text: str) -> list[ApiKey]:
@@ -101,11 +139,17 @@ def _of_lines(file: Path, text: str) -> list[ApiKey]:
         words = line.partition("#")[0].split()
         if not words:
             continue
+        pairs = [word.partition("=") for word in words[2:] if "=" in word]
+        plain = words[:2] + [word for word in words[2:] if "=" not in word]
         try:
-            name, key = words[:2]
-            keys.append(ApiKey(name, key, *(int(word) for word in words[2:3])))
+            name, key = plain[:2]
+            limits = {limit: int(value) for limit, _, value in pairs}
+            if set(limits) - set(QUOTAS):
+                raise ValueError(f"unknown quota in {sorted(limits)}")
+            priority = int(plain[2]) if len(plain) > 2 else None
         except ValueError as error:
-            raise KeysUnreadable(f"{file}: line {number} is not `name key [priority]`") from error
-        if len(words) > 3:
+            raise KeysUnreadable(f"{file}: line {number} is not `name key [priority] [quota=number ...]`") from error
+        if len(plain) > 3:
             raise KeysUnreadable(f"{file}: line {number} has more than name, key and priority")
+        keys.append(ApiKey(name, key, priority, _quota_of(file, limits)))
     return keys

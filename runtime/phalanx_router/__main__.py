@@ -65,7 +65,8 @@ async def serve(settings: Settings) -> int:
         policy=settings.policy,
         queue=QueueBounds(settings.max_queued, settings.max_queued_tokens),
     )
-    app, fleet = make_router(fleet_settings, await make_source(settings), lambda error: server.fail(error), settings.api_keys)
+    source = await make_source(settings)
+    app, fleet = make_router(fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file)
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from phalanx_frontend.app import create_app
+from phalanx_frontend.key_file import KeyFile
 from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.fleet import Fleet
@@ -27,6 +28,7 @@ def make_router(
     source: LeaderSource,
     failed: Callable[[BaseException], None] = _raise,
     keys: Sequence[ApiKey] = (),
+    key_file: KeyFile | None = None,
 ) -> tuple[Starlette, Fleet]:
     """The application and its fleet, which follows `source` while the application runs. `failed` hears when it no longer does.
 
@@ -35,6 +37,8 @@ def make_router(
     """
     registry = CollectorRegistry()
     fleet = Fleet(settings, RouterMetrics(registry))
+    api_keys = ApiKeys(keys)
+    fleet.placing.tenants.quota_of = api_keys.quota_of
     summing = Summing(fleet, settings.link.router, time.monotonic)
     summaries = SummaryDoor(settings.link.token, fleet.balancing.obey, summing.summary, summing.crossing)
     fleet.balancing.ticked.append(summaries.looked)
@@ -46,14 +50,18 @@ def make_router(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(fleet.run(source))
-        task.add_done_callback(look)
+        tasks = [asyncio.create_task(fleet.run(source))]
+        if key_file is not None:
+            tasks.append(asyncio.create_task(key_file.follow(api_keys)))
+        for task in tasks:
+            task.add_done_callback(look)
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # `look` has told of an error
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # `look` has told of an error
 
-    app = create_app(fleet, registry=registry, lifespan=lifespan, keys=ApiKeys(keys), metrics_prefix="phalanx_router")
+    app = create_app(fleet, registry=registry, lifespan=lifespan, keys=api_keys, metrics_prefix="phalanx_router")
     app.add_middleware(BesideTheDoor, door=summaries)
     return app, fleet

@@ -140,6 +140,7 @@ class Fleet:
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""
+        self.placing.tenants.routers = max(1, self.balancing.policy.routers)
         if self.balancing.policy.mode in ("Requeue", "Migrate"):
             self.placing.requeue(self.runs)
         shed = self.balancing.last.shed

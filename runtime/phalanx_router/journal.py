@@ -44,6 +44,11 @@ class Journal:
         return self._request.tenant
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return len(self._request.prompt)
+
+    @property
     def priority(self) -> int:
         """The request's; lower goes first."""
         return self._request.priority

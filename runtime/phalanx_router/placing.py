@@ -21,6 +21,7 @@ from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost
+from phalanx_router.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Placing:
         self.burden: Callable[[GroupView], GroupView] = lambda view: view
         """How a group should look to newcomers: a group that just gave requests away does not look free at once."""
         self.queue = RequestQueue()
+        self.tenants = Tenants(metrics, clock)
         self._settings = settings
         self._links = links
         self._metrics = metrics
@@ -65,6 +67,7 @@ class Placing:
             self.queue.remove(run.waiting.ticket)
             self._runs.pop(run.waiting.ticket, None)
             self._show()
+        self.tenants.end(run)
         if run.charged:
             used = len(run.stream.journal.delivered)
             self.queue.charge(run.stream.journal.tenant, 0, used - run.charged)
@@ -124,6 +127,7 @@ class Placing:
         waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun)
         if not has_begun:
             self._admit(waiting)
+            self.tenants.begin(run)
         run.waiting = waiting
         self._runs[ticket] = run
         self.queue.add(waiting)

@@ -10,6 +10,7 @@ from phalanx_router.link import LeaderLink, LinkSettings
 from phalanx_router.route.admit import QueueBounds
 from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.route.queue import Waiting
+from phalanx_router.route.quota import Granted
 from phalanx_router.stream import Setback, Stream
 
 
@@ -46,7 +47,8 @@ class Run:
     move: the open move of it, "" without one. moved: how often it was moved; `moved_at` when it last was, from group `left`.
     model_hash: the weights that drew its tokens; None before any group had it. keys: of its prompt's pages. waiting: its place in
     the queue; `came` ends the wait. sent_at: when its group got it. charged: output tokens that its tenant was charged for.
-    balanced: how many of the moves were for balance. number: names it in this process.
+    granted: what it took of its tenant's quota, at `granted_at`. balanced: how many of the moves were for balance. number: names
+    it in this process.
     """
 
     stream: Stream
@@ -71,6 +73,8 @@ class Run:
     came: asyncio.Future[None] | None = None
     sent_at: float = 0.0
     charged: int = 0
+    granted: Granted | None = None
+    granted_at: float = 0.0
 
     @property
     def is_unstarted(self) -> bool:

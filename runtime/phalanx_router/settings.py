@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.key_file import KeyFile
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 
 
@@ -22,7 +23,8 @@ class Settings:
     patience_s: how long a running stream waits for a group. retry_after_s: what clients hear when no group is ready.
     drain_s: how long open streams may go on after SIGTERM; below the pod's grace period.
     lame_duck_s: how long a leaving router still accepts connections, for its address lives on in other nodes' tables.
-    api_keys: who may use the door; none: anyone. policy: followed until the operator tells another.
+    api_keys: who may use the door; none: anyone. key_file: where they are read again when it changes.
+    policy: followed until the operator tells another.
     max_queued, max_queued_tokens: requests that wait here, and tokens of their prompts; too low: 429 at short bursts.
     """
 
@@ -40,6 +42,7 @@ class Settings:
     lame_duck_s: float
     log_level: str
     api_keys: tuple[ApiKey, ...] = ()
+    key_file: KeyFile | None = None
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -87,6 +90,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         lame_duck_s=given.lame_duck_s,
         log_level=given.log_level,
         api_keys=keys,
+        key_file=KeyFile(tuple(given.api_key), given.api_keys_file) if given.api_keys_file is not None else None,
         policy=policy,
         max_queued=given.max_queued,
         max_queued_tokens=given.max_queued_tokens,
@@ -113,7 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients while leaving (default 2)")
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="who brings one of these may use the door")
-    serve.add_argument("--api-keys-file", type=pathlib.Path, help="keys with names: JSON, or lines of `name key [priority]`")
+    keys = "keys with names: JSON, or lines of `name key [priority] [requests_per_minute=N] [tokens_per_minute=N] [concurrent=N]`"
+    serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; read again when it changes")
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, until the operator tells another")
     return parser
 

@@ -266,9 +266,13 @@ def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | Non
 
 def _read_keys(parser: argparse.ArgumentParser, given: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
     try:
-        return tuple(gather_keys(given, file))
+        keys = tuple(gather_keys(given, file))
     except KeysUnreadable as error:
         parser.error(f"--api-key, --api-keys-file: {error}")
+    bounded = [key.name for key in keys if key.quota is not None]
+    if bounded:
+        parser.error(f"--api-keys-file: {bounded[0]} has a quota, which only a router keeps")
+    return keys
 
 
 def _natural(text: str) -> int:

@@ -158,6 +158,11 @@ def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path, content: str
         "a k\na l",
         '[{"name": "\\ud800", "key": "k"}]',
         "a k\nb k",
+        "a k concurrent=0",
+        "a k concurrent=high",
+        "a k requests=3",
+        '[{"name": "a", "key": "k", "tokens_per_minute": 1.5}]',
+        '[{"name": "a", "key": "k", "concurrent": true}]',
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_without_telling_keys(tmp_path: Path, content: str) -> None:

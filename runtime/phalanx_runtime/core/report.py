@@ -127,6 +127,7 @@ class Reporter:
             mean_output_tokens=self.output.mean,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             cached_pages=pool.cached_pages,
+            max_num_seqs=self._limits.max_num_seqs,
         )
 
     def _steps_to_full(self, unused_slots: int) -> float | None:

@@ -1,0 +1,45 @@
+"""Follows the file of API keys: a Secret that changes is read again, so that a key is rotated without a restart."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx_frontend.keys import ApiKeys, KeysUnreadable, gather_keys
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""How often the file is looked at; a kubelet brings a changed Secret within about a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """Keys of the command line and of a file."""
+
+    given: Sequence[str]
+    file: Path
+
+    async def follow(self, keys: ApiKeys, every_s: float = LOOK_EVERY_S) -> None:
+        """Replaces the keys whenever the file changes, until cancelled. A file that cannot be used leaves them as they are."""
+        seen = self._stamp()
+        while True:
+            await asyncio.sleep(every_s)
+            now = self._stamp()
+            if now == seen:
+                continue
+            seen = now
+            try:
+                keys.replace(gather_keys(self.given, self.file))
+                log.info("API keys read again", extra={"file": str(self.file)})
+            except KeysUnreadable as error:
+                log.error("API keys stay as they were", extra={"why": str(error)})
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes when the file does: a mounted Secret is a link that is pointed elsewhere."""
+        try:
+            status = self.file.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,160 @@
+"""Tenants by their API keys: quotas with an honest Retry-After, keys that are rotated without a restart."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_frontend.key_file import KeyFile
+from phalanx_frontend.keys import ApiKey, ApiKeys, Quota, gather_keys
+from phalanx_router.app import make_router
+from phalanx_router.route.quota import Exceeded, Granted, Quotas
+from tests.frontend.fakes import tiny_assets
+from tests.frontend.serving import served
+from tests.router.fakes import FakeLeader, Leaders, Script, make_settings
+
+SIXTY = Quota(requests_per_minute=60, tokens_per_minute=6000, concurrent=3)
+
+
+def test_requests_per_minute_come_back_steadily() -> None:
+    quotas, quota = Quotas(), Quota(requests_per_minute=6)
+    for _ in range(6):
+        assert isinstance(quotas.take("t", quota, 1, 1, now=0.0), Granted)
+    assert quotas.take("t", quota, 1, 1, now=4.0) == Exceeded("requests", "6 requests per minute are allowed", 6.0)
+    assert isinstance(quotas.take("t", quota, 1, 1, now=10.0), Granted)
+    assert isinstance(quotas.take("other", quota, 1, 1, now=10.0), Granted)
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    quotas, quota = Quotas(), Quota(tokens_per_minute=600)
+    granted = quotas.take("t", quota, 400, 10_000, now=0.0)
+    assert granted == Granted(528)
+    refused = quotas.take("t", quota, 100, 10, now=0.0)
+    assert isinstance(refused, Exceeded)
+    assert refused.limit == "tokens"
+    assert refused.retry_after_s == pytest.approx(3.8)
+    assert isinstance(granted, Granted)
+    quotas.end("t", granted, used_tokens=410, lasted_s=1.0)
+    assert isinstance(quotas.take("t", quota, 100, 10, now=0.0), Granted)
+
+
+def test_a_request_larger_than_the_quota_waits_for_a_full_bucket_and_runs() -> None:
+    quotas, quota = Quotas(), Quota(tokens_per_minute=100)
+    assert quotas.take("t", quota, 5000, 10, now=0.0) == Granted(5010)
+    refused = quotas.take("t", quota, 1, 1, now=0.0)
+    assert isinstance(refused, Exceeded)
+    assert refused.retry_after_s == pytest.approx(4912 / 100 * 60)
+
+
+def test_requests_at_once_end_before_others_begin() -> None:
+    quotas, quota = Quotas(), Quota(concurrent=2)
+    first, _ = (quotas.take("t", quota, 1, 1, now=0.0) for _ in range(2))
+    refused = quotas.take("t", quota, 1, 1, now=1.0)
+    assert isinstance(refused, Exceeded) and isinstance(first, Granted)
+    assert (refused.limit, refused.retry_after_s > 0) == ("concurrent", True)
+    quotas.end("t", first, 2, lasted_s=5.0)
+    assert isinstance(quotas.take("t", quota, 1, 1, now=1.0), Granted)
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000), st.integers(1, 500)), max_size=60))
+def test_no_minute_has_more_than_twice_the_quota_and_retry_after_holds(arrivals: list[tuple[float, int, int]]) -> None:
+    """A bucket gives at most its content and what flows in; whoever waits as long as he is told is let in, if he is alone."""
+    quotas, quota, now = Quotas(), Quota(requests_per_minute=10, tokens_per_minute=4000), 0.0
+    taken: list[float] = []
+    for pause_s, prompt, output in arrivals:
+        now += pause_s
+        found = quotas.take("t", quota, prompt, output, now)
+        if isinstance(found, Exceeded):
+            now += found.retry_after_s + 1e-6
+            found = quotas.take("t", quota, prompt, output, now)
+            if isinstance(found, Exceeded):  # the other bucket
+                now += found.retry_after_s + 1e-6
+                found = quotas.take("t", quota, prompt, output, now)
+        assert isinstance(found, Granted)
+        quotas.end("t", found, found.tokens, 1.0)
+        taken.append(now)
+        assert sum(now - 60 < at for at in taken) <= 20
+
+
+def test_routers_share_a_quota() -> None:
+    quotas = Quotas()
+    granted = [isinstance(quotas.take("t", Quota(requests_per_minute=6), 1, 1, 0.0, share=1 / 3), Granted) for _ in range(4)]
+    assert granted == [True, True, False, False]
+
+
+@asynccontextmanager
+async def running_door(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    leader = FakeLeader(script=Script(assets=tiny_assets()))
+    await leader.start()
+    app, fleet = make_router(make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file)
+    assert isinstance(app, FastAPI)
+    try:
+        async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
+            async with asyncio.timeout(10):
+                while fleet.links.num_ready != 1:
+                    await asyncio.sleep(0.002)
+            yield http
+    finally:
+        await leader.stop()
+
+
+async def ask(http: httpx.AsyncClient, key: str) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+    return await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+async def test_who_exceeds_a_quota_gets_429_in_openai_s_form() -> None:
+    keys = [ApiKey("small", "sk-small", quota=Quota(requests_per_minute=2)), ApiKey("other", "sk-other")]
+    async with running_door(keys) as http:
+        assert [(await ask(http, "sk-small")).status_code for _ in range(2)] == [200, 200]
+        refused = await ask(http, "sk-small")
+        assert refused.status_code == 429
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert error["message"] == "Rate limit reached for small: 2 requests per minute are allowed."
+        assert 25 <= int(refused.headers["retry-after"]) <= 30
+        assert (await ask(http, "sk-other")).status_code == 200
+        metrics = (await http.get("/metrics")).text
+        assert 'phalanx_router_shed_total{why="quota_requests"} 1.0' in metrics
+
+
+async def test_a_rotated_key_works_without_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team sk-old")
+    source = KeyFile((), file)
+    keys = ApiKeys(gather_keys((), file))
+    following = asyncio.create_task(source.follow(keys, every_s=0.01))
+    try:
+        await asyncio.sleep(0)
+        for content, known, unknown in [
+            ("team sk-new concurrent=3\n", b"Bearer sk-new", b"Bearer sk-old"),
+            ("not a key file at all, but too many words\n", b"Bearer sk-new", b"Bearer sk-old"),
+            ('[{"name": "team", "key": "sk-third"}]', b"Bearer sk-third", b"Bearer sk-new"),
+        ]:
+            new = tmp_path / "new"  # a kubelet points a link elsewhere; the file is never half written
+            new.write_text(content)
+            new.rename(file)
+            async with asyncio.timeout(10):
+                while keys.find(known) is None or keys.find(unknown) is not None:
+                    await asyncio.sleep(0.01)
+        file.unlink()
+        await asyncio.sleep(0.05)
+        assert keys.find(b"Bearer sk-third") is not None, "a file that is gone takes no keys away"
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def test_quotas_come_with_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a sk-a 3 requests_per_minute=60 tokens_per_minute=6000 concurrent=3\nb sk-b concurrent=1\n")
+    assert [(key.priority, key.quota) for key in gather_keys((), file)] == [(3, SIXTY), (None, Quota(concurrent=1))]
+    file.write_text('[{"name": "a", "key": "k", "requests_per_minute": 60, "tokens_per_minute": 6000, "concurrent": 3}]')
+    [key] = gather_keys((), file)
+    assert (key.quota, ApiKeys([key]).quota_of("a"), ApiKeys([key]).quota_of("b")) == (SIXTY, SIXTY, None)
