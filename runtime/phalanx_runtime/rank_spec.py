@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from phalanx_api.account import MemoryAccount
+from phalanx_api.wire import Served
 from phalanx_runtime.core.eviction.protocol import PolicyName
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
 
@@ -63,19 +64,19 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: SchedulingPolicy = "fcfs"
     long_prefill_token_threshold: int = 0
     itl_target_ms: float | None = None
-    model_name: str = ""
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     pipeline_parallel_size: int = 1
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The rank has loaded its weights and made its page pool."""
+    """The rank has loaded its weights and made its page pool. Rank 0 tells what the group serves."""
 
     num_pages: int
     page_size: int
     max_model_len: int
     memory: MemoryAccount | None = None
+    served: Served = Served()
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):

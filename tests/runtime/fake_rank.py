@@ -88,7 +88,15 @@ def beat(falls_silent: bool, is_slow: bool) -> None:
 
 
 def say_ready() -> None:
-    say({"type": "ready", "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_model_len": 200})
+    say(
+        {
+            "type": "ready",
+            "num_pages": NUM_PAGES,
+            "page_size": PAGE_SIZE,
+            "max_model_len": 200,
+            "served": ["a model", "a layout", 64],
+        }
+    )
 
 
 def say(what: dict[str, object]) -> None:

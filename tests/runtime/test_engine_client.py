@@ -15,6 +15,7 @@ from phalanx_runtime.engine.meter import Ended
 from tests.runtime.fake_runner import make_request
 
 ASSETS = wire.make_assets({}, ["tiny"], 64, [0])
+SERVED = wire.Served("a model", "a layout", 64)
 
 
 @dataclass
@@ -114,7 +115,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
     client.lose(1, "starting")
     engine = rebind()
-    client.serve(ASSETS)
+    client.serve(ASSETS, SERVED)
     yield Rig(client, engine, meter, rebind)
     client.close()
     for each in engines:
@@ -344,7 +345,7 @@ async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: 
     while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
-    assert rig.client.state() == wire.State(False, 1, "leaving", draining=True)
+    assert rig.client.state() == wire.State(False, 1, "leaving", draining=True, served=SERVED)
     assert backend.not_ready() == "leaving"
     with pytest.raises(BackendError) as caught:
         rig.client.submit(make_request(2), ListSink())

@@ -13,6 +13,8 @@ import torch
 import zmq
 
 from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.cgroup import System, memory_limit
@@ -94,8 +96,16 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             accounts = [rank.memory for rank in ready]
             assert [account.rank for account in accounts if account is not None] == [0, 1]
             assert [account.kv_bytes_per_token for account in accounts if account is not None] == [2 * 3 * 1 * 16 * 4] * 2
+            served = ready[0].served
+            assert served.model_hash == model_hash(folder, "float32", None)
+            assert served.layout == "tp2 pp1 float32 page16 heads1x16x3"
+            assert served.page_bytes == 2 * 16 * 2 * 3 * 1 * 16 * 4, "of both ranks"
+            assert ready[1].served == wire.Served()
             engine.send(wire.encode(wire.Submit(5, request)))
             assert tokens_of(engine) == expected
+            long = [7] * 40
+            engine.send(wire.encode(wire.Submit(7, wire.Request("long", 0, long, [], wire.Sampling(1, 0)))))
+            assert pages_of(engine) == set(PrefixKeys(root_key(served.model_hash), 16).extend(long)), "a router can compute them"
             assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)
             second.kill()
             engine.send(wire.encode(wire.Submit(6, request)))
@@ -111,6 +121,18 @@ def tokens_of(engine: "zmq.Socket[bytes]") -> list[int]:
             tokens += frame.tokens
             if frame.finished:
                 return tokens
+
+
+def pages_of(engine: "zmq.Socket[bytes]") -> set[bytes]:
+    """What the cache finds, by the changes up to the first report after which nothing runs."""
+    found: set[bytes] = set()
+    while True:
+        frame = wire.decode_from_engine(engine.recv())
+        if isinstance(frame, wire.PageChanges):
+            found |= {key for is_added, key in frame.changes if is_added}
+        if isinstance(frame, wire.Load) and found and not frame.running:
+            assert frame.last_handle == 7
+            return found
 
 
 def test_a_rank_without_a_model_says_why_on_its_last_line(tmp_path: Path) -> None:

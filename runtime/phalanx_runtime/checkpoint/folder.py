@@ -84,14 +84,20 @@ def check_model_folder(folder: Path) -> None:
         raise ModelError(f"{folder} is no model folder: it has no {' and no '.join(missing)}{_hint(folder)}")
 
 
-def _missing_weights(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of all weights, in order of names: those that the index names, else every *.safetensors. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+        return sorted(folder.glob("*.safetensors"))
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index}: weight_map must be an object")
-    return [name for name in sorted(set(weight_map.values())) if not (folder / name).is_file()]
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    files = weight_files(folder)
+    return [path.name for path in files if not path.is_file()] if files else ["*.safetensors"]
 
 
 def _hint(folder: Path) -> str:

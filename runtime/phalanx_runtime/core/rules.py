@@ -15,7 +15,7 @@ from phalanx_runtime.core.sharing import Sharing
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Order of requests, order of eviction, whether pages are shared at all, and the model's name in the keys of pages."""
+    """Order of requests, order of eviction, whether pages are shared at all, and the model's hash, in the keys of pages."""
 
     scheduling_policy: PolicyName = "fcfs"
     eviction_policy: EvictionName = "adaptive"

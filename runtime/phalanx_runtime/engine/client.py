@@ -148,12 +148,12 @@ class EngineClient:
         self._socket = socket
         asyncio.get_running_loop().add_reader(socket.fileno(), self._drain)
 
-    def serve(self, assets: wire.Assets) -> None:
-        """Takes requests from now on: every rank of the incarnation is ready, and this is what doors need to know."""
+    def serve(self, assets: wire.Assets, served: wire.Served | None = None) -> None:
+        """Takes requests from now on: every rank of the incarnation is ready, and this is what doors and routers need to know."""
         if self._is_leaving or self._stops is not None:
             return
         self._assets = assets
-        self._change(wire.State(True, self._state.incarnation))
+        self._change(wire.State(True, self._state.incarnation, served=served))
         self._drain()
 
     def lose(self, next_incarnation: int, reason: str) -> None:
@@ -172,12 +172,12 @@ class EngineClient:
     def pause(self, reason: str) -> None:
         """Takes no more requests in this incarnation; those that run go on."""
         if self._stops is None:
-            self._change(wire.State(False, self._state.incarnation, reason, draining=True))
+            self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
 
     def drain(self, reason: str) -> None:
         """Takes no more requests; those that run go on, unless their incarnation ends: there will be no other."""
         self._stops = reason
-        self._change(wire.State(False, self._state.incarnation, reason, draining=True))
+        self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
 
     def refuse(self, reason: str) -> None:
         """Ends all requests and takes no more, whatever becomes of the incarnation: the process is stopping."""

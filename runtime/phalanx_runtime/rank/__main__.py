@@ -80,7 +80,7 @@ def _serve(spec: RankSpec) -> None:
         long_prefill_tokens=spec.long_prefill_token_threshold,
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
-    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, spec.model_name)
+    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, ready.served.model_hash)
     run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars, carrier)
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from phalanx_api.account import MemoryAccount
+from phalanx_api.wire import Served
+from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.linear import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
-from phalanx_runtime.model.protocol import Form, Model, Source
+from phalanx_runtime.model.protocol import Form, KvLayout, Model, Source
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
@@ -76,7 +78,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
     usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
     room = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system)
-    num_pages = _agree(room // size, collective, device)
+    num_pages, group_page_bytes = _agree(room // size, size, collective, device)
     max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
     caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
     grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
@@ -91,7 +93,19 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         total_bytes=usable,
     )
     log.info("memory of rank %d: %s", spec.rank, account)
-    return runner, RankReady(num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account)
+    served = _served(spec, dtype, model.kv, group_page_bytes) if spec.rank == 0 else Served()
+    return runner, RankReady(
+        num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account, served=served
+    )
+
+
+def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: int) -> Served:
+    """What routers need to know of the group. Of its pages rank 0 tells its own part: model and ranks give the others'."""
+    name = str(dtype).removeprefix("torch.")
+    stages = spec.pipeline_parallel_size
+    heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
+    layout = f"tp{spec.world_size // stages} pp{stages} {name} page{spec.page_size} heads{heads}"
+    return Served(model_hash(Path(spec.model_dir), name, spec.quantization), layout, group_page_bytes)
 
 
 def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.device, system: System) -> Form:
@@ -139,6 +153,7 @@ def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
     return int(total * spec.gpu_memory_utilization) - others
 
 
-def _agree(num_pages: int, collective: Collective, device: torch.device) -> int:
-    """The smallest count of any rank: page numbers mean the same everywhere."""
-    return int(collective.all_gather(torch.tensor([num_pages], device=device), 0).min())
+def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:
+    """The smallest count of any rank, because page numbers mean the same everywhere; and the bytes of a page on all ranks."""
+    told = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
+    return int(told[:, 0].min()), int(told[:, 1].sum())

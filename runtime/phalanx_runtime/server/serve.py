@@ -244,7 +244,6 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             scheduling_policy=settings.scheduling_policy,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             itl_target_ms=settings.itl_target_ms,
-            model_name=settings.served_names[0],
         )
         for i in range(local)
     ]

@@ -89,6 +89,7 @@ class LeaderSupervisor:
         self._pod = Pod(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._happened, place.timing)
         self._assets: wire.Assets | None = None
+        self._served = wire.Served()
         self._wake_due: float | None = None
         self._timers: set[asyncio.TimerHandle] = set()
         self._sockets = ""
@@ -130,7 +131,7 @@ class LeaderSupervisor:
 
     async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
         """Our ranks have loaded; reads what doors need of the model."""
-        self._assets = await asyncio.to_thread(self._parts.read_assets, folder, ready[0])
+        self._assets, self._served = await asyncio.to_thread(self._parts.read_assets, folder, ready[0]), ready[0].served
         self._happened(inc.RanksReady(0, launch.incarnation, tuple(_accounts(ready))))
 
     def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
@@ -153,7 +154,7 @@ class LeaderSupervisor:
             case inc.Serve(incarnation):
                 assert self._assets is not None, "our own ranks were ready"
                 log.info("group serves", extra={"incarnation": incarnation})
-                self._client.serve(self._assets)
+                self._client.serve(self._assets, self._served)
                 self._rendezvous.send(say.Serve(incarnation))
             case inc.Drain(incarnation, why):
                 log.info("group drains: %s", why, extra={"incarnation": incarnation})
