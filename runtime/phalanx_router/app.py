@@ -36,10 +36,11 @@ def make_router(
     clients here, who get 503 with Retry-After, or their waiting stream goes on, where else they would get no connection.
     """
     registry = CollectorRegistry()
-    fleet = Fleet(settings, RouterMetrics(registry))
+    metrics = RouterMetrics(registry)
+    fleet = Fleet(settings, metrics)
     api_keys = ApiKeys(keys)
     fleet.placing.tenants.quota_of = api_keys.quota_of
-    summing = Summing(fleet, settings.link.router, time.monotonic)
+    summing = Summing(fleet, metrics, settings.link.router, time.monotonic)
     summaries = SummaryDoor(settings.link.token, fleet.balancing.obey, summing.summary, summing.crossing)
     fleet.balancing.ticked.append(summaries.looked)
 

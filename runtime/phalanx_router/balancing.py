@@ -1,4 +1,4 @@
-"""The tick of balancing: every 250 ms it looks at groups, asks `balance` what to do, and has it done by `moving`.
+"""The tick of balancing: every 250 ms (`tick_s`) it looks at groups, asks `balance` what to do, and has it done by `moving`.
 
 It also answers an engine that asks for rescue, and follows the policy that the operator tells. What it decides is in `balance`.
 """
@@ -18,11 +18,10 @@ from phalanx_router.moves.records import Over, Why
 from phalanx_router.moves.records import Proposal as Move
 from phalanx_router.moving import Moving
 from phalanx_router.route.view import GroupView
-from phalanx_router.run import Run
+from phalanx_router.run import FleetSettings, Run
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
 WHY: dict[Rung, Why] = {"rescue": "rescue", "migrate": "hotspot", "evacuate": "drain"}
 TELLING_BYTES = 1 << 20
 """A copy of fewer bytes tells nothing of how fast copies are."""
@@ -46,7 +45,7 @@ class Balancing:
         runs: set[Run],
         moving: Moving,
         metrics: BalanceMetrics,
-        policy: BalancePolicy,
+        settings: FleetSettings,
         clock: Callable[[], float],
     ) -> None:
         self.balancer = Balancer()
@@ -60,7 +59,8 @@ class Balancing:
         self._clock = clock
         self._begun: dict[Run, tuple[Proposal, float]] = {}
         self._bytes_per_s: float | None = None
-        self._follow(policy)
+        self._tick_s = settings.tick_s
+        self._follow(settings.policy)
         moving.ended.append(self._move_ended)
         moving.asked_rescue.append(self._rescue)
 
@@ -93,7 +93,7 @@ class Balancing:
     async def run(self) -> None:
         """Ticks until it is cancelled. A bug costs the ticks that it spoils, and no stream anything."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             try:
                 self.tick()
             except Exception:

@@ -45,7 +45,7 @@ class Fleet:
         self._metrics = metrics
         self.placing = Placing(settings, self.links, metrics, draw, clock)
         self.moving = Moving(self.links, self.runs, settings, metrics, clock)
-        self.balancing = Balancing(self.links, self.runs, self.moving, metrics.balance, settings.policy, clock)
+        self.balancing = Balancing(self.links, self.runs, self.moving, metrics.balance, settings, clock)
         self.placing.burden = self.balancing.burdened
         self.balancing.ticked.append(self._ticked)
         self.traffic = TrafficBook()

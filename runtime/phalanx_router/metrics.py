@@ -17,6 +17,7 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.balance = BalanceMetrics(registry)
+        self.num_shed = 0
         self._requests = Counter("phalanx_router_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         self._replays = Counter("phalanx_router_replays", "Streams that went on in another group.", registry=registry)
         self._links_lost = Counter("phalanx_router_links_lost", "Links to leaders that ended.", registry=registry)
@@ -72,6 +73,7 @@ class RouterMetrics:
 
     def shed(self, code: str) -> None:
         """Counts a request that was refused for want of room."""
+        self.num_shed += 1
         self._shed.labels(code).inc()
 
     def show_queue(self, requests: int, tokens: int) -> None:

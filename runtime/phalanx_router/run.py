@@ -22,7 +22,7 @@ class FleetSettings:
     how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
     lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
     running stream are asked again. policy: followed until the operator tells another. queue: how many newcomers
-    wait while every group has as many waiting as it should.
+    wait while every group has as many waiting as it should. tick_s: how often balancing looks.
     """
 
     link: LinkSettings
@@ -35,6 +35,7 @@ class FleetSettings:
     max_moves: int = 32
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     queue: QueueBounds = field(default_factory=QueueBounds)
+    tick_s: float = 0.25
 
 
 _next_number: Callable[[], int] = count().__next__

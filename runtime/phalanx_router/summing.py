@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary
 from phalanx_router.fleet import Fleet
 from phalanx_router.link import LeaderLink
+from phalanx_router.metrics import RouterMetrics
 from phalanx_router.route.view import GroupView
 
 
@@ -24,8 +25,9 @@ class Crossing:
 class Summing:
     """Sums a fleet up. `name` is the router's, unique among those of its service."""
 
-    def __init__(self, fleet: Fleet, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, name: str, clock: Callable[[], float]) -> None:
         self._fleet = fleet
+        self._metrics = metrics
         self._name = name
         self._clock = clock
         self._began = clock()
@@ -57,6 +59,7 @@ class Summing:
             moves_total=balancing.count.moved,
             moves_failed_total=balancing.count.failed,
             pingpong_total=balancing.balancer.pingpong.total,
+            shed_total=self._metrics.num_shed,
             policy=balancing.policy.number,
             emptied=sorted(self._emptied()),
         )

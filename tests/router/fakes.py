@@ -278,7 +278,9 @@ def make_settings(
     refusal_pause_s: float = 0.02,
     served_names: tuple[str, ...] = (),
     queue: QueueBounds | None = None,
+    tick_s: float = 3600.0,
 ) -> FleetSettings:
+    """Balancing never looks unless it is told how often."""
     link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
     return FleetSettings(
         link,
@@ -290,6 +292,7 @@ def make_settings(
         refusal_pause_s,
         max_moves,
         queue=queue or QueueBounds(),
+        tick_s=tick_s,
     )
 
 

@@ -8,11 +8,12 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.run import Run
-from tests.router.fakes import Script, World, expected, hear, make_request, running_world
+from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import MoveScript, MovingLeader
 
 PROMPT = list(range(1, 321))
 FULL = wire.Load(0, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0)
+TICKING = make_settings(tick_s=0.05)
 EMPTY = wire.Load(0, 0, 0, 100, 100)
 
 
@@ -45,7 +46,7 @@ def moved(world: World, why: str) -> float:
 async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "phalanx_router.balancing")
     source, target = pair()
-    async with running_world(source, target) as world:
+    async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
         source.load = FULL
         assert await client == expected(PROMPT, 20)
@@ -62,7 +63,7 @@ async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.Log
 
 async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones() -> None:
     source, target = pair()
-    async with running_world(source, target) as world:
+    async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
         world.fleet.balancing.obey(BalancePolicy(1, mode="Off", empty=["a"]))
         assert await client == expected(PROMPT, 20)
@@ -71,8 +72,17 @@ async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones
         assert [submit.request.prompt for submit in source.submitted] == [PROMPT]
 
 
+async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        _, client = await begin(world)
+        await source.tell(wire.State(False, 1, "told to leave", draining=True, served=source.move.served))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "drain") == 1
+
+
 async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
-    async with running_world(*pair()) as world:
+    async with running_world(*pair(), settings=TICKING) as world:
         for policy in (BalancePolicy(4, mode="Route"), BalancePolicy(3, mode="Off", empty=["a"]), BalancePolicy(2)):
             world.fleet.balancing.obey(policy)
         assert world.fleet.balancing.policy == BalancePolicy(4, mode="Route")
@@ -81,7 +91,7 @@ async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
 
 async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
     source, target = pair()
-    async with running_world(source, target) as world:
+    async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
         await source.tell(moves.AskRescue([run.handle], 0.5))
         assert await client == expected(PROMPT, 20)
@@ -92,7 +102,7 @@ async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
 async def test_a_request_stays_where_it_is_when_nobody_has_room() -> None:
     source, target = pair()
     target.load = FULL
-    async with running_world(source, target) as world:
+    async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
         await source.tell(moves.AskRescue([run.handle], 0.5))
         await world.until(lambda: world.metric("phalanx_router_moves_refused_total", rung="rescue", why="no_target") == 1)
@@ -103,7 +113,7 @@ async def test_a_request_stays_where_it_is_when_nobody_has_room() -> None:
 
 async def test_a_move_that_the_target_refuses_is_tried_again() -> None:
     source, target = pair(MoveScript(refuse="no_room"))
-    async with running_world(source, target) as world:
+    async with running_world(source, target, settings=TICKING) as world:
         _, client = await begin(world)
         world.fleet.balancing.obey(BalancePolicy(budgets=Budgets(tokens_share_per_s=10.0)))
         source.load = FULL
@@ -115,7 +125,7 @@ async def test_a_move_that_the_target_refuses_is_tried_again() -> None:
 
 
 async def test_a_bug_costs_one_tick(caplog: pytest.LogCaptureFixture) -> None:
-    async with running_world(*pair()) as world:
+    async with running_world(*pair(), settings=TICKING) as world:
         calls = []
 
         def fail() -> None:

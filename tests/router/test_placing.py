@@ -122,7 +122,7 @@ async def test_shedding_refuses_the_least_urgent_bands() -> None:
 
 async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group() -> None:
     stuck, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
-    async with running_world(stuck, free) as world:
+    async with running_world(stuck, free, settings=make_settings(tick_s=0.05)) as world:
         await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
         stream = start(world, "request")
         await world.until(lambda: ids(stuck) == ["request"])

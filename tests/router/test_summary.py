@@ -48,7 +48,7 @@ async def running_router(*leaders: FakeLeader, ready: int | None = None) -> Asyn
     for leader in leaders:
         await leader.start()
     try:
-        app, fleet = make_router(make_settings(), Leaders(*(leader.endpoint() for leader in leaders)), keys=KEYS)
+        app, fleet = make_router(make_settings(tick_s=0.05), Leaders(*(leader.endpoint() for leader in leaders)), keys=KEYS)
         async with http_server(app) as address:
             async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=10) as http:
                 router = Router(http, fleet, list(leaders))
@@ -117,7 +117,7 @@ async def ask_later(router: Router, policy: BalancePolicy | None = None) -> asyn
     while True:
         await router.ask(policy=policy)
         task = asyncio.create_task(router.ask(30.0, policy))
-        done, _ = await asyncio.wait([task], timeout=0.3)
+        done, _ = await asyncio.wait([task], timeout=0.2)
         if not done:
             return task
 

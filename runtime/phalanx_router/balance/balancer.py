@@ -75,14 +75,14 @@ class Balancer:
         if self.policy.mode != "Migrate":
             return Refusal(source, "rescue", "mode", f"the mode is {self.policy.mode}")
         self._begin(views, now)
-        plan = self._take(rescue(view, self._pin(stream), self._scene(views, now)), view)
+        plan = self._take(rescue(view, self._pin(stream, now), self._scene(views, now)), view)
         if plan.proposals:
             return plan.proposals[0]
         return plan.refusal or Refusal(source, "rescue", "no_target", "no group has room")
 
     def ended(self, proposal: Proposal, is_moved: bool, now: float) -> bool:
         """Notes how a move ended; whether it was a return to a group just left."""
-        if self._moving.end(proposal.stream) is None:
+        if self._moving.end(proposal.stream, is_moved, now) is None:
             return False
         self._budget.end(proposal)
         if not is_moved:
@@ -95,11 +95,12 @@ class Balancer:
         self._budget.begin(self.policy.budgets, live_tokens, [view.key for view in views], now)
 
     def _evacuations(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> list[Plan]:
+        """Off the groups that the policy names, in its order; then off those that say themselves that they leave."""
         order = {group: place for place, group in enumerate(self.policy.empty)}
-        emptied = sorted((view for view in views if view.group in order), key=lambda view: order[view.group])
+        leaving = [view for view in views if view.draining or view.group in order]
         plans = []
-        for view in emptied:
-            if streams := [self._pin(stream) for stream in streams_of(view.key)]:
+        for view in sorted(leaving, key=lambda view: order.get(view.group, len(order))):
+            if streams := [self._pin(stream, now) for stream in streams_of(view.key)]:
                 plans.append(self._take(evacuate(view, streams, self._scene(views, now)), view))
         return plans
 
@@ -115,7 +116,7 @@ class Balancer:
             if why_not is not None:
                 plans.append(Plan([], Refusal(group.key, "migrate", *why_not)))
             elif view.state == "fresh":
-                streams = [self._pin(stream) for stream in streams_of(group.key)]
+                streams = [self._pin(stream, now) for stream in streams_of(group.key)]
                 plans.append(self._take(migrate(group, streams, self._scene(views, now)), view))
         return plans
 
@@ -134,8 +135,8 @@ class Balancer:
         closed = frozenset(view.key for view in views if view.group in self.policy.empty or view.draining)
         return Scene(after, self._hot, closed, self._budget, self.policy.itl_target_s, now)
 
-    def _pin(self, stream: StreamView) -> StreamView:
-        return replace(stream, is_pinned=True) if stream.stream in self._moving else stream
+    def _pin(self, stream: StreamView, now: float) -> StreamView:
+        return replace(stream, is_pinned=True) if self._moving.keeps(stream.stream, now) else stream
 
     def _take(self, plan: Plan, source: GroupView) -> Plan:
         """The part of a plan that budgets allow; it counts as begun."""

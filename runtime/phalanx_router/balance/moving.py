@@ -1,4 +1,4 @@
-"""Moves that are under way, and the groups as they will be when those have ended."""
+"""Moves that are under way, and the groups as they will be when those have ended. A stream whose move failed rests a while."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,23 +7,31 @@ from phalanx_router.balance.projection import pages_of, without
 from phalanx_router.balance.records import Proposal
 from phalanx_router.route.view import GroupView
 
+REST_S = 1.0
+
 
 class Moving:
     """Proposals that were made and have not ended, by stream."""
 
     def __init__(self) -> None:
         self._proposals: dict[str, Proposal] = {}
+        self._resting: dict[str, float] = {}
 
-    def __contains__(self, stream: str) -> bool:
-        return stream in self._proposals
+    def keeps(self, stream: str, now: float) -> bool:
+        """Whether this stream is moving, or rests."""
+        return stream in self._proposals or now < self._resting.get(stream, now)
 
     def begin(self, proposal: Proposal) -> None:
         """Notes a move."""
         self._proposals[proposal.stream] = proposal
 
-    def end(self, stream: str) -> Proposal | None:
+    def end(self, stream: str, is_moved: bool, now: float) -> Proposal | None:
         """Forgets a move, and gives it back; None when there was none."""
-        return self._proposals.pop(stream, None)
+        proposal = self._proposals.pop(stream, None)
+        if proposal is not None and not is_moved:
+            self._resting = {name: until for name, until in self._resting.items() if until > now}
+            self._resting[stream] = now + REST_S
+        return proposal
 
     def settled(self, views: Sequence[GroupView]) -> dict[str, GroupView]:
         """The groups by key, as if all moves had succeeded. What a target says it reserved is not counted twice."""

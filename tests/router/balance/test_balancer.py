@@ -123,10 +123,13 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
 
 def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
-    for proposal in first_moves(world).proposals:
+    failed = first_moves(world).proposals
+    for proposal in failed:
         assert not world.balancer.ended(proposal, False, 1.0)
         assert not world.balancer.ended(proposal, True, 1.0), "an end counts once"
-    assert len(world.tick(1.25).proposals) == 2
+    tired = {proposal.stream for proposal in failed}
+    again = world.tick(1.25).proposals
+    assert len(again) == 2 and not {p.stream for p in again} & tired, "they rest for a second"
     assert world.balancer.guard.burdened(group("a"), 1.0) == group("a")
 
 
@@ -169,6 +172,24 @@ def test_the_most_urgent_group_is_emptied_first_and_never_into_another_such() ->
     proposals = world.tick(0.0).proposals
     assert [p.source for p in proposals] == ["b/1/1"] * 2 + ["a/1/1"] * 4
     assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+
+
+def test_a_group_that_says_that_it_leaves_is_emptied_after_those_that_are_named() -> None:
+    world = hot_world(BalancePolicy(mode="Off", empty=["b"]), count=2)
+    world.where |= {"t0": "b"}
+    world.contexts |= {"t0": 900}
+    world.fields = {"a": {"draining": True}}
+    proposals = world.tick(0.0).proposals
+    assert [(p.source, p.rung) for p in proposals] == [("b/1/1", "evacuate")] + [("a/1/1", "evacuate")] * 2
+    assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+
+
+def test_a_stream_whose_move_failed_rests_for_a_second() -> None:
+    world = hot_world(BalancePolicy(empty=["a"]), count=1)
+    (first,) = world.tick(0.0).proposals
+    world.balancer.ended(first, False, 0.5)
+    proposed = [bool(world.tick(now).proposals) for now in (0.75, 1.25, 1.5)]
+    assert proposed == [False, False, True]
 
 
 def test_a_group_stays_filled_where_nobody_has_room() -> None:
