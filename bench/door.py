@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.backend import Delta, KeepAlive
+from phalanx_frontend.backend import Begun, Delta, KeepAlive
 
 NAME = "bench"
 
@@ -50,6 +50,9 @@ class Steps:
         for index in range(last + 1):
             await self._next_step()
             yield Delta(index, [40 + index % 50], "length" if index == last else None)
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        return {}
 
     def assets(self) -> wire.Assets:
         return self._assets

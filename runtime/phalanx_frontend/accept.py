@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ from phalanx_frontend.chat_parts import chat_format
 from phalanx_frontend.completion_format import CompletionFormat
 from phalanx_frontend.door import Door
 from phalanx_frontend.errors import invalid
+from phalanx_frontend.event_ids import NAME_END, EventId
 from phalanx_frontend.fields import Prompt
 from phalanx_frontend.formats import AnswerFormat, Head
 from phalanx_frontend.job import Choice, Job
@@ -22,6 +24,7 @@ from phalanx_frontend.logprobs import Spelling
 from phalanx_frontend.model import DoorModel
 from phalanx_frontend.prompt import bad_word_ids, chat_prompts, completion_prompts
 from phalanx_frontend.reply import Reply
+from phalanx_frontend.resume import Past, begun_before, read_last_event_id, seed_of
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of, wants_of
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.shown import Echo, Wants
@@ -58,11 +61,16 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     per_prompt = body.n or 1
     if len(prompts) * per_prompt > door.limits.max_choices:
         raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {door.limits.max_choices} choices")
-    id, wants = endpoint.id_prefix + caller.request_id, wants_of(body)
-    stream = caller.stream_name(id) if body.stream else id
+    wants = wants_of(body)
+    id, stream, last = names_of(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
-    requests = await requests_of(door.draw_seed, body, caller, model, prompts, stream)
+    draw_seed = partial(seed_of, stream) if body.stream else lambda prompt: door.draw_seed()
+    requests = await requests_of(draw_seed, body, caller, model, prompts, stream)
+    pasts: list[Past | None] = [None] * len(requests)
+    if last is not None:
+        resumed = await begun_before(door.backend, last, requests)
+        requests, pasts = [request for request, _ in resumed], [past for _, past in resumed]
     head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
     format = endpoint.format(head, body, model)
     echoes = echoes_of(body, model, prompts, wants)
@@ -70,13 +78,27 @@ async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Calle
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, wants)
         meter = door.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, door.seconds)
-        choices.append(Choice(request, reply, format.choice(index, request.prompt, echoes[index // per_prompt], reply), meter))
+        written = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
+        choices.append(Choice(request, reply, written, meter, pasts[index]))
     job = Job(id, stream, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
     return Answer(job, door.backend, door.metrics, endpoint.route)
 
 
+def names_of(id: str, caller: Caller, is_streamed: bool) -> tuple[str, str, EventId | None]:
+    """The answer's id, its stream's name, and up to where the client has it. Those of a resumed stream are those it had.
+
+    Raises ApiError 404 for an id to resume from that is none.
+    """
+    if not is_streamed:
+        return id, id, None
+    if not caller.last_event_id:
+        return id, caller.stream_name(id), None
+    last = read_last_event_id(caller.last_event_id)
+    return last.request.partition(NAME_END)[0], last.request, last
+
+
 async def requests_of(
-    draw_seed: Callable[[], int],
+    draw_seed: Callable[[int], int],
     body: GenerationRequest,
     caller: Caller,
     model: DoorModel,
@@ -87,9 +109,9 @@ async def requests_of(
     bad_words, grammar = await changed_scores(body, model)
     wants, per_prompt = wants_of(body), body.n or 1
     requests: list[wire.Request] = []
-    for prompt in prompts:
+    for position, prompt in enumerate(prompts):
         max_tokens = output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
-        eos, seed = model.assets.eos_token_ids, draw_seed()
+        eos, seed = model.assets.eos_token_ids, draw_seed(position)
         sampling = sampling_of(body, max_tokens, model.defaults, eos, seed, bad_words, grammar, wants)
         for choice in range(per_prompt):
             own = msgspec.structs.replace(sampling, seed=mix(sampling.seed, choice))

@@ -6,7 +6,7 @@ which aborts their requests; the same for a stop string, an error, a server that
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,7 +17,8 @@ from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, Piece, event
 from phalanx_frontend.job import Choice, Job
 from phalanx_frontend.metrics import DoorMetrics
-from phalanx_frontend.siblings import Siblings
+from phalanx_frontend.resume import go_on
+from phalanx_frontend.siblings import Item, Siblings
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Answer(Response):
                 choice.meter.end(choice.reply.finish or self._outcome, choice.reply.cached_tokens)
 
     async def _send_answer(self, send: Send) -> None:
-        siblings = Siblings([self._backend.generate(choice.request) for choice in self._job.choices])
+        siblings = Siblings([self._stream_of(choice) for choice in self._job.choices])
         try:
             await (self._send_stream if self._job.is_streamed else self._send_whole)(siblings, send)
         except BackendError as error:
@@ -56,11 +57,17 @@ class Answer(Response):
         finally:
             await siblings.close()
 
+    def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
+        if choice.past is None:
+            return self._backend.generate(choice.request)
+        return go_on(self._backend, choice.request, choice.reply, lambda text, had: choice.format.skip(text), choice.past)
+
     async def _send_stream(self, siblings: Siblings, send: Send) -> None:
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
-        openings = [choice.format.opening() for choice in choices]
+        have = [0 if choice.past is None else choice.past.have for choice in choices]
+        openings = [b"" if had else choice.format.opening() for choice, had in zip(choices, have, strict=True)]
         left = len(openings)
-        ids = self._ids = EventIds(job.stream, [choice.reply.num_whole for choice in choices])
+        ids = self._ids = EventIds(job.stream, have)
         async for index, item in siblings:
             if not self._has_started:
                 await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)

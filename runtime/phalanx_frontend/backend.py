@@ -3,7 +3,7 @@
 The runtime implements it over its local engine, the router over the fleet of groups.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,11 +32,25 @@ class KeepAlive:
     """Nothing new, but the request lives: the door may send a comment so that proxies keep the connection."""
 
 
-class BackendError(Exception):
-    """The request has no (further) answer. `status` is the HTTP status if nothing was sent yet, `code` the reason in one word."""
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A stream that began before: its request with all tokens that are known of it, and why it ended, if it did."""
 
-    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+    request: wire.Request
+    finish: wire.FinishReason | None = None
+
+
+class BackendError(Exception):
+    """The request has no (further) answer. `status` is the HTTP status if nothing was sent yet, `code` the reason in one word.
+
+    `can_resume`: the stream only stops here; its client may ask another door for the rest.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, retry_after_s: float | None = None, can_resume: bool = False
+    ) -> None:
         super().__init__(message)
+        self.can_resume = can_resume
         self.status = status
         self.code = code
         self.message = message
@@ -51,6 +65,10 @@ class Backend(Protocol):
 
         Closing the iterator early aborts the request. Raises BackendError.
         """
+        ...
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        """Those of these streams that may be resumed, by id. `generate` goes on with such a request where it stands."""
         ...
 
     def assets(self) -> wire.Assets:

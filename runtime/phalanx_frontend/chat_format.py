@@ -68,6 +68,9 @@ class ChatChoice:
         """Never: every piece is a chunk."""
         return False
 
+    def skip(self, text: str) -> None:
+        """Takes text that the client has already."""
+
     def opening(self) -> bytes:
         """The role, before any text."""
         shown = {"prompt_token_ids": list(self._prompt)} if self._head.wants.token_ids else {}

@@ -79,6 +79,10 @@ class PartsChoice:
         """Whether the parser waits for more text."""
         return self._parser.is_holding
 
+    def skip(self, text: str) -> None:
+        """Takes text that the client has already: the parser reads it."""
+        self._delta(self._parser.feed(text))
+
     def opening(self) -> bytes:
         """The role, before any text."""
         return self._plain.opening()

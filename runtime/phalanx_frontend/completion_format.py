@@ -51,6 +51,10 @@ class CompletionChoice:
         """Never: every piece is a chunk."""
         return False
 
+    def skip(self, text: str) -> None:
+        """Takes text that the client has already: what is shown once is not shown again."""
+        self._has_begun = self._has_begun or bool(text)
+
     def opening(self) -> bytes:
         """Nothing: the first chunk has text."""
         return b""

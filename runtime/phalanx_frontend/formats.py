@@ -57,6 +57,10 @@ class ChoiceFormat(Protocol):
         """Whether some of the pieces given so far was not written yet: then nothing of them was."""
         ...
 
+    def skip(self, text: str) -> None:
+        """Takes text that the client has already."""
+        ...
+
     def opening(self) -> bytes:
         """Events before the first text."""
         ...

@@ -8,6 +8,7 @@ from phalanx_api import wire
 from phalanx_frontend.formats import AnswerFormat, ChoiceFormat
 from phalanx_frontend.metrics import RequestMeter
 from phalanx_frontend.reply import Reply
+from phalanx_frontend.resume import Past
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Choice:
     reply: Reply
     format: ChoiceFormat
     meter: RequestMeter
+    past: Past | None = None
+    """What the client has of it, when it is resumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from pydantic import ValidationError
 
 from phalanx_api.account import MemoryAccount
-from phalanx_frontend.accept import wire_request
+from phalanx_frontend.accept import names_of, wire_request
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.door import Door
@@ -17,6 +17,7 @@ from phalanx_frontend.native_answer import BatchAnswer, Entry, Generation, Nativ
 from phalanx_frontend.native_schemas import BatchRequest, GenerateRequest
 from phalanx_frontend.openapi import STREAMED
 from phalanx_frontend.reply import Reply
+from phalanx_frontend.resume import begun_before, seed_of
 from phalanx_frontend.routes import Asker
 from phalanx_frontend.sampling import check_fields, output_tokens, sampling_of
 from phalanx_frontend.text.detokenize import make_detokenizer
@@ -68,14 +69,18 @@ async def accept_native(door: Door, body: GenerateRequest, caller: Caller, id: s
     if not prompt:
         raise invalid("prompt" if body.prompt is not None else "prompt_tokens", "the prompt has no tokens")
     max_tokens = output_tokens(fields, len(prompt), model.assets.max_model_len, model.defaults)
-    sampling = sampling_of(fields, max_tokens, model.defaults, model.assets.eos_token_ids, door.draw_seed())
-    request = wire_request(caller.stream_name(id) if body.stream else id, prompt, sampling, fields, caller)
+    id, stream, last = names_of(id, caller, bool(body.stream))
+    seed = seed_of(stream, 0) if body.stream else door.draw_seed()
+    sampling = sampling_of(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
+    request, past = wire_request(stream, prompt, sampling, fields, caller), None
+    if last is not None:
+        [(request, past)] = await begun_before(door.backend, last, [request])
     reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or ())
 
     def meter() -> RequestMeter:
         return door.metrics.meter(name, len(prompt), max_tokens, arrived_s, door.seconds)
 
-    return Generation(id, request, reply, meter, door.backend, arrived_s, door.seconds)
+    return Generation(id, request, past, reply, meter, door.backend, arrived_s, door.seconds)
 
 
 async def _accept_entry(door: Door, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float) -> Entry:

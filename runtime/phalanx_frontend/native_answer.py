@@ -17,6 +17,7 @@ from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
 from phalanx_frontend.reply import Reply, StreamBroken
+from phalanx_frontend.resume import Past, go_on
 from phalanx_frontend.siblings import close
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Generation:
         self,
         id: str,
         request: wire.Request,
+        past: Past | None,
         reply: Reply,
         meter: Callable[[], RequestMeter],
         backend: Backend,
@@ -40,6 +42,7 @@ class Generation:
     ) -> None:
         self.id = id
         self.request = request
+        self.past = past
         self.reply = reply
         self._open_meter = meter
         self._backend = backend
@@ -50,10 +53,18 @@ class Generation:
         """The whole answer, after each piece was delivered. Raises ApiError; cancelling it aborts the request."""
         outcome = "abort"
         meter = self._open_meter()
-        stream = self._backend.generate(self.request)
         texts: list[str] = []
         tokens: list[int] = []
-        reply = self.reply
+        reply, request, past = self.reply, self.request, self.past
+        if past is None:
+            stream = self._backend.generate(request)
+        else:
+
+            def skip(text: str, had: Sequence[int]) -> None:
+                texts.append(text)
+                tokens.extend(had)
+
+            stream = go_on(self._backend, request, reply, skip, past)
         try:
             async for item in stream:
                 if isinstance(item, KeepAlive):
@@ -114,7 +125,7 @@ class NativeAnswer(Response):
         self._route = route
         self._is_streamed = is_streamed
         self._has_started = False
-        self._ids = EventIds(generation.request.id, [generation.reply.num_whole])
+        self._ids = EventIds(generation.request.id, [0 if generation.past is None else generation.past.have])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole response, or stops when the client left."""

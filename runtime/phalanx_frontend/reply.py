@@ -85,10 +85,10 @@ class Reply:
         return text
 
     def go_on(self, tokens: Sequence[int]) -> str:
-        """The text of the first tokens, which the client has already: the reply goes on after them, or has ended with them."""
+        """The text of tokens that the client has already: the reply goes on after them, or has ended with them."""
         wanted, shown = self._needs_details, self._shown
         self._needs_details, self._shown = False, None
-        text = self.feed(Delta(0, list(tokens)))
+        text = self.feed(Delta(self.completion_tokens, list(tokens)))
         self._needs_details, self._shown = wanted, shown
         if shown is not None:
             shown.skip(len(tokens), len(text))

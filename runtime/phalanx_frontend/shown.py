@@ -62,8 +62,9 @@ class ShownTokens:
         self._made += num_chars
 
     def skip(self, num_tokens: int, num_chars: int) -> None:
-        """Counts the choice's first tokens, which were shown before, and their characters."""
-        self._taken, self._made = num_tokens, num_chars
+        """Counts tokens that were shown before, and their characters."""
+        self._taken += num_tokens
+        self._made += num_chars
 
     def take(self, num_tokens: int) -> list[ShownToken]:
         """Those of the choice's first `num_tokens` tokens that have not left yet."""

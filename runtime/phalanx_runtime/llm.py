@@ -145,7 +145,7 @@ class LLM:
         if params.max_tokens is None:
             room = self._model.assets.max_model_len - len(prompts[0])
             body = body.model_copy(update={"max_tokens": max(room, 1)})
-        requests = await requests_of(draw_seed, body, Caller(""), self._model, prompts, draw_id("req-"))
+        requests = await requests_of(lambda prompt: draw_seed(), body, Caller(""), self._model, prompts, draw_id("req-"))
         return [_Choice(request, make_reply(body, self._model, request, NOTHING)) for request in requests]
 
     async def _run(self, choice: _Choice, room: asyncio.Semaphore) -> None:

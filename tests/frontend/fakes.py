@@ -3,14 +3,14 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
 
 Step = Delta | KeepAlive | asyncio.Event | Exception
 """Given out, waited for, or raised."""
@@ -158,6 +158,7 @@ class FakeBackend:
         self.current_assets: wire.Assets | None = assets or tiny_assets()
         self.reason = not_ready
         self.requests: list[wire.Request] = []
+        self.begun: dict[str, Begun] = {}
         self.aborts: asyncio.Queue[str] = asyncio.Queue()
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
@@ -179,6 +180,10 @@ class FakeBackend:
         finally:
             if not has_ended:
                 self.aborts.put_nowait(request.id)
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        """Those of the streams that `begun` holds."""
+        return {id: self.begun[id] for id in ids if id in self.begun}
 
     def assets(self) -> wire.Assets:
         """The model, or BackendError 503 while `current_assets` is None."""

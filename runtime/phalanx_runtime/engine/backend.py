@@ -4,11 +4,11 @@ Tokens that wait together leave together: a slow reader gets longer deltas, neve
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
 from phalanx_runtime.engine.client import RESTART_RETRY_S, EngineClient
 
 KEEP_ALIVE_S = 10.0
@@ -87,6 +87,10 @@ class LocalBackend:
         finally:
             del self._mailboxes[handle]
             self._client.abort([handle])
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        """None: what runs here ends with its connection, and only routers keep journals."""
+        return {}
 
     def assets(self) -> wire.Assets:
         """What the door needs of the model."""
