@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
-from phalanx_frontend.errors import ApiError, error_body, error_headers, internal_error, of_backend
+from phalanx_frontend.errors import ApiError, error_body, error_headers, in_stream, internal_error, of_backend
 from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, Piece, event
 from phalanx_frontend.job import Choice, Job
@@ -34,7 +34,7 @@ class Answer(Response):
         self._route = route
         self._has_started = False
         self._outcome = "abort"
-        self._ids: EventIds | None = None
+        self._ids = EventIds(job.stream, [choice.have for choice in job.choices])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole response, or stops when the client left."""
@@ -64,10 +64,8 @@ class Answer(Response):
 
     async def _send_stream(self, siblings: Siblings, send: Send) -> None:
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
-        have = [0 if choice.past is None else choice.past.have for choice in choices]
-        openings = [b"" if had else choice.format.opening() for choice, had in zip(choices, have, strict=True)]
-        left = len(openings)
-        ids = self._ids = EventIds(job.stream, have)
+        openings = [b"" if choice.have else choice.format.opening() for choice in choices]
+        left, ids = len(openings), self._ids
         async for index, item in siblings:
             if not self._has_started:
                 await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
@@ -115,10 +113,10 @@ class Answer(Response):
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
         self._outcome = "error"
-        body = error_body(error)
         if self._has_started:
-            body = event(body) if self._ids is None else self._ids.mark(event(body))
+            body = self._ids.mark(event(error_body(in_stream(error, self._ids.now()))))
         else:
+            body = error_body(error)
             headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
             await self._start(error.status, headers, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})

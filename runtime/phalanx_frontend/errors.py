@@ -12,12 +12,16 @@ MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
 
 
 class ApiError(Exception):
-    """The answer to a request that is not served. `param` names the field, `code` the reason in one word."""
+    """The answer to a request that is not served. `param` names the field, `code` the reason in one word.
+
+    `can_resume`: a stream only stops here.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
+        self.can_resume = False
         self.status = status
         self.message = message
         self.param = param
@@ -37,7 +41,17 @@ def internal_error() -> ApiError:
 
 def of_backend(error: BackendError) -> ApiError:
     """What the client is told of a backend's refusal."""
-    return ApiError(error.status, error.message, None, error.code, error.retry_after_s)
+    told = ApiError(error.status, error.message, None, error.code, error.retry_after_s)
+    told.can_resume = error.can_resume
+    return told
+
+
+def in_stream(error: ApiError, event_id: str) -> ApiError:
+    """What the client of a stream is told that has come to this id: how to get the rest, if it can."""
+    if not error.can_resume:
+        return error
+    message = f"{error.message}; for the rest repeat the request with the header Last-Event-ID: {event_id}"
+    return ApiError(error.status, message, None, error.code)
 
 
 def error_type(status: int) -> str:

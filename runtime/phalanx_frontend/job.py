@@ -22,6 +22,11 @@ class Choice:
     past: Past | None = None
     """What the client has of it, when it is resumed."""
 
+    @property
+    def have(self) -> int:
+        """How many of its tokens the client had before."""
+        return 0 if self.past is None else self.past.have
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from phalanx_api import wire
 from phalanx_frontend.answer import run_while_connected
 from phalanx_frontend.backend import Backend, BackendError, KeepAlive
-from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, internal_error, of_backend
+from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, in_stream, internal_error, of_backend
 from phalanx_frontend.event_ids import EventIds
 from phalanx_frontend.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
@@ -164,7 +164,13 @@ class NativeAnswer(Response):
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._has_started:
-            await send({"type": "http.response.body", "body": self._ids.mark(event(error_body(error))), "more_body": False})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": self._ids.mark(event(error_body(in_stream(error, self._ids.now())))),
+                    "more_body": False,
+                }
+            )
             return
         self._metrics.responses.labels(self._route, str(error.status)).inc()
         await error_response(error)(scope, receive, send)

@@ -12,16 +12,17 @@ they and orderly leaves together by `max_moves`. Where a stream goes is in `plac
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
 from phalanx_router.balancing import Balancing
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.links import Links
 from phalanx_router.metrics import Outcome, RouterMetrics
 from phalanx_router.moving import Moving
 from phalanx_router.placing import Placing
+from phalanx_router.resuming import Resuming
 from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost, Setback, Stream
@@ -49,24 +50,34 @@ class Fleet:
         self.placing.burden = self.balancing.burdened
         self.balancing.ticked.append(self._ticked)
         self.traffic = TrafficBook()
+        self.resuming = Resuming(self.links, clock)
         self._clock = clock
+        self._refuses = False
+        self._is_closing = False
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
         """Deltas in order of index, each index once, whatever groups fail meanwhile. Closing it early aborts."""
-        run = Run(Stream(request), self.links.tokenizer(), PromptKeys(request.prompt, request.tenant, request.cache_salt))
+        run = self._begin(request)
         self.runs.add(run)
+        if request.can_resume:
+            self.resuming.opened(run)
         self._metrics.show_streams(len(self.runs))
         outcome: Outcome = "cancelled"
+        end: wire.FinishReason | None = None
+        may_resume = True
         meter = self.traffic.begin(len(request.prompt), self._clock())
         try:
             while True:
+                if self._is_closing:
+                    raise self._leaving("the router is leaving before the stream has ended")
                 if run.link is None and not await self.placing.place(run):
                     yield KeepAlive()
                     continue
                 await run.stream.wait()
                 match run.stream.take():
                     case Delta() as delta:
-                        outcome = "finished" if delta.finish is not None else outcome
+                        end = delta.finish
+                        outcome = "finished" if end is not None else outcome
                         meter.came(len(delta.tokens), delta.cached_tokens, self._clock())
                         yield delta
                         if delta.finish is not None:
@@ -76,21 +87,60 @@ class Fleet:
                     case setback:
                         reason = run.stream.journal.end()
                         if reason is not None:  # every token is there, only the word that it was the last got lost
-                            outcome = "finished"
+                            outcome, end = "finished", reason
                             yield Delta(len(run.stream.journal.delivered), [], reason)
                             return
                         self._set_back(run, setback)
         except BackendError as error:
             outcome = "failed" if run.moves or error.status >= 500 else "refused"
+            may_resume = error.can_resume
             raise
         finally:
             meter.end(self._clock())
             self.runs.discard(run)
             self.moving.stream_over(run, "the stream ended")
+            if request.can_resume:
+                self.resuming.closed(run, end, may_resume)
+            if self._is_closing:
+                run.part()
             run.leave()
             self.placing.forget(run)
             self._metrics.request_ended(outcome)
             self._metrics.show_streams(len(self.runs))
+
+    def _begin(self, request: wire.Request) -> Run:
+        """A new stream, or one that goes on: where it runs, if it was adopted there. Raises BackendError."""
+        if self._refuses:
+            raise self._leaving("the router takes no more requests: it is leaving")
+        keys = PromptKeys(request.prompt, request.tenant, request.cache_salt)
+        adoption = self.resuming.take_up(request)
+        run = Run(Stream(request) if adoption is None else adoption.stream, self.links.tokenizer(), keys)
+        if adoption is not None:
+            run.link, run.group, run.handle = adoption.link, adoption.key, adoption.handle
+        if request.can_resume and request.epoch and (known := self.resuming.known(request.id)) is not None:
+            run.model_hash, run.deaths = known.model_hash or None, known.deaths
+        return run
+
+    def _leaving(self, why: str) -> BackendError:
+        return BackendError(503, "router_leaving", why, self._settings.retry_after_s, can_resume=True)
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        """Those of these streams that may go on, wherever they began. Raises BackendError when the router leaves."""
+        if self._refuses:
+            raise self._leaving("the router takes no more requests: it is leaving")
+        return await self.resuming.find(ids)
+
+    def refuse(self) -> None:
+        """Takes no more requests; those that are open go on."""
+        self._refuses = True
+
+    def close(self) -> None:
+        """Ends what is still open, with an error that says that it may be resumed elsewhere; groups go on with it for a while."""
+        self._refuses = self._is_closing = True
+        for run in self.runs:
+            run.stream.nudge()
+            if run.came is not None and not run.came.done():
+                run.came.set_result(None)
 
     def assets(self) -> wire.Assets:
         """What the door needs of the model, from the newest ready group; from the last one when none is ready."""

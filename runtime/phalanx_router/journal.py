@@ -54,6 +54,11 @@ class Journal:
         return self._request.priority
 
     @property
+    def can_resume(self) -> bool:
+        """Whether the client may ask for the stream again."""
+        return self._request.can_resume
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no token of the current epoch was delivered."""
         return self._fresh

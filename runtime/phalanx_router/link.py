@@ -9,9 +9,10 @@ The choice of groups is in `fleet`; what a stream makes of it is in `stream`.
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -19,11 +20,13 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import moves, wire
+from phalanx_router.adopting import Adopting
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.link_end import LinkBroken, explain, is_proper_end
 from phalanx_router.route.ledger import sent_of
 from phalanx_router.route.look import Told
 from phalanx_router.route.page_feed import PageFeed
+from phalanx_router.sink import Sink
 
 log = logging.getLogger(__name__)
 
@@ -35,34 +38,6 @@ LOOKS = 4
 
 
 MoveFrame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue
-
-
-class Sink(Protocol):
-    """Takes what a group says of one request. Called on the event loop; never blocks."""
-
-    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """One token, with what was asked about it."""
-        ...
-
-    def prompt_told(self, told: wire.PromptDetails) -> None:
-        """What was asked about tokens of the prompt, before the first token."""
-        ...
-
-    def cached(self, found: wire.Cached) -> None:
-        """What was found of its prompt in the prefix cache, before the first token."""
-        ...
-
-    def finished(self, end: wire.Finished) -> None:
-        """The request ended by itself."""
-        ...
-
-    def refused(self, refused: wire.Refused) -> None:
-        """The request does not run there."""
-        ...
-
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
-        """The group no longer works on it; a leave is what a group that drained does in order."""
-        ...
 
 
 class Listener(Protocol):
@@ -91,7 +66,10 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Bounds of links. `router` names this router to leaders. `assets_timeout_s` is the longest silence while assets come."""
+    """Bounds of links. `router` names this router to leaders, `instance` its life.
+
+    `assets_timeout_s` is the longest silence while assets come.
+    """
 
     token: str
     router: str
@@ -100,6 +78,7 @@ class LinkSettings:
     assets_timeout_s: float = 30.0
     first_retry_s: float = 0.1
     last_retry_s: float = 1.0
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class LeaderLink:
@@ -153,6 +132,13 @@ class LeaderLink:
         sent = sent_of(request, self.told.page_size, hit_tokens)
         self.told.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
+
+    def adopt(self, request_id: str, adopting: Adopting) -> int:
+        """The handle under which a stream is to come that lost its router; `adopting` hears whether it does."""
+        self._next_handle += 1
+        self._sinks[self._next_handle] = (adopting, 0)
+        self._send(wire.Adopt(self._next_handle, request_id))
+        return self._next_handle
 
     def abort(self, handle: int) -> None:
         """Forgets a request. One that has ended or was lost is no error."""
@@ -223,7 +209,7 @@ class LeaderLink:
     async def _converse(self, connection: ClientConnection) -> str:
         """Why the conversation ended. Opens the link when the leader has said who it is."""
         async with asyncio.timeout(self._settings.open_timeout_s):
-            await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._settings.router)))
+            await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._settings.router, self._settings.instance)))
             welcome = wire.decode_from_leader(await connection.recv(decode=False))
         if not isinstance(welcome, wire.Welcome):
             raise LinkBroken(f"the leader said {type(welcome).__name__} before Welcome")
@@ -285,6 +271,8 @@ class LeaderLink:
                     if sink is not None:
                         self.told.ledger.ended(frame.handle)
                         sink.refused(frame)
+                case wire.Adopted():
+                    self._adopted(frame)
                 case wire.State():
                     self._take_state(frame)
                 case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.AskRescue():
@@ -295,6 +283,15 @@ class LeaderLink:
                     self._listener.assets_came(self, frame)
                 case wire.Welcome():
                     raise LinkBroken("the leader said Welcome twice")
+
+    def _adopted(self, frame: wire.Adopted) -> None:
+        """Lets the stream hear that asked for this; what nobody waits for any more was aborted."""
+        adopting, _ = self._sinks.pop(frame.handle, (None, 0))
+        stream = adopting.adopted(frame) if isinstance(adopting, Adopting) else None
+        if stream is not None:
+            self._sinks[frame.handle] = (stream, frame.request.epoch)
+            sent = sent_of(frame.request, self.told.page_size, len(frame.request.prompt))
+            self.told.ledger.dispatch(frame.handle, sent, asyncio.get_running_loop().time())
 
     def _give_tokens(self, frame: wire.Tokens) -> None:
         """The hot loop of a router: once per token of all its streams."""

@@ -80,6 +80,14 @@ class Links:
         """The link to every leader that is known, open or not."""
         return list(self._links.values())
 
+    def open_links(self) -> list[LeaderLink]:
+        """Links over which a leader can be asked now."""
+        return [link for link in self._links.values() if link.is_open]
+
+    def all_open(self) -> bool:
+        """Whether that is every leader that is known."""
+        return all(link.is_open for link in self._links.values())
+
     def find(self, key: str) -> LeaderLink | None:
         """The link of this key while it is open and its incarnation lives; None once that is lost."""
         return next((link for link in self._links.values() if link.is_open and link.key == key), None)

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from phalanx_api import wire
-from phalanx_router.link import Sink
+from phalanx_router.sink import Sink
 
 
 class FirstToken:
-    """Gives all to another sink, and says once that the first token came. Implements `phalanx_router.link.Sink`."""
+    """Gives all to another sink, and says once that the first token came. Implements `phalanx_router.sink.Sink`."""
 
     def __init__(self, sink: Sink, began: Callable[[int], None]) -> None:
         self.handle = 0
@@ -41,7 +41,7 @@ class FirstToken:
 
 
 class Warming:
-    """Hears of a request that is computed for the prefix cache alone. Implements `phalanx_router.link.Sink`."""
+    """Hears of a request that is computed for the prefix cache alone. Implements `phalanx_router.sink.Sink`."""
 
     def __init__(self, computed: Callable[[], None], refused: Callable[[str, str], None]) -> None:
         self._computed = computed

@@ -190,7 +190,7 @@ class Placing:
         if run.homeless_since is None:
             run.homeless_since = now
         left_s = run.homeless_since + self._settings.patience_s - now
-        if not (run.moves or run.stream.journal.delivered) or left_s <= 0:
+        if not (run.moves or run.stream.journal.delivered or run.stream.journal.epoch) or left_s <= 0:
             raise self._no_group(run, why)
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
 

@@ -50,6 +50,7 @@ class Run:
     the queue; `came` ends the wait. sent_at: when its group got it. charged: output tokens that its tenant was charged for.
     granted: what it took of its tenant's quota, at `granted_at`. balanced: how many of the moves were for balance. number: names
     it in this process.
+    deaths: groups that died while they computed it, for no cause of their own.
     """
 
     stream: Stream
@@ -76,11 +77,16 @@ class Run:
     charged: int = 0
     granted: Granted | None = None
     granted_at: float = 0.0
+    deaths: int = 0
 
     @property
     def is_unstarted(self) -> bool:
         """Whether a group has it and no token of it came yet, nor of a run before."""
         return self.link is not None and not self.move and not self.moves and not self.stream.journal.delivered
+
+    def part(self) -> None:
+        """Lets the group go on without this router: another one may adopt the stream."""
+        self.link = None
 
     def leave(self) -> None:
         """Ends what the group does for the stream, if one has it."""

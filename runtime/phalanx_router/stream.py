@@ -27,7 +27,7 @@ Setback = Lost | wire.Refused
 
 
 class Stream:
-    """Implements `phalanx_router.link.Sink`. One reader: `wait`, then `take` until it gives None."""
+    """Implements `phalanx_router.sink.Sink`. One reader: `wait`, then `take` until it gives None."""
 
     def __init__(self, request: wire.Request) -> None:
         self.journal = Journal(request)

@@ -137,7 +137,7 @@ async def test_the_rest_follows_on_what_came_wherever_the_stream_was_cut(case: s
         for (id, request), index in zip(begun.items(), indices, strict=True):
             tokens = tokens_of(request, text)
             known = journal(index + 1, len(tokens))
-            finish = "stop" if known == len(tokens) else None
+            finish: wire.FinishReason | None = "stop" if known == len(tokens) else None
             again.begun[id] = Begun(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
         status, rest = await stream(again, path, body, last)
         assert status == 200, rest

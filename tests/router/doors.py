@@ -21,7 +21,7 @@ from tests.router.fakes import ASSETS, TOKEN, token_at
 
 
 class FakeEngine:
-    """An EngineGateway. `step` draws one token for each request, as one frame per sink."""
+    """An EngineGateway. `step` draws one token for each request that has fewer than `hold`, as one frame per sink."""
 
     def __init__(self) -> None:
         self.submitted: dict[int, tuple[wire.Request, Sink]] = {}
@@ -32,6 +32,8 @@ class FakeEngine:
         self.subscribers: list[Callable[[], None]] = []
         self.followers: list[Follower] = []
         self.found = PageKeys()
+        self.hold = 10**9
+        self.draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
         self._next: dict[int, int] = {}
         self.ordered: list[MoveOrder] = []
         self.moves = MoveRelay(self.ordered.append)
@@ -99,12 +101,14 @@ class FakeEngine:
         frames: dict[int, tuple[Sink, wire.Tokens]] = {}
         for handle, (request, sink) in list(self.submitted.items()):
             index = self._next[handle]
+            if index >= self.hold:
+                continue
             self._next[handle] += 1
             _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
-            frame.tokens.append(token_at(request.prompt, index))
+            frame.tokens.append(self.draw(request, index))
             if index + 1 >= request.sampling.max_tokens:
                 frame.finished.append(wire.Finished(handle, request.epoch, "length"))
                 del self.submitted[handle]

@@ -1,0 +1,175 @@
+"""Streams that clients may resume: which are open here, what is kept of closed ones, and how one is found that began elsewhere.
+
+    open here        its client lost the connection before we noticed: the old stream ends, the new one goes on from its journal
+    at a leader      its router was lost and it goes on without one: adopted where it stands
+    on the shelf     closed here, or a copy that a lost router had sent
+    at another router  the same there
+
+The source that knows most tokens counts. While leaders are not linked yet, as after a start, they are waited for.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Begun
+from phalanx_router.adopting import Adopting
+from phalanx_router.link import LeaderLink
+from phalanx_router.links import Links
+from phalanx_router.peer_wire import Copy
+from phalanx_router.run import Run
+from phalanx_router.shelf import Shelf
+from phalanx_router.stream import Stream
+
+log = logging.getLogger(__name__)
+
+FIND_S = 3.0
+"""How long a client waits at most for leaders that are not linked, or do not answer."""
+TAKE_UP_S = 10.0
+"""How long an adopted stream waits for the door that found it: it may turn out that the client asked for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A stream that runs at a leader, ours since it was found."""
+
+    link: LeaderLink
+    key: str
+    handle: int
+    stream: Stream
+    num_delivered: int
+
+
+Found = tuple[Copy, Adoption | None]
+
+
+class Resuming:
+    """Finds streams, and keeps what is needed to find them. `ask_peers` asks other routers for the copies of these ids."""
+
+    def __init__(self, links: Links, clock: Callable[[], float]) -> None:
+        self.shelf = Shelf(clock)
+        self.ask_peers: Callable[[Sequence[str]], Awaitable[Iterable[Copy]]] | None = None
+        self._links = links
+        self._clock = clock
+        self._open: dict[str, Run] = {}
+        self._adopted: dict[str, Adoption] = {}
+
+    def opened(self, run: Run) -> None:
+        """A stream begins here."""
+        self._open[run.stream.journal.id] = run
+
+    def closed(self, run: Run, finish: wire.FinishReason | None, may_resume: bool) -> None:
+        """A stream is over here. What is left of it stays for a while if its client may come again."""
+        id = run.stream.journal.id
+        if self._open.get(id) is run:
+            del self._open[id]
+            if may_resume:
+                self.shelf.put(msgspec.structs.replace(copy_of(run), finish=finish))
+            else:
+                self.shelf.forget(id)
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+        """What is known of these streams."""
+        for id in ids:
+            self._adopted.pop(id, None)  # for a door that did not take it up: the leader gives it once more
+            if (run := self._open.get(id)) is not None:
+                self._take_over(run)
+        best = {copy.request.id: copy for copy in map(self.shelf.get, ids) if copy is not None}
+        missing = [id for id in ids if id not in best or best[id].finish is None]
+        told, adopted = await asyncio.gather(self._ask_peers(missing), self._adopt(missing))
+        for copy in (*told, *(copy for copy, _ in adopted)):
+            id = copy.request.id
+            if id not in best or _worth(copy) >= _worth(best[id]):
+                best[id] = copy
+        for copy, adoption in adopted:
+            if adoption is not None:
+                self._use(copy.request.id, adoption, best[copy.request.id] is copy)
+        for copy in best.values():
+            self.shelf.put(copy)
+        log.info("streams asked for", extra={"asked": len(ids), "found": len(best), "running": len(self._adopted)})
+        return {id: Begun(self._next_epoch(copy.request), copy.finish) for id, copy in best.items()}
+
+    def take_up(self, request: wire.Request) -> Adoption | None:
+        """The stream of this request where it runs, if it was found there and is asked for as it stood."""
+        adoption = self._adopted.pop(request.id, None)
+        if adoption is not None and adoption.num_delivered != len(request.delivered):
+            adoption.link.abort(adoption.handle)
+            return None
+        return adoption
+
+    def known(self, id: str) -> Copy | None:
+        """What is kept of a stream that was found."""
+        return self.shelf.get(id)
+
+    def _take_over(self, run: Run) -> None:
+        """Ends a stream whose client is here anew."""
+        journal = run.stream.journal
+        self.closed(run, journal.end(), may_resume=True)
+        run.stream.refused(wire.Refused(run.handle, journal.epoch, 409, "resumed", "its client has come again and resumed it"))
+
+    def _next_epoch(self, request: wire.Request) -> wire.Request:
+        """The request as it is to be submitted: the group that had it has it no more, unless it was adopted there."""
+        return request if request.id in self._adopted else msgspec.structs.replace(request, epoch=request.epoch + 1)
+
+    def _use(self, id: str, adoption: Adoption, is_best: bool) -> None:
+        if not is_best or id in self._adopted:  # two leaders have it: one epoch was lost on its way to another group
+            adoption.link.abort(adoption.handle)
+            return
+        self._adopted[id] = adoption
+
+        def drop() -> None:
+            if self._adopted.get(id) is adoption:
+                del self._adopted[id]
+                adoption.link.abort(adoption.handle)
+
+        asyncio.get_running_loop().call_later(TAKE_UP_S, drop)
+
+    async def _ask_peers(self, ids: Sequence[str]) -> Iterable[Copy]:
+        return await self.ask_peers(ids) if ids and self.ask_peers is not None else []
+
+    async def _adopt(self, ids: Sequence[str]) -> list[Found]:
+        """What leaders have of these streams. All leaders are asked, those that are not linked yet as soon as they are."""
+        found: list[Found] = []
+        asked: set[str] = set()
+        deadline = self._clock() + FIND_S
+        while len(found) < len(ids):
+            links = [link for link in self._links.open_links() if link.key not in asked]
+            asked |= {link.key for link in links}
+            left_s = deadline - self._clock()
+            answers = await asyncio.gather(*(_ask(link, id, left_s) for link in links for id in ids))
+            found += [answer for answer in answers if answer is not None]
+            if self._links.all_open() or left_s <= 0:
+                break
+            await self._links.changed(left_s)
+        return found
+
+
+async def _ask(link: LeaderLink, id: str, timeout_s: float) -> Found | None:
+    """What this leader has of a stream, which is ours from then on; None when it has nothing or does not answer in time."""
+    adopting = Adopting()
+    handle = link.adopt(id, adopting)
+    try:
+        async with asyncio.timeout(timeout_s):
+            told = await adopting.told
+    except TimeoutError:
+        link.abort(handle)
+        return None
+    if told is None:
+        return None
+    copy = Copy(told.request, link.told.served.model_hash, told.finish)
+    stream = adopting.stream
+    return copy, None if stream is None else Adoption(link, link.key, handle, stream, len(told.request.delivered))
+
+
+def copy_of(run: Run) -> Copy:
+    """What another router needs of a stream that is open here."""
+    journal = run.stream.journal
+    return Copy(journal.replay(), run.model_hash or "", None, run.deaths)
+
+
+def _worth(copy: Copy) -> tuple[bool, int]:
+    return copy.finish is not None, len(copy.request.delivered)

@@ -1,0 +1,280 @@
+"""Streams outlive their router: a client that repeats its request at another router, or the next one, gets the rest.
+
+Real routers over real leaders' links, through HTTP; only the engines are scripted.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.keys import ApiKey, ApiKeys
+from phalanx_router.endpoints import StaticLeaders
+from phalanx_router.fleet import Fleet
+from phalanx_router.metrics import RouterMetrics
+from phalanx_runtime.server.gateway import Sink
+from tests.frontend.fakes import plain_tokens, tiny_assets
+from tests.router.doors import FakeEngine, http_server, running_leader
+from tests.router.fakes import make_settings
+
+BODY: Mapping[str, Any] = {"prompt": "hello", "max_tokens": 40, "stream": True, "temperature": 1.0}
+KEYS = [ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]
+
+
+def draw(request: wire.Request, index: int) -> int:
+    """A printable token that depends on prompt, seed and index, as a model's would."""
+    digest = hashlib.sha256(repr((request.prompt, request.sampling.seed, index)).encode()).digest()
+    return plain_tokens()[int.from_bytes(digest[:4], "big") % len(plain_tokens())]
+
+
+class Engine(FakeEngine):
+    """Draws printable tokens, a step every few milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known_assets = tiny_assets()
+        self.draw = draw
+        self.num_submitted = 0
+
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+        self.num_submitted += 1
+        return super().submit(request, sink, move)
+
+    async def run(self) -> None:
+        while True:
+            self.step()
+            await asyncio.sleep(0.002)
+
+
+@dataclass(slots=True)
+class Router:
+    """A router, as its clients see it."""
+
+    url: str
+    fleet: Fleet
+    task: asyncio.Task[None]
+    registry: CollectorRegistry
+
+    async def kill(self) -> None:
+        """Ends its links as a killed process does: nothing is aborted."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def until_linked(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.fleet.links.open_links()) < count or self.fleet.links.num_ready < 1:
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running_router(*leaders: str, name: str = "router-1") -> AsyncIterator[Router]:
+    settings = make_settings(patience_s=10)
+    registry = CollectorRegistry()
+    fleet = Fleet(settings, RouterMetrics(registry), draw=lambda: 0.0)
+    task = asyncio.create_task(fleet.run(StaticLeaders(leaders)))
+    app = create_app(fleet, registry=registry, keys=ApiKeys(KEYS), metrics_prefix="phalanx_router")
+    try:
+        async with http_server(app) as address:
+            router = Router(f"http://{address}", fleet, task, registry)
+            await router.until_linked(1 if leaders else 0)
+            yield router
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_engines(*engines: Engine) -> AsyncIterator[list[str]]:
+    """Leaders over these engines: their addresses."""
+    async with asyncio.TaskGroup() as tasks:
+        runs = [tasks.create_task(engine.run()) for engine in engines]
+        try:
+            if len(engines) == 1:
+                async with running_leader(engines[0]) as (address, _):
+                    yield [address]
+            else:
+                async with running_leader(engines[0]) as (first, _), running_leader(engines[1]) as (second, _):
+                    yield [first, second]
+        finally:
+            for run in runs:
+                run.cancel()
+
+
+@dataclass(slots=True)
+class Told:
+    """What a client got: texts and ends by choice, the last id, and the error, if one came."""
+
+    texts: dict[int, str]
+    ends: dict[int, str]
+    last: str = ""
+    error: Any = None
+    status: int = 200
+    is_done: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+
+async def read(
+    router: Router,
+    body: Mapping[str, Any],
+    told: Told | None = None,
+    stop: Callable[[Told], bool] = lambda told: False,
+    key: str = "sk-1",
+) -> Told:
+    """Reads a stream to its end, or until `stop`; from where `told` came to, if it is given."""
+    headers = {"authorization": f"Bearer {key}"}
+    told = told or Told({}, {})
+    if told.last:
+        headers["last-event-id"] = told.last
+    async with (
+        asyncio.timeout(20),
+        httpx.AsyncClient(trust_env=False, timeout=20) as http,
+        http.stream("POST", f"{router.url}/v1/completions", json=dict(body), headers=headers) as answer,
+    ):
+        told.status = answer.status_code
+        if answer.status_code != 200:
+            told.error = json.loads(await answer.aread())["error"]
+            return told
+        id = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                id = line.removeprefix("id: ")
+            if line == "data: [DONE]":
+                told.is_done = True
+            elif line.startswith("data: "):
+                document = json.loads(line.removeprefix("data: "))
+                told.error = document.get("error")
+                for choice in document.get("choices", ()):
+                    told.texts[choice["index"]] = told.texts.get(choice["index"], "") + choice["text"]
+                    if choice["finish_reason"]:
+                        told.ends[choice["index"]] = choice["finish_reason"]
+                told.last = id or told.last
+                if stop(told):
+                    break
+    return told
+
+
+async def undisturbed(body: Mapping[str, Any]) -> Told:
+    """The same request without any fault. Its seed is in the body."""
+    async with running_engines(Engine()) as leaders, running_router(*leaders) as router:
+        return await read(router, body)
+
+
+def chars(count: int) -> Callable[[Told], bool]:
+    return lambda told: told.num_chars >= count
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("which", ["another router", "the next router"])
+async def test_a_client_gets_the_rest_when_its_router_is_lost(which: str, n: int) -> None:
+    body = {**BODY, "n": n, "seed": 12345678901234567}
+    whole = await undisturbed(body)
+    engine = Engine()
+    engine.hold = 30
+    async with running_engines(engine) as leaders, AsyncExitStack() as stack:
+        first = await stack.enter_async_context(running_router(*leaders))
+        if which == "another router":
+            second = await stack.enter_async_context(running_router(*leaders, name="router-2"))
+        told = await read(first, body, stop=chars(10 * n))
+        assert told.last and not told.is_done
+        await first.kill()
+        if which == "the next router":
+            second = await stack.enter_async_context(running_router(*leaders))
+        engine.hold = 10**9
+        told = await read(second, body, told)
+    assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
+    assert engine.num_submitted == n, "the streams were adopted, and not computed again"
+    assert engine.aborted == []
+
+
+async def test_a_client_that_was_cut_off_gets_the_rest_from_the_same_router() -> None:
+    body = {**BODY, "seed": 77}
+    whole, engine = await undisturbed(body), Engine()
+    engine.hold = 30
+    async with running_engines(engine) as leaders, running_router(*leaders) as router:
+        told = await read(router, body, stop=chars(10))
+        engine.hold = 10**9
+        told = await read(router, body, told)
+        assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
+        assert not router.fleet.runs
+
+
+async def test_a_stream_that_ended_before_its_client_had_all_of_it_is_read_once_more() -> None:
+    body = {**BODY, "seed": 77}
+    engine = Engine()
+    async with running_engines(engine) as leaders, running_router(*leaders) as first:
+        whole = await read(first, body)
+        assert whole.is_done
+        half = Told({0: whole.texts[0]}, {}, whole.last)
+        for router in (first, None):
+            if router is None:
+                await first.kill()
+                async with running_router(*leaders, name="router-2") as second:
+                    again = await read(second, body, replace(half))
+            else:
+                again = await read(router, body, replace(half))
+            assert (again.texts, again.ends, again.is_done) == (whole.texts, whole.ends, True)
+    assert engine.num_submitted == 1
+
+
+async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
+    body = {**BODY, "seed": 77}
+    whole, engine, other = await undisturbed(body), Engine(), Engine()
+    engine.hold = 30
+    async with running_engines(engine, other) as leaders, running_router(leaders[0]) as first:
+        told = await read(first, body, stop=chars(10))
+        await first.kill()
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        async with running_router(*leaders, name="router-2") as second:
+            told = await read(second, body, told)
+            assert (told.texts, told.ends) == (whole.texts, whole.ends)
+        assert other.num_submitted == 1
+
+
+async def test_nobody_else_gets_a_stream() -> None:
+    engine = Engine()
+    engine.hold = 30
+    async with running_engines(engine) as leaders, running_router(*leaders) as first:
+        told = await read(first, BODY, stop=chars(10))
+        await first.kill()
+        async with running_router(*leaders, name="router-2") as second:
+            stolen = await read(second, BODY, replace(told), key="sk-2")
+            unknown = await read(second, BODY, Told({}, {}, "cmpl-" + "0" * 32 + ":3"))
+            assert (stolen.status, unknown.status) == (404, 404) and stolen.error == unknown.error
+            assert stolen.error["code"] == "unknown_stream"
+            engine.hold = 10**9
+            mine = await read(second, BODY, told)
+            assert (mine.status, mine.is_done) == (200, True)
+
+
+async def test_a_router_that_leaves_names_the_id_to_resume_from() -> None:
+    body = {**BODY, "seed": 77}
+    whole, engine = await undisturbed(body), Engine()
+    engine.hold = 20
+    async with running_engines(engine) as leaders, running_router(*leaders) as first:
+        reading = asyncio.create_task(read(first, body))
+        while not first.fleet.runs or len(next(iter(first.fleet.runs)).stream.journal.delivered) < 20:
+            await asyncio.sleep(0.002)
+        first.fleet.refuse()
+        refused = await read(first, body)
+        assert (refused.status, refused.error["code"]) == (503, "router_leaving")
+        first.fleet.close()
+        told = await reading
+        assert told.error["code"] == "router_leaving" and told.error["message"].endswith(f"Last-Event-ID: {told.last}")
+        assert engine.aborted == [], "its groups go on"
+        await first.kill()
+        async with running_router(*leaders, name="router-2") as second:
+            engine.hold = 10**9
+            told = await read(second, body, told)
+    assert (told.texts, told.ends, told.error, engine.num_submitted) == (whole.texts, whole.ends, None, 1)
