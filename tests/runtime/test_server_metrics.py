@@ -35,6 +35,20 @@ def test_what_an_engine_counts_is_added_up_over_incarnations() -> None:
         assert value(registry, f"{prefix}kv_cache_usage_perc") == 0
 
 
+def test_what_routers_are_told_is_shown_to_people() -> None:
+    metrics, registry, _ = make()
+    before = wire.Load(2, 1, 30, 4, 8, waiting_prompt_tokens=20, oldest_wait_s=0.5, step_s=0.02, steps_to_full=7.5, refusals=3)
+    metrics.load(before)
+    assert value(registry, "phalanx_waiting_prompt_tokens") == 20
+    assert value(registry, "phalanx_oldest_wait_seconds") == 0.5
+    assert value(registry, "phalanx_step_seconds") == 0.02
+    assert value(registry, "phalanx_steps_to_full") == 7.5
+    assert value(registry, "phalanx_requests_refused_total") == 3
+    metrics.load(wire.Load(0, 0, 0, 8, 8, refusals=4))
+    assert value(registry, "phalanx_steps_to_full") == float("inf")
+    assert value(registry, "phalanx_requests_refused_total") == 4
+
+
 def test_a_request_is_in_every_histogram_once() -> None:
     metrics, registry, tally = make()
     metrics.queued(0.5)

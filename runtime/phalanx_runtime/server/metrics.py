@@ -4,6 +4,7 @@ The names are vLLM's, which gateways and dashboards read, and only the runtime h
 request is counted once. What the door's own clients see is measured at the door.
 """
 
+import math
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +15,18 @@ from phalanx_runtime.engine.client import NO_LOAD
 from phalanx_runtime.engine.meter import Ended
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
+_SHOWN = {
+    "outstanding_tokens": ("outstanding_tokens", "Tokens not computed yet, and output tokens still allowed."),
+    "waiting_prompt_tokens": ("waiting_prompt_tokens", "Prompt tokens to compute of requests that wait, less what is cached."),
+    "running_prompt_tokens": ("running_prompt_tokens", "Prompt tokens to compute of requests that run."),
+    "context_tokens": ("context_tokens", "Tokens in the pages of running requests."),
+    "cached_pages": ("cached_pages", "Free pages that the prefix cache finds."),
+    "reserved_pages": ("reserved_pages", "Pages held for requests that are being moved here."),
+    "oldest_wait_s": ("oldest_wait_seconds", "How long the request has waited that has waited longest."),
+    "step_s": ("step_seconds", "Time of a step, over about the last twenty."),
+    "prompt_tokens_per_step": ("prompt_tokens_per_step", "Prompt tokens in a step, over about the last twenty."),
+}
+"""Fields of a load report as gauges."""
 
 
 class EngineMetrics:
@@ -35,12 +48,10 @@ class EngineMetrics:
         self._running = gauges("num_requests_running", "Requests that hold pages.")
         self._waiting = gauges("num_requests_waiting", "Requests that wait for pages or a row.")
         self._usage = gauges("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
-        self._outstanding = Gauge(
-            "phalanx_outstanding_tokens",
-            "Tokens not computed yet, and output tokens still allowed.",
-            ["model_name"],
-            registry=registry,
-        ).labels(model_name)
+        self._shown = {
+            field: Gauge(f"phalanx_{name}", what, ["model_name"], registry=registry).labels(model_name)
+            for field, (name, what) in _SHOWN.items()
+        }
         self._told = {
             "preemptions": counter("vllm:num_preemptions", "Requests that lost their pages and were computed anew."),
             "prefix_queried_tokens": counter("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
@@ -48,8 +59,16 @@ class EngineMetrics:
             "pages_reused": counter("phalanx_pages_reused", "Pages taken out of the prefix cache again."),
             "pages_evicted": counter("phalanx_pages_evicted", "Pages that the prefix cache gave up."),
             "refused_copies": counter("phalanx_refused_copies", "Connections turned away where ranks take pages in."),
+            "refusals": counter("phalanx_requests_refused", "Requests that found the queue full."),
+            "recomputed_tokens": counter("phalanx_recomputed_tokens", "Tokens computed again after preemptions."),
             "leaks": counter("phalanx_page_leaks", "Pages and rows that were not accounted for when the engine was idle."),
         }
+        self._steps_to_full = Gauge(
+            "phalanx_steps_to_full",
+            "Steps until no page is free if all requests go on; infinite when none runs.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
         self._load = NO_LOAD
         self._steps = counter("phalanx_engine_steps", "Steps that brought tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
@@ -86,7 +105,9 @@ class EngineMetrics:
             family.set(load.waiting)
         for family in self._usage:
             family.set(1 - load.free_pages / load.total_pages if load.total_pages else 0)
-        self._outstanding.set(load.outstanding_tokens)
+        for field, gauge in self._shown.items():
+            gauge.set(getattr(load, field))
+        self._steps_to_full.set(math.inf if load.steps_to_full is None else load.steps_to_full)
 
     def step(self, num_tokens: int) -> None:
         """Counts a step's tokens."""
