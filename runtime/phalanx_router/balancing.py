@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balance.balancer import Balancer, Decision
+from phalanx_router.balance.pingpong import OFF_S
 from phalanx_router.balance.records import Proposal, Refusal, Rung, StreamView
 from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.link import LeaderLink
@@ -163,8 +164,11 @@ class Balancing:
             measured = over.num_bytes / (now - began)
             before = self._bytes_per_s if self._bytes_per_s is not None else measured
             self._bytes_per_s = before + FOLLOW * (measured - before)
+        was_off = self.balancer.pingpong.is_off(now)
         if self.balancer.ended(proposal, is_moved, now):
             self._metrics.returned()
+            if not was_off and self.balancer.pingpong.is_off(now):
+                log.warning("streams go back and forth", extra={"returns": self.balancer.pingpong.total, "off_s": OFF_S})
 
 
 def _view_of(run: Run) -> StreamView:
@@ -172,7 +176,7 @@ def _view_of(run: Run) -> StreamView:
     return StreamView(
         str(run.number),
         run.group,
-        journal.newcomer().prompt_tokens,
+        journal.num_tokens,
         len(journal.delivered),
         run.balanced,
         run.moved_at,

@@ -99,6 +99,11 @@ class Journal:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those delivered."""
+        return len(self._request.prompt) + len(self.delivered)
+
     def newcomer(self) -> Newcomer:
         """The stream as it is to be placed now."""
         request, count = self._request, len(self.delivered)

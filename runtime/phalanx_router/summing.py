@@ -49,7 +49,7 @@ class Summing:
             groups=self._groups(),
             traffic=traffic.windows(now),
             queued=len(waiting),
-            queued_tokens=sum(run.stream.journal.newcomer().prompt_tokens for run in waiting),
+            queued_tokens=sum(run.stream.journal.num_tokens for run in waiting),
             held=0 if fleet.links.num_ready else len(waiting),
             idle_s=0.0 if fleet.runs else now - max(self._began, traffic.last_s or self._began),
             ttft=traffic.ttft(now),

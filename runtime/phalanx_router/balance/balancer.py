@@ -8,7 +8,7 @@ from phalanx_router.balance.attraction import AttractionGuard
 from phalanx_router.balance.budget import MoveBudget
 from phalanx_router.balance.causes import Targets
 from phalanx_router.balance.hotspots import HotGroup, HotspotBook, Transition
-from phalanx_router.balance.ladder import Plan, Scene, action_of, evacuate, gives_way, migrate, rescue
+from phalanx_router.balance.ladder import Plan, Scene, action_of, allowed, evacuate, gives_way, migrate, rescue
 from phalanx_router.balance.moving import Moving
 from phalanx_router.balance.pingpong import PingPong
 from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, StreamView
@@ -61,7 +61,7 @@ class Balancer:
         return Decision(
             [proposal for plan in plans for proposal in plan.proposals],
             [plan.refusal for plan in plans if plan.refusal is not None],
-            [_hotspot(group, by_key[group.key], now) for group in seen.hot.values()],
+            [self._hotspot(group, by_key[group.key], seen.is_saturated, now) for group in seen.hot.values()],
             seen.transitions,
             seen.is_saturated,
             self._shedding.decide(seen.is_saturated, best_ttft_s, policy.ttft_target_s, now),
@@ -148,7 +148,6 @@ class Balancer:
             self._budget.spend(proposal, proposal.context * source.page_bytes / source.page_size)
         return plan
 
-
-def _hotspot(group: HotGroup, view: GroupView, now: float) -> Hotspot:
-    action = action_of(group, view)
-    return Hotspot(group.group, group.cause, group.causes[group.cause], group.median, now - group.since, action)
+    def _hotspot(self, group: HotGroup, view: GroupView, is_saturated: bool, now: float) -> Hotspot:
+        action = allowed(action_of(group, view), self.policy.mode, is_saturated)
+        return Hotspot(group.group, group.cause, group.causes[group.cause], group.median, now - group.since, action)

@@ -8,7 +8,9 @@ that no request needs, so a hot prefix is not replicated: newcomers are steered 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from phalanx_api.summary import Mode
 from phalanx_router.balance.budget import MoveBudget
 from phalanx_router.balance.copying import way_of
 from phalanx_router.balance.hotspots import HotGroup
@@ -108,8 +110,30 @@ def _is_very_slow(group: HotGroup, view: GroupView) -> bool:
     return "straggler" in group.causes and (view.speed >= SLOW or group.speed_rises)
 
 
-def action_of(group: HotGroup, view: GroupView) -> str:
-    """What is done about a hotspot, in a word: the first rung that helps against its cause."""
+Action = Literal["none", "steer", "weigh", "requeue", "rescue", "migrate", "evacuate", "scale"]
+"""What is done about a hotspot: the rungs of the ladder, and `weigh`: a slow group counts as one, so it gets less."""
+RUNGS: dict[Mode, tuple[Action, ...]] = {
+    "Off": (),
+    "Route": ("steer", "weigh"),
+    "Requeue": ("steer", "weigh", "requeue"),
+    "Migrate": ("steer", "weigh", "requeue", "rescue", "migrate", "evacuate"),
+}
+"""What each mode allows, the lowest rung first."""
+
+
+def allowed(action: Action, mode: Mode, is_saturated: bool) -> Action:
+    """What is done where this would help: that, or less if the mode allows no more; when all are loaded only more groups do."""
+    if not RUNGS[mode]:
+        return "none"
+    if is_saturated and action in ("requeue", "migrate"):
+        return "scale"
+    if action in RUNGS[mode]:
+        return action
+    return "requeue" if mode == "Requeue" else "steer"
+
+
+def action_of(group: HotGroup, view: GroupView) -> Action:
+    """The first rung that helps against the cause of a hotspot."""
     match group.cause:
         case "straggler":
             return "evacuate" if _is_very_slow(group, view) else "weigh"

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_api.summary import BalancePolicy, Budgets, Mode
 from phalanx_router.balance.balancer import Balancer, Decision
 from phalanx_router.balance.budget import MoveBudget
 from phalanx_router.balance.copying import way_of
+from phalanx_router.balance.ladder import Action
 from phalanx_router.balance.records import Proposal, Refusal, Rung
 from phalanx_router.balance.shed import Shed, Shedding
 from tests.router.balance.groups import FREE, World, group, stream
@@ -56,6 +57,27 @@ def test_nothing_moves_without_leave(policy: BalancePolicy, code: str) -> None:
     decision = first_moves(hot_world(policy))
     assert not decision.proposals
     assert [r.code for r in decision.refusals] == [code]
+
+
+ACTIONS: list[tuple[Mode, bool, Action]] = [
+    ("Off", False, "none"),
+    ("Off", True, "none"),
+    ("Route", False, "steer"),
+    ("Requeue", False, "requeue"),
+    ("Migrate", False, "migrate"),
+    ("Migrate", True, "scale"),
+]
+
+
+@pytest.mark.parametrize(("mode", "is_saturated", "action"), ACTIONS)
+def test_what_is_told_of_a_hotspot_is_what_is_done(mode: Mode, is_saturated: bool, action: Action) -> None:
+    world = hot_world(BalancePolicy(mode=mode))
+    if is_saturated:
+        demands = {"a": 400, "b": 860, "c": 860, "d": 800, "e": 800}
+        world.fields = {name: {"demand_pages": pages} for name, pages in demands.items()}
+    decision = [world.tick(0.25 * number) for number in range(4)][-1]
+    assert decision.is_saturated == is_saturated
+    assert ("a", action) in [(spot.group, spot.action) for spot in decision.hotspots]
 
 
 def test_nothing_moves_for_balance_when_all_are_full() -> None:

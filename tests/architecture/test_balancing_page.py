@@ -1,0 +1,52 @@
+"""docs/balancing.md says what the code does: thresholds, actions, metrics, reasons."""
+
+import pathlib
+import re
+from typing import get_args
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_router.balance.causes import THRESHOLDS
+from phalanx_router.balance.ladder import Action
+from phalanx_router.balance.records import RefusalCode, Rung
+from phalanx_router.metrics import RouterMetrics
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balancing.md"
+SIGNALS = {
+    "kv": "pages used, reserved and wanted, of all pages; 1 after a preemption in the last second",
+    "prefill": "time until a newcomer's prompt is computed, of `ttft_target_s`",
+    "decode": "time of a step, of `itl_target_s`",
+    "prefix": "share of the prompt tokens that begin with one prefix, if the group has much to do",
+    "straggler": "time of a step, of what groups of its shape take",
+    "full": "time for two copies of a request, of the time until no page is free",
+}
+BETWEEN = re.compile(r"(<!-- causes: .*? -->\n).*?(<!-- /causes -->)", re.S)
+
+
+def causes() -> str:
+    rows = ["| cause | signal | high | low | distance |", "|---|---|---|---|---|"]
+    for cause, threshold in THRESHOLDS.items():
+        rows.append(f"| `{cause}` | {SIGNALS[cause]} | {threshold.high:g} | {threshold.low:g} | {threshold.delta or '–'} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_of_causes_is_the_generated_one(request: pytest.FixtureRequest) -> None:
+    text = PAGE.read_text()
+    made = BETWEEN.sub(lambda found: found[1] + causes() + found[2], text)
+    if request.config.getoption("--golden-update", default=False):
+        PAGE.write_text(made)
+    assert PAGE.read_text() == made, "run `make golden`"
+
+
+def test_every_action_and_reason_is_told() -> None:
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert {*get_args(Action), *get_args(RefusalCode), *get_args(Rung), "router"} <= named
+
+
+def test_named_metrics_exist() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    known = {sample for metric in registry.collect() for sample in (metric.name, f"{metric.name}_total")}
+    named = set(re.findall(r"`(phalanx_router_\w+)", PAGE.read_text())) - {"phalanx_router"}
+    assert named and named <= known
