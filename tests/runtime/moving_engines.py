@@ -3,17 +3,14 @@
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from phalanx_api import moves, wire
+from bench.mover import Mover
+from phalanx_api import wire
 from phalanx_runtime.collective.connect import Place, connect
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules
@@ -29,16 +26,20 @@ LIMITS = Limits(max_model_len=256, max_num_seqs=6, max_num_batched_tokens=64)
 WAIT_S = 30.0
 
 
-Said = TypeVar("Said", bound=msgspec.Struct)
-
-
 class QueueChannel:
-    """A Channel between threads. `frames` are those that the engine sent."""
+    """A Channel between threads, and the End of a mover."""
 
     def __init__(self) -> None:
-        self.frames: queue.SimpleQueue[wire.FromEngine] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.errors: list[BaseException] = []
+        self._hear: Callable[[wire.FromEngine], None] = lambda frame: None
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_closed = False
+
+    def listen(self, hear: Callable[[wire.FromEngine], None]) -> None:
+        self._hear = hear
+
+    def check(self) -> None:
+        assert not self.errors, self.errors
 
     def put(self, frame: wire.ToEngine) -> None:
         self._inbox.put(wire.encode(frame))
@@ -59,7 +60,7 @@ class QueueChannel:
         return None if self._is_closed else [message for message in messages if message]
 
     def send(self, message: bytes) -> None:
-        self.frames.put(wire.decode_from_engine(message))
+        self._hear(wire.decode_from_engine(message))
 
     def wake(self) -> None:
         self._inbox.put(b"")
@@ -73,7 +74,6 @@ class Group:
     runners: dict[int, ModelRunner] = field(default_factory=dict)
     doors: dict[int, PageDoor] = field(default_factory=dict)
     loop: EngineLoop | None = None
-    errors: list[BaseException] = field(default_factory=list)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def running_group(folder: Path, pods: Sequence[int], build: Build, limits: Limit
                 runner.dismiss()
             carrier.close()
         except BaseException as error:
-            group.errors.append(error)
+            group.channel.errors.append(error)
         finally:
             if place.rank in group.doors:
                 group.doors[place.rank].close()
@@ -120,141 +120,20 @@ def running_group(folder: Path, pods: Sequence[int], build: Build, limits: Limit
         group.channel.close()
         for thread in threads:
             thread.join(WAIT_S)
-        assert not group.errors, group.errors
+        assert not group.channel.errors, group.channel.errors
 
 
 @dataclass
-class Stream:
-    """One request as its router sees it."""
+class Field:
+    """Groups, and who moves streams between them."""
 
-    request: wire.Request
-    at: int
-    handle: int
-    tokens: list[int] = field(default_factory=list)
-    epoch: int = 0
-    finish: str | None = None
-    refused: wire.Refused | None = None
-
-
-class Router:
-    """Streams over groups, delivered as a router does: the current epoch, the next index."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-        self.streams: dict[int, Stream] = {}
-        self.said: list[tuple[int, wire.FromEngine]] = []
-        self.loads: dict[int, wire.Load] = {}
-        self._handles = 0
-        self._moves = 0
-
-    def submit(self, request: wire.Request, at: int = 0) -> Stream:
-        self._handles += 1
-        stream = self.streams[self._handles] = Stream(request, at, self._handles)
-        self.groups[at].channel.put(wire.Submit(stream.handle, request))
-        return stream
-
-    def until(self, is_done: Callable[[], bool]) -> None:
-        """Reads what engines say until this holds."""
-        deadline = time.monotonic() + WAIT_S
-        while not is_done():
-            assert time.monotonic() < deadline, f"nothing happens after {[frame for _, frame in self.said[-8:]]}"
-            for number, group in enumerate(self.groups):
-                assert not group.errors, group.errors
-                try:
-                    self._read(number, group.channel.frames.get(timeout=0.005))
-                    while True:
-                        self._read(number, group.channel.frames.get_nowait())
-                except queue.Empty:
-                    continue
-
-    def _read(self, number: int, frame: wire.FromEngine) -> None:
-        match frame:
-            case wire.Tokens():
-                for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
-                    stream = self.streams[handle]
-                    if epoch == stream.epoch and index == len(stream.tokens):
-                        stream.tokens.append(token)
-                for end in frame.finished:
-                    if end.epoch == self.streams[end.handle].epoch:
-                        self.streams[end.handle].finish = end.reason
-            case wire.Refused():
-                self.streams[frame.handle].refused = frame
-            case wire.Load():
-                self.loads[number] = frame
-            case wire.PageChanges():
-                pass
-            case _:
-                self.said.append((number, frame))
-
-    def heard(self, kind: type[Said], move: str) -> list[Said]:
-        return [frame for _, frame in self.said if isinstance(frame, kind) and getattr(frame, "move", None) == move]
-
-    def current(self, stream: Stream) -> wire.Request:
-        return msgspec.structs.replace(stream.request, epoch=stream.epoch, delivered=list(stream.tokens))
-
-    def prepare(self, stream: Stream, target: int) -> str:
-        """Asks the target for room; the name of the move."""
-        self._moves += 1
-        move = f"test:{self._moves}"
-        self.groups[target].channel.put(wire.Prepare(move, self.current(stream)))
-        self.until(lambda: bool(self.heard(moves.Prepared, move) + self.heard(moves.MoveFailed, move)))
-        return move
-
-    def move_out(
-        self, stream: Stream, move: str, mode: moves.MoveMode, bytes_per_s: float | None = None, **changes: object
-    ) -> None:
-        """Asks the source to send; `changes` are made to what the target told."""
-        prepared = self.heard(moves.Prepared, move)[0]
-        here = [moves.PageAddress("localhost", one.port) for one in prepared.addresses]
-        told = msgspec.structs.replace(prepared, **{"addresses": here, **changes})
-        self.groups[stream.at].channel.put(moves.MoveOut(move, stream.handle, stream.epoch, told, mode, bytes_per_s))
-
-    def wait_for_pages(self, move: str) -> None:
-        """Returns when a move may be committed, or has failed."""
-
-        def is_over() -> bool:
-            is_ready = bool(self.heard(moves.Frozen, move)) and bool(self.heard(moves.Arrived, move))
-            return is_ready or bool(self.heard(moves.MoveFailed, move))
-
-        self.until(is_over)
-
-    def commit(self, stream: Stream, move: str, target: int) -> None:
-        """The stream is the target's from now on."""
-        self._handles += 1
-        source, old = stream.at, stream.handle
-        stream.at, stream.handle, stream.epoch = target, self._handles, stream.epoch + 1
-        self.streams[stream.handle] = stream
-        self.groups[target].channel.put(wire.Submit(stream.handle, self.current(stream), move))
-        self.groups[source].channel.put(moves.Release(move))
-        self.groups[source].channel.put(wire.Abort([old]))
-
-    def move(self, stream: Stream, target: int, mode: moves.MoveMode = "precopy") -> moves.Arrived:
-        """Moves a stream, and what arrived."""
-        move = self.prepare(stream, target)
-        assert self.heard(moves.Prepared, move), self.said[-3:]
-        self.move_out(stream, move, mode)
-        self.until(
-            lambda: (
-                bool(self.heard(moves.Frozen, move) and self.heard(moves.Arrived, move))
-                or bool(self.heard(moves.MoveFailed, move))
-            )
-        )
-        assert not self.heard(moves.MoveFailed, move), self.heard(moves.MoveFailed, move)
-        self.commit(stream, move, target)
-        return self.heard(moves.Arrived, move)[0]
-
-    def settle(self) -> None:
-        """Waits until no engine has anything in hand, and no page is missing anywhere."""
-
-        def is_settled(load: wire.Load) -> bool:
-            assert not load.leaks
-            return not (load.running or load.waiting or load.reserved_pages) and load.free_pages == load.total_pages
-
-        self.until(lambda: all(is_settled(load) for load in self.loads.values()))
+    groups: list[Group]
+    mover: Mover
 
 
 @contextmanager
-def running_router(folder: Path, groups: Sequence[Sequence[int]], build: Build, limits: Limits = LIMITS) -> Iterator[Router]:
-    """A router over so many groups, each with pods of so many ranks."""
+def running_field(folder: Path, groups: Sequence[Sequence[int]], build: Build, limits: Limits = LIMITS) -> Iterator[Field]:
+    """So many groups, each with pods of so many ranks."""
     with ExitStack() as stack:
-        yield Router([stack.enter_context(running_group(folder, pods, build, limits)) for pods in groups])
+        running = [stack.enter_context(running_group(folder, pods, build, limits)) for pods in groups]
+        yield Field(running, Mover([group.channel for group in running]))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.mover import Mover, Stream
 from phalanx_api import moves, wire
 from phalanx_api.seeds import mix
 from tests.runtime.corrupting import Corrupting
-from tests.runtime.moving_engines import Router, Stream, running_router
+from tests.runtime.moving_engines import Field, running_field
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
@@ -30,9 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def router(model: Path) -> Iterator[Router]:
-    with running_router(model, [[1], [1]], BUILD) as router:
-        yield router
+def field(model: Path) -> Iterator[Field]:
+    with running_field(model, [[1], [1]], BUILD) as field:
+        yield field
+
+
+@pytest.fixture
+def router(field: Field) -> Mover:
+    return field.mover
 
 
 def make_request(name: str, prompt: int = 37, **sampling: Any) -> wire.Request:
@@ -51,14 +57,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def undisturbed(router: Router, requests: list[wire.Request]) -> list[Stream]:
+def undisturbed(router: Mover, requests: list[wire.Request]) -> list[Stream]:
     streams = [router.submit(request) for request in requests]
     router.until(lambda: all(stream.finish for stream in streams))
     return streams
 
 
+def moved_bytes(router: Mover, stream: Stream, mode: moves.MoveMode) -> int:
+    """Moves a stream to the other group; the bytes that came over the network."""
+    arrived = router.move(stream, 1 - stream.at, mode)
+    assert isinstance(arrived, moves.Arrived), arrived
+    return arrived.num_bytes
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Router, mode: moves.MoveMode) -> None:
+def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Mover, mode: moves.MoveMode) -> None:
     requests = [make_request(f"{kind} {mode}", **sampling) for kind, sampling in KINDS.items()]
     plain = undisturbed(router, requests)
     streams = [router.submit(request) for request in requests]
@@ -69,7 +82,7 @@ def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Router, mo
             at = chance.randrange(1 + 10 * turn, 11 + 10 * turn)
             router.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
             if stream.finish is None and len(stream.tokens) < TOKENS - 4:
-                num_bytes += router.move(stream, 1 - stream.at, mode).num_bytes
+                num_bytes += moved_bytes(router, stream, mode)
                 num_moves += 1
     router.until(lambda: all(stream.finish for stream in streams))
     assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
@@ -82,24 +95,25 @@ def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Router, mo
 @pytest.mark.parametrize(("pods", "stages"), [([2], 1), ([1, 1], 2)], ids=["tp2", "pp2 in two pods"])
 def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int], stages: int) -> None:
     build = Build(dtype=torch.float64, num_pages=120, stages=stages)
-    with running_router(model, [pods, pods], build) as router:
+    with running_field(model, [pods, pods], build) as field:
+        router = field.mover
         requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "schema")]
         plain = undisturbed(router, requests)
         streams = [router.submit(request) for request in requests]
         for turn, mode in enumerate(MODES):
             for stream in streams:
                 router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 3 + 8 * turn)  # type: ignore[misc]
-                assert router.move(stream, 1 - stream.at, mode).num_bytes > 0
+                assert moved_bytes(router, stream, mode) > 0
         router.until(lambda: all(stream.finish for stream in streams))
         assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
         router.settle()
 
 
-def test_pages_that_the_target_has_do_not_come_again(router: Router) -> None:
+def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:
     request = make_request("shared", prompt=64)
     at_source = router.submit(request)
     router.until(lambda: len(at_source.tokens) >= 2)
-    without = router.move(at_source, 1)
+    without = moved_bytes(router, at_source, "precopy")
     router.until(lambda: at_source.finish is not None)
     again = router.submit(request)
     router.until(lambda: len(again.tokens) >= 2)
@@ -107,7 +121,7 @@ def test_pages_that_the_target_has_do_not_come_again(router: Router) -> None:
     assert router.heard(moves.Prepared, move)[0].held_tokens >= 64 // PAGE_SIZE * PAGE_SIZE
     router.move_out(again, move, "stop")
     router.wait_for_pages(move)
-    assert router.heard(moves.Arrived, move)[0].num_bytes < without.num_bytes / 2
+    assert router.heard(moves.Arrived, move)[0].num_bytes < without / 2
     router.commit(again, move, 1)
     router.until(lambda: again.finish is not None)
     assert again.tokens == at_source.tokens
@@ -115,14 +129,15 @@ def test_pages_that_the_target_has_do_not_come_again(router: Router) -> None:
 
 
 def test_the_target_reads_what_arrived_and_computes_nothing_of_it_anew(model: Path) -> None:
-    with running_router(model, [[1], [1]], BUILD) as router:
+    with running_field(model, [[1], [1]], BUILD) as field:
+        router = field.mover
         (plain,) = undisturbed(router, [make_request("zeroed")])
         stream = router.submit(make_request("zeroed"))
         router.until(lambda: len(stream.tokens) >= 8)
         move = router.prepare(stream, 1)
         router.move_out(stream, move, "stop")
         router.wait_for_pages(move)
-        for cache in router.groups[1].runners[0].caches:
+        for cache in field.groups[1].runners[0].caches:
             cache.k.zero_()
             cache.v.zero_()
         router.commit(stream, move, 1)
@@ -131,7 +146,7 @@ def test_the_target_reads_what_arrived_and_computes_nothing_of_it_anew(model: Pa
         assert stream.tokens != plain.tokens
 
 
-def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(router: Router) -> None:
+def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("key")])
     refused = router.loads[1].refused_copies
     stream = router.submit(make_request("key"))
@@ -140,19 +155,19 @@ def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(router: Route
     router.move_out(stream, move, "stop", key=b"x" * 32)
     router.until(lambda: bool(router.heard(moves.MoveFailed, move)))
     assert router.heard(moves.MoveFailed, move)[0].code == "target_lost"
-    router.groups[1].channel.put(moves.Cancel(move))
+    router.ends[1].put(moves.Cancel(move))
     router.until(lambda: stream.finish is not None)
     assert stream.tokens == plain.tokens
     router.settle()
     router.until(lambda: router.loads[1].refused_copies == refused + 1)
 
 
-def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(router: Router) -> None:
+def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(field: Field, router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("corrupted")])
     stream = router.submit(make_request("corrupted"))
     router.until(lambda: len(stream.tokens) >= 2)
     move = router.prepare(stream, 1)
-    between = Corrupting(router.groups[1].doors[0].port, 5000)
+    between = Corrupting(field.groups[1].doors[0].port, 5000)
     router.move_out(stream, move, "stop", addresses=[between.address])
     router.until(lambda: len(router.heard(moves.MoveFailed, move)) >= 2)
     assert {failed.code for failed in router.heard(moves.MoveFailed, move)} == {"checksum"}
@@ -162,21 +177,21 @@ def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(router: Router) -
     router.settle()
 
 
-def test_a_move_that_nobody_commits_leaves_both_groups_as_they_were(router: Router) -> None:
+def test_a_move_that_nobody_commits_leaves_both_groups_as_they_were(router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("undecided")])
     stream = router.submit(make_request("undecided"))
     router.until(lambda: len(stream.tokens) >= 2)
     move = router.prepare(stream, 1)
     router.move_out(stream, move, "stop")
     router.wait_for_pages(move)
-    router.groups[1].channel.put(moves.Cancel(move))
+    router.ends[1].put(moves.Cancel(move))
     router.until(lambda: stream.finish is not None)  # nobody thaws it: its lease does
     assert stream.tokens == plain.tokens
     assert [failed.code for failed in router.heard(moves.MoveFailed, move)] == ["lease"]
     router.settle()
 
 
-def test_a_commit_without_pages_computes_the_request_anew(router: Router) -> None:
+def test_a_commit_without_pages_computes_the_request_anew(router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("early")])
     stream = router.submit(make_request("early"))
     router.until(lambda: len(stream.tokens) >= 2)
@@ -187,7 +202,7 @@ def test_a_commit_without_pages_computes_the_request_anew(router: Router) -> Non
     router.settle()
 
 
-def test_a_copy_no_faster_than_it_may_be_leaves_the_others_alone(router: Router) -> None:
+def test_a_copy_no_faster_than_it_may_be_leaves_the_others_alone(router: Mover) -> None:
     requests = [make_request(f"slow {i}", max_tokens=150) for i in range(2)]
     plain = undisturbed(router, requests)
     moved, other = (router.submit(request) for request in requests)
