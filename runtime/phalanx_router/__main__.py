@@ -21,6 +21,10 @@ from phalanx_router.settings import Settings, read_settings
 
 log = logging.getLogger("phalanx_router")
 
+GRACE_S = 3
+"""How long open streams have to take their last event at the end."""
+LOOK_S = 0.02
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag."""
@@ -55,7 +59,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal comes; then finishes open streams within `drain_s`. The exit code."""
+    """Serves until a signal comes; then `leave`s. The exit code."""
     link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
         link,
@@ -74,24 +78,32 @@ async def serve(settings: Settings) -> int:
         log_config=None,
         access_log=False,
         ws="none",
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
     leaving: list[asyncio.Task[None]] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings.lame_duck_s))))
+        loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings))))
     await server.serve()
     return server.exit_code
 
 
-async def leave(server: uvicorn.Server, fleet: Fleet, lame_duck_s: float) -> None:
-    """Shows not ready at once, stops to accept a little later. A second signal cuts what still runs."""
-    if fleet.draining:
-        server.force_exit = True
-    fleet.draining = True
-    log.info("leaving: open streams go on")
-    await asyncio.sleep(lame_duck_s)
+async def leave(server: uvicorn.Server, fleet: Fleet, settings: Settings) -> None:
+    """Shows not ready at once and takes no more requests a little later. Open streams have `drain_s` to end.
+
+    What is left then, or at a second signal, ends with an error that names the id to resume from; its group goes on with it.
+    """
+    if not fleet.draining:
+        fleet.draining = True
+        log.info("leaving: open streams go on", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
+        await asyncio.sleep(settings.lame_duck_s)
+        fleet.refuse()
+        end = asyncio.get_running_loop().time() + settings.drain_s
+        while fleet.runs and not server.should_exit and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(LOOK_S)
+    log.info("leaving: what is left may be resumed elsewhere", extra={"streams": len(fleet.runs)})
+    fleet.close()
     server.should_exit = True
 
 

@@ -28,7 +28,7 @@ class FleetSettings:
     link: LinkSettings
     served_names: tuple[str, ...] = ()
     max_replays: int = 3
-    patience_s: float = 60.0
+    patience_s: float = 600.0
     keep_alive_s: float = 5.0
     retry_after_s: float = 2.0
     refusal_pause_s: float = 0.5

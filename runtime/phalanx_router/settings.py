@@ -20,7 +20,8 @@ class Settings:
 
     token: the service's secret, proved to leaders. served_names: names of the model for clients; empty: the leader's.
     heartbeat_timeout_s: silence after which a leader is taken for lost; too low: streams are replayed for nothing.
-    patience_s: how long a running stream waits for a group. retry_after_s: what clients hear when no group is ready.
+    patience_s: how long a running stream waits for a group; when not told, as long as it may take to end.
+    retry_after_s: what clients hear when no group is ready.
     drain_s: how long open streams may go on after SIGTERM; below the pod's grace period.
     lame_duck_s: how long a leaving router still accepts connections, for its address lives on in other nodes' tables.
     api_keys: who may use the door; none: anyone. key_file: where they are read again when it changes.
@@ -84,7 +85,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         namespace=namespace,
         served_names=tuple(given.served_model_name),
         heartbeat_timeout_s=given.heartbeat_timeout_s,
-        patience_s=given.patience_s,
+        patience_s=given.drain_s if given.patience_s is None else given.patience_s,
         retry_after_s=given.retry_after_s,
         drain_s=given.drain_s,
         lame_duck_s=given.lame_duck_s,
@@ -109,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
     serve.add_argument("--served-model-name", nargs="+", default=[], help="names of the model (default: those of the leader)")
     serve.add_argument("--heartbeat-timeout-s", type=_seconds, default=3.0, help="silence that loses a leader (default 3)")
-    serve.add_argument("--patience-s", type=_seconds, default=60.0, help="wait of a running stream for a group (default 60)")
+    serve.add_argument("--patience-s", type=_seconds, help="wait of a running stream for a group (default: --drain-s)")
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
     serve.add_argument("--max-queued", type=_count, default=1024, help="requests that may wait here; more get 429 (default 1024)")
     serve.add_argument("--max-queued-tokens", type=_count, default=4_000_000, help="tokens of their prompts (default 4000000)")

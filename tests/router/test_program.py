@@ -157,7 +157,7 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: s
     caplog.set_level(logging.INFO, "uvicorn.error")
     leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
     await leader.start()
-    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0.5", "--drain-s", "10", "--served-model-name", "mine"]
+    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0", "--drain-s", "10", "--served-model-name", "mine"]
     serving = asyncio.create_task(serve(read(token_file, *flags)))
     try:
         async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
@@ -174,9 +174,41 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: s
                 os.kill(os.getpid(), signal.SIGTERM)
                 while (await http.get(f"{url}/readyz")).status_code != 503:
                     pass
+                late = await http.post(f"{url}/v1/completions", json=body)
+                assert late.status_code == 503
+                assert late.json()["error"]["code"] == "router_leaving" and late.headers["retry-after"]
                 leader.release()
                 assert [line async for line in lines if line][-1] == "data: [DONE]"
         assert await serving == 0
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await leader.stop()
+
+
+async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
+    token_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "uvicorn.error")
+    leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
+    await leader.start()
+    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0", "--drain-s", "0.2"]
+    serving = asyncio.create_task(serve(read(token_file, *flags)))
+    try:
+        async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
+            while not (found := re.search(r"http://127\.0\.0\.1:\d+", caplog.text)):
+                await asyncio.sleep(0.002)
+            while (await http.get(f"{found.group()}/v1/models")).status_code != 200:
+                pass
+            body = {"prompt": "hello", "max_tokens": 9, "stream": True}
+            async with http.stream("POST", f"{found.group()}/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                *_, id, error = [line async for line in lines if line]
+        assert "router_leaving" in error and id.removeprefix("id: ") in error
+        assert await serving == 0
+        assert leader.aborted == []
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
