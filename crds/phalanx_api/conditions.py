@@ -11,7 +11,7 @@ from pydantic import Field
 
 from phalanx_api.schema import Record
 
-ConditionType = Literal["Ready", "Available", "Progressing", "Stalled"]
+ConditionType = Literal["Ready", "Available", "Progressing", "Stalled", "ScalingActive", "Balanced"]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -35,6 +35,22 @@ class Reason(StrEnum):
     ROLLING = "Rolling"
     SCALING = "Scaling"
     COMPLETE = "Complete"
+    ACTIVE = "Active"
+    EXTERNAL = "External"
+    """HPA or KEDA writes the count; the operator tells it by a metric."""
+    ADVISORY = "Advisory"
+    METRICS_UNAVAILABLE = "MetricsUnavailable"
+    CONFLICTING_SCALER = "ConflictingScaler"
+    DISABLED = "Disabled"
+    BALANCED = "Balanced"
+    FLEET_SATURATED = "FleetSaturated"
+    ROUTERS_SILENT = "RoutersSilent"
+    KV_BOUND = "KvBound"
+    PREFILL_BOUND = "PrefillBound"
+    DECODE_BOUND = "DecodeBound"
+    PREFIX_SKEW = "PrefixSkew"
+    STRAGGLER = "Straggler"
+    IMMINENT_FULL = "ImminentFull"
 
 
 class Condition(Record):
@@ -51,15 +67,15 @@ class Condition(Record):
 def set_condition(
     conditions: Sequence[Condition],
     kind: ConditionType,
-    is_true: bool,
+    is_true: bool | None,
     *,
     reason: Reason,
     message: str = "",
     generation: int,
     now: str,
 ) -> tuple[Condition, ...]:
-    """The conditions with this one set. Its transition time moves only when its status changes."""
-    status: ConditionStatus = "True" if is_true else "False"
+    """The conditions with this one set; None is unknown. Its transition time moves only when its status changes."""
+    status: ConditionStatus = "Unknown" if is_true is None else "True" if is_true else "False"
     former = next((c for c in conditions if c.type == kind), None)
     since = former.last_transition_time if former and former.status == status else now
     new = Condition(

@@ -9,7 +9,8 @@ from phalanx_api.schema import Record
 
 MAX_LISTED_GROUPS = 64
 NodeName = Annotated[str, StringConstraints(max_length=253)]
-GroupPhase = Literal["Ready", "Starting", "Terminating"]
+GroupPhase = Literal["Ready", "Starting", "Draining", "Terminating"]
+MAX_LISTED_HOTSPOTS = 16
 
 
 class GroupStatus(Record):
@@ -26,16 +27,59 @@ class GroupStatus(Record):
     """Why it is not ready, if a pod says so."""
 
 
+class AutoscalingStatus(Record):
+    """What the autoscaler last did. The numbers behind it are metrics."""
+
+    desired: int = 0
+    """Groups that should be wanted."""
+    min_replicas: int = 0
+    max_replicas: int = 0
+    """The bounds that hold now."""
+    bounds: str = Field(default="", max_length=256)
+    """What they come from."""
+    reason: str = Field(default="", max_length=64)
+    """Why the count changed last: Out, Panic, In, Zero, Wake or Bounds."""
+    message: str = Field(default="", max_length=512)
+    last_scale_time: str = Field(default="", max_length=64)
+    """When the operator last wrote `spec.replicas`."""
+    cold_start_seconds: int = 0
+    """How long groups take until they serve, 95 of 100; 0 before one was seen to start."""
+
+
+class HotspotStatus(Record):
+    """A group in trouble."""
+
+    group: str = Field(max_length=63)
+    cause: str = Field(max_length=32)
+    since: str = Field(max_length=64)
+    action: str = Field(max_length=64)
+    """What is done about it."""
+
+
+class RebalancingStatus(Record):
+    """Which groups are in trouble."""
+
+    hotspots: tuple[HotspotStatus, ...] = Field(
+        default=(),
+        max_length=MAX_LISTED_HOTSPOTS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["group"]},
+    )
+    saturated: bool = False
+    """More than half of the groups are: nothing but more of them helps."""
+
+
 class Status(Record):
     """What the operator last saw and did."""
 
     observed_generation: int = 0
     replicas: int = 0
-    """Groups that exist and are not being deleted."""
+    """Groups that exist and stay."""
     ready_replicas: int = 0
     """Groups of which every pod is ready."""
     updated_replicas: int = 0
-    """Groups of the newest revision."""
+    """Groups of the newest revision that stay."""
+    draining_replicas: int = 0
+    """Groups that are being emptied before they go."""
     selector: str = Field(default="", max_length=256)
     """Label selector of the leader pods, one per group, for autoscalers."""
     url: str = Field(default="", max_length=256)
@@ -49,6 +93,8 @@ class Status(Record):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     """At most 64 groups, those that are not ready first."""
+    autoscaling: AutoscalingStatus | None = None
+    rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     conditions: tuple[Condition, ...] = Field(
         default=(),
         max_length=8,

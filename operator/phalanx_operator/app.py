@@ -8,14 +8,16 @@ import signal
 import socket
 import time
 
+import aiohttp
 import kopf
 
 from phalanx_operator import handlers, probes
 from phalanx_operator.apply import Hands
+from phalanx_operator.asking import Asking
 from phalanx_operator.events import Notes
 from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
 from phalanx_operator.informer import Informer
-from phalanx_operator.kube import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import Loop
 from phalanx_operator.metrics import Metrics
@@ -37,6 +39,7 @@ async def run(settings: Settings) -> None:
     client = await connect()
     endpoint = await probes.serve(probes.make_app(health, metrics), settings.port)
     kube = HttpKube(client)
+    http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity)
     stop = asyncio.Event()
@@ -49,11 +52,12 @@ async def run(settings: Settings) -> None:
             await lease.acquire()
             metrics.is_leader.set(1)
             tasks.create_task(lease.keep())
-            await _lead(tasks, settings, kube, identity, metrics, health, stop)
+            await _lead(tasks, settings, kube, http, identity, metrics, health, stop)
     except* Stopped:
         log.info("stopped")
     finally:
         await lease.give_back()
+        await http.close()
         await endpoint.cleanup()
         await client.close()
 
@@ -67,6 +71,7 @@ async def _lead(
     tasks: asyncio.TaskGroup,
     settings: Settings,
     kube: KubeClient,
+    http: aiohttp.ClientSession,
     identity: str,
     metrics: Metrics,
     health: probes.Health,
@@ -75,7 +80,8 @@ async def _lead(
     """Starts all that a leader does. Nobody looks at a service before every first list is in."""
     children = Children()
     hands = Hands(kube, children, Images(settings.runtime_image, settings.router_image), lambda: secrets.token_hex(32))
-    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics).reconcile, metrics)
+    asking = Asking(kube, http, lambda key: loop.wake(key))
+    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics, asking).reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake)
         for namespace in settings.namespaces or (None,)
@@ -86,6 +92,8 @@ async def _lead(
             (SERVICES, children.services),
         )
     ]
+    if not settings.namespaces:  # nodes lie in no namespace, and watching them is a right over the whole cluster
+        informers.append(Informer(kube, NODES, None, children.nodes, loop.wake, selector=""))
     health.stalls = lambda: _stalls(informers)
     for informer in informers:
         tasks.create_task(informer.run())

@@ -1,32 +1,42 @@
 """Carries out the actions of a plan. Each may be repeated without harm.
 
-Groups and the token are created, never applied: what exists stays as it was made, whatever this version would render. The
-router, the Services and the rights are applied, at most once in ten minutes while nothing changes and no Deployment or
-Service is missing.
+Groups are created, noted on and deleted, never re-templated: what exists stays as it was made, whatever this version would
+render. What all groups share is kept by `shared`.
 """
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 
+from phalanx_api import labels
 from phalanx_api.inference_service import InferenceService
-from phalanx_operator.decide.actions import Action, CreateGroup, DeleteGroup, InitReplicas, KeepChildren
-from phalanx_operator.decide.snapshot import Snapshot
-from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
-from phalanx_operator.kube import SECRETS, SERVICES_OF_OURS, STATEFUL_SETS, Json, KubeClient, resource_of
-from phalanx_operator.observe import Children, owner_uid
-from phalanx_operator.render import pods, router, services
+from phalanx_operator.decide.actions import (
+    Action,
+    CreateGroup,
+    DeleteGroup,
+    DrainGroup,
+    ForgetPod,
+    GroupAction,
+    InitReplicas,
+    KeepChildren,
+    KeepGroup,
+    MarkLeader,
+    SetReplicas,
+)
+from phalanx_operator.decide.snapshot import Draining, Snapshot
+from phalanx_operator.errors import Conflict, Gone
+from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
+from phalanx_operator.observe import Children
+from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Images
+from phalanx_operator.shared import Shared
 from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
-APPLY_AGAIN_S = 600.0
 
 
 class Hands:
-    """What acts on the cluster for one operator. Remembers what it applied, so that a quiet service costs no calls."""
+    """What acts on the cluster for one operator."""
 
     def __init__(
         self,
@@ -39,43 +49,57 @@ class Hands:
         self._client = client
         self._children = children
         self._images = images
-        self._draw_token = draw_token
-        self._clock = clock
-        self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
+        self._shared = Shared(client, children, images, draw_token, clock)
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
-        self._applied.pop(key, None)
+        self._shared.forget(key)
         self._children.doomed.pop(key, None)
+        self._children.notes.pop(key, None)
 
     async def carry_out(
-        self, actions: Sequence[Action], service: InferenceService, snapshot: Snapshot, revision: str
-    ) -> list[CreateGroup | DeleteGroup]:
-        """The group actions that changed something. Raises: a KubeError at the first that fails; the rest is left for later."""
-        done: list[CreateGroup | DeleteGroup] = []
+        self, actions: Sequence[Action], service: InferenceService, snapshot: Snapshot, revision: str, now: str
+    ) -> list[GroupAction | SetReplicas]:
+        """The actions that changed groups, or their number.
+
+        Raises: a KubeError at the first that fails; the rest is left for later.
+        """
+        done: list[GroupAction | SetReplicas] = []
         await self._try_successor(actions, service, revision)
         for action in actions:
             match action:
                 case InitReplicas():
-                    await self._init_replicas(action, snapshot)
+                    await self._write_replicas(action.replicas, snapshot, None)
+                case SetReplicas():
+                    await self._write_replicas(action.replicas, snapshot, "scale")
+                    done.append(action)
+                    log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
                 case KeepChildren():
-                    await self._keep_children(service, snapshot)
+                    await self._shared.keep(service, snapshot, action.groups)
                 case CreateGroup() if await self._create_group(action, service, revision):
+                    done.append(action)
+                case DrainGroup() | KeepGroup() if await self._note(action, service, now):
                     done.append(action)
                 case DeleteGroup() if await self._delete_group(action, service):
                     done.append(action)
+                case MarkLeader():
+                    await self._mark(action, service, now)
+                case ForgetPod():
+                    await self._forget_pod(action, service)
         return done
 
-    async def _init_replicas(self, action: InitReplicas, snapshot: Snapshot) -> None:
+    async def _write_replicas(self, replicas: int, snapshot: Snapshot, subresource: str | None) -> None:
         """Writes `spec.replicas`, unless somebody wrote anything meanwhile (Conflict)."""
-        patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": action.replicas}}
-        await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch)
+        patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": replicas}}
+        await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch, subresource=subresource)
 
     async def _try_successor(self, actions: Sequence[Action], service: InferenceService, revision: str) -> None:
         """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected."""
-        successor = next((action for action in actions if isinstance(action, CreateGroup)), None)
-        if successor and any(isinstance(action, DeleteGroup) for action in actions):
-            body = pods.group(service, successor.name, revision, self._images)
+        given_up = next((action for action in actions if isinstance(action, DeleteGroup | DrainGroup)), None)
+        created = next((action.name for action in actions if isinstance(action, CreateGroup)), "")
+        name = created or (given_up.successor if isinstance(given_up, DrainGroup) else "")
+        if given_up and name:
+            body = pods.group(service, name, revision, self._images)
             try:
                 await self._client.create(STATEFUL_SETS, body, dry_run=True)
             except Conflict:
@@ -90,6 +114,33 @@ class Hands:
         log.info("group created", extra=_fields(service, action.name, action.why))
         return True
 
+    async def _note(self, action: DrainGroup | KeepGroup, service: InferenceService, now: str) -> bool:
+        """Notes on the group that it is being emptied, or takes that off. It is remembered until the informer has told."""
+        draining = Draining(now, action.why) if isinstance(action, DrainGroup) else None
+        note = f"{draining.since} {draining.why}" if draining else None
+        patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: note}}}
+        try:
+            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
+        except (Gone, Conflict):
+            return False  # gone before, or another one by now
+        self._children.note((service.namespace, service.name), action.uid, draining)
+        log.info("group is emptied" if draining else "group stays", extra=_fields(service, action.name, action.why))
+        return True
+
+    async def _mark(self, action: MarkLeader, service: InferenceService, now: str) -> None:
+        patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: now if action.draining else None}}}
+        try:
+            await self._client.merge(PODS, service.namespace, action.pod, patch)
+        except (Gone, Conflict):
+            pass  # the pod that follows it is marked in its turn
+
+    async def _forget_pod(self, action: ForgetPod, service: InferenceService) -> None:
+        try:
+            await self._client.delete(PODS, service.namespace, action.name, action.uid, at_once=True)
+        except (Gone, Conflict):
+            return
+        log.info("pod deleted at once", extra=_fields(service, "", action.why) | {"pod": action.name})
+
     async def _delete_group(self, action: DeleteGroup, service: InferenceService) -> bool:
         key = (service.namespace, service.name)
         try:
@@ -100,67 +151,6 @@ class Hands:
         self._children.doom(key, action.uid)
         log.info("group deleted", extra=_fields(service, action.name, action.why))
         return True
-
-    async def _keep_children(self, service: InferenceService, snapshot: Snapshot) -> None:
-        """Makes what all groups share, and undoes it when somebody else scaled the routers."""
-        scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
-        present = self._children.present((service.namespace, service.name), service.uid)
-        shared = [services.groups_service(service), *router.router_objects(service, self._images)]
-        await self._keep_token(service)
-        for body in shared:
-            is_watched = body["kind"] in ("Deployment", "Service")
-            is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present
-            if self._is_due(service, body, is_missing or (scaled and body["kind"] == "Deployment")):
-                await self._refuse_strangers(service, body)
-                await self._client.apply(resource_of(body), body)
-                self._remember(service, body)
-
-    async def _keep_token(self, service: InferenceService) -> None:
-        """Makes the token's Secret if there is none. It is never read."""
-        without_token = services.token_secret(service, "")
-        if not self._is_due(service, without_token, is_missing=False):
-            return
-        if not await self._refuse_strangers(service, without_token):
-            await self._client.create(SECRETS, services.token_secret(service, self._draw_token()))
-            log.info("token made", extra=_fields(service, "", "the service had none"))
-        self._remember(service, without_token)
-
-    async def _refuse_strangers(self, service: InferenceService, body: Json) -> bool:
-        """Whether the object is there and ours.
-
-        Raises: Retry while it is one of a former service of this name, which is still being cleared away; Rejected when it is
-        somebody else's.
-        """
-        metadata = body["metadata"]
-        try:
-            there = await self._client.get(resource_of(body), service.namespace, metadata["name"], metadata_only=True)
-        except Gone:
-            return False
-        owner = owner_uid(there["metadata"])
-        if owner == service.uid and "deletionTimestamp" not in there["metadata"]:
-            return True
-        what = f"{body['kind']} {metadata['name']}"
-        mine = any(o.get("name") == service.name for o in there["metadata"].get("ownerReferences") or [])
-        if mine:
-            raise Retry(f"{what} of a former service of this name is still being deleted")
-        raise Rejected(f"metadata.name: {what} exists and is not the operator's; delete it or take another name")
-
-    def _is_due(self, service: InferenceService, body: Json, is_missing: bool) -> bool:
-        key, what = _identity(service, body)
-        digest, at = self._applied.get(key, {}).get(what, ("", 0.0))
-        return is_missing or digest != _digest(body) or self._clock() - at > APPLY_AGAIN_S
-
-    def _remember(self, service: InferenceService, body: Json) -> None:
-        key, what = _identity(service, body)
-        self._applied.setdefault(key, {})[what] = (_digest(body), self._clock())
-
-
-def _identity(service: InferenceService, body: Json) -> tuple[Key, tuple[str, str, str]]:
-    return (service.namespace, service.name), (service.uid, body["kind"], body["metadata"]["name"])
-
-
-def _digest(body: Json) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _fields(service: InferenceService, group: str, why: str) -> dict[str, str]:

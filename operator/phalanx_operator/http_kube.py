@@ -61,29 +61,31 @@ class HttpKube:
         query = {"fieldManager": labels.MANAGER, "force": "true"}
         return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY)
 
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
+    async def merge(
+        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
         """See KubeClient."""
-        query = {"fieldManager": labels.MANAGER}
-        return await self._json("PATCH", resource.path(namespace, name), query=query, body=dict(patch), content_type=_MERGE)
+        path, query = resource.path(namespace, name, subresource), {"fieldManager": labels.MANAGER}
+        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE)
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         """See KubeClient."""
         metadata = body["metadata"]
         return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
-        """See KubeClient. The object stays visible until what it owns is gone."""
-        options = {
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
+        """See KubeClient. The object stays visible until what it owns is gone, unless it is to go at once."""
+        options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "propagationPolicy": "Foreground",
+            "propagationPolicy": "Background" if at_once else "Foreground",
             "preconditions": {"uid": uid},
-        }
+        } | ({"gracePeriodSeconds": 0} if at_once else {})
         await self._json("DELETE", resource.path(namespace, name), body=options)
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
         """See KubeClient."""
-        query = {"labelSelector": selector, "limit": str(PAGE)} | ({"continue": after} if after else {})
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {}) | ({"continue": after} if after else {})
         answer = await self._json("GET", resource.path(namespace), query=query)
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata["resourceVersion"], metadata.get("continue") or "")
@@ -93,10 +95,9 @@ class HttpKube:
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "labelSelector": selector,
             "resourceVersion": resource_version,
             "timeoutSeconds": str(WATCH_S),
-        }
+        } | ({"labelSelector": selector} if selector else {})
         response = await self._send("GET", resource.path(namespace), query=query, timeout_s=WATCH_S + self._silence_s)
         try:
             async for event in _events(response.response.content, self._silence_s):
@@ -177,7 +178,7 @@ def failure(status: int, what: str, text: str) -> KubeError:
     words = f"{what}: {status} {message}"
     if status in (404, 410):
         return Gone(words)
-    if status == 409:
+    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch that names the UID of a former object
         return Conflict(words)
     if status in (401, 403):
         return Rejected(words) if status == 403 and ("exceeded quota" in message or "PodSecurity" in message) else Denied(words)

@@ -1,6 +1,7 @@
 """Keeps a Store equal to what the API server has: a paged list, then a watch from its version; a new list replaces everything.
 
-Only objects with the operator's label are asked for. A watch that falls silent, breaks or grows too old begins again.
+Only objects with the operator's label are asked for, if no other selector is given. A watch that falls silent, breaks or grows
+too old begins again.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ class Informer:
         store: Store[Any],
         wake: Callable[[Key], None],
         pause: Callable[[float], Any] = asyncio.sleep,
+        selector: str = SELECTOR,
     ) -> None:
         self.resource = resource
         self.synced = asyncio.Event()
@@ -41,6 +43,7 @@ class Informer:
         self._store = store
         self._wake = wake
         self._pause = pause
+        self._selector = selector
 
     async def run(self) -> None:
         """Never ends by itself; an error of the API server only makes it wait and begin again."""
@@ -65,7 +68,7 @@ class Informer:
         bodies: list[Json] = []
         after = ""
         while True:
-            page = await self._client.list_page(self.resource, self._namespace, SELECTOR, after)
+            page = await self._client.list_page(self.resource, self._namespace, self._selector, after)
             self.heard_at = time.monotonic()
             bodies += page.items
             after = page.next_page
@@ -78,7 +81,7 @@ class Informer:
 
     async def _watch(self, version: str) -> str:
         """Follows changes until the server ends the watch; the version from which to go on."""
-        async for event in self._client.watch(self.resource, self._namespace, SELECTOR, version):
+        async for event in self._client.watch(self.resource, self._namespace, self._selector, version):
             self.heard_at = time.monotonic()
             body = event["object"]
             version = body["metadata"]["resourceVersion"]
@@ -86,7 +89,7 @@ class Informer:
                 continue
             metadata = body["metadata"]
             gone = event["type"] == "DELETED"
-            key = self._store.drop(metadata["namespace"], metadata["name"]) if gone else self._store.put(body)
+            key = self._store.drop(metadata.get("namespace", ""), metadata["name"]) if gone else self._store.put(body)
             if key:
                 self._wake(key)
         return version

@@ -28,6 +28,9 @@ SERVICES_OF_OURS = Resource(f"{api.GROUP}/{api.VERSION}", api.PLURAL)
 PODS = Resource("v1", "pods")
 STATEFUL_SETS = Resource("apps/v1", "statefulsets")
 DEPLOYMENTS = Resource("apps/v1", "deployments")
+NODES = Resource("v1", "nodes")
+CONFIG_MAPS = Resource("v1", "configmaps")
+DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
 SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
@@ -37,6 +40,8 @@ RESOURCES = {
     ("apps/v1", "Deployment"): DEPLOYMENTS,
     ("v1", "Service"): SERVICES,
     ("v1", "Secret"): SECRETS,
+    ("v1", "ConfigMap"): CONFIG_MAPS,
+    ("policy/v1", "PodDisruptionBudget"): DISRUPTION_BUDGETS,
     ("v1", "ServiceAccount"): Resource("v1", "serviceaccounts"),
     ("rbac.authorization.k8s.io/v1", "Role"): Resource("rbac.authorization.k8s.io/v1", "roles"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"): Resource("rbac.authorization.k8s.io/v1", "rolebindings"),
@@ -73,16 +78,21 @@ class KubeClient(Protocol):
         """The object after server-side apply with the operator as field manager."""
         ...
 
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
-        """The object after a merge patch. Raises: Conflict when the patch names another resourceVersion."""
+    async def merge(
+        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
+        """The object after a merge patch. Raises: Conflict when the patch names another resourceVersion or UID."""
         ...
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         """The object after an update. Raises: Conflict when it was changed meanwhile."""
         ...
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
-        """Starts the deletion of an object and all that it owns. Raises: Gone, or Conflict when it is another object by now."""
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
+        """Starts the deletion of an object and all that it owns. `at_once` waits for nobody, not even a pod's kubelet.
+
+        Raises: Gone, or Conflict when it is another object by now.
+        """
         ...
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:

@@ -1,8 +1,11 @@
 """What the operator measures of itself and of its services, for Prometheus."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api.status import Status
+from phalanx_operator.decide.scale import Decision
 from phalanx_operator.store import Key
 
 
@@ -19,14 +22,38 @@ class Metrics:
         self.is_leader = Gauge("phalanx_operator_is_leader", "Whether this process holds the lease.", registry=r)
         names = ["namespace", "service"]
         self.groups = Gauge("phalanx_service_groups", "Groups that exist.", names, registry=r)
+        self.draining_groups = Gauge("phalanx_service_draining_groups", "Groups that are being emptied.", names, registry=r)
+        self.hot_groups = Gauge("phalanx_service_hot_groups", "Groups that are hotspots.", names, registry=r)
+        self.desired_groups = Gauge(
+            "phalanx_operator_desired_groups", "Groups that the autoscaler wants: for HPA or KEDA to follow.", names, registry=r
+        )
+        self.needed_groups = Gauge(
+            "phalanx_operator_needed_groups", "Groups that the load of the last minute needs.", names, registry=r
+        )
         self.ready_groups = Gauge("phalanx_service_ready_groups", "Groups of which every pod is ready.", names, registry=r)
 
     def show(self, key: Key, status: Status) -> None:
         """The counts of a service."""
         self.groups.labels(*key).set(status.replicas)
         self.ready_groups.labels(*key).set(status.ready_replicas)
+        self.draining_groups.labels(*key).set(status.draining_replicas)
+        self.hot_groups.labels(*key).set(len(status.rebalancing.hotspots))
+
+    def show_scaling(self, key: Key, decision: Decision | None) -> None:
+        """What the autoscaler wants, and what the load needs; nothing where there is no autoscaler."""
+        if decision is None:
+            _remove((self.desired_groups, self.needed_groups), key)
+            return
+        self.desired_groups.labels(*key).set(decision.groups)
+        if decision.needed is not None:
+            self.needed_groups.labels(*key).set(decision.needed)
 
     def forget(self, key: Key) -> None:
         """Show nothing more of a service that is gone."""
-        for gauge in (self.groups, self.ready_groups):
-            gauge.remove_by_labels({"namespace": key[0], "service": key[1]})
+        of_services = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
+        _remove((*of_services, self.desired_groups, self.needed_groups), key)
+
+
+def _remove(gauges: Iterable[Gauge], key: Key) -> None:
+    for gauge in gauges:
+        gauge.remove_by_labels({"namespace": key[0], "service": key[1]})

@@ -1,14 +1,22 @@
 """From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself is read afresh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from phalanx_api import labels
 from phalanx_api.status import Status
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.snapshot import (
+    Draining,
+    ObservedGroup,
+    ObservedNode,
+    ObservedPod,
+    ObservedRouter,
+    ReplicasWriter,
+    Snapshot,
+)
 from phalanx_operator.kube import Json
 from phalanx_operator.store import Key, Store
 
@@ -54,6 +62,10 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         node=(body.get("spec") or {}).get("nodeName") or "",
         reason=reason,
         message=message[:300],
+        uid=metadata.get("uid", ""),
+        ip=status.get("podIP") or "",
+        leaving="deletionTimestamp" in metadata,
+        marked=labels.DRAINING in _annotations(metadata),
     )
 
 
@@ -80,6 +92,7 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
         created=metadata["creationTimestamp"],
         size=body["spec"].get("replicas", 1),
         terminating="deletionTimestamp" in metadata,
+        draining=draining_of(metadata),
     )
     return ObservedSet(owner_uid(metadata), group)
 
@@ -96,6 +109,23 @@ def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
     return ObservedDeployment(owner_uid(metadata), metadata["name"], router)
 
 
+def trim_node(body: Mapping[str, Any]) -> ObservedNode:
+    """What matters of a node."""
+    conditions = {c["type"]: c for c in (body.get("status") or {}).get("conditions") or []}
+    ready = conditions.get("Ready", {})
+    cordoned = bool((body.get("spec") or {}).get("unschedulable"))
+    return ObservedNode(body["metadata"]["name"], ready.get("status") == "True", ready.get("lastTransitionTime") or "", cordoned)
+
+
+def draining_of(metadata: Mapping[str, Any]) -> Draining | None:
+    """The note on a group that is being emptied, if there is one."""
+    note = _annotations(metadata).get(labels.DRAINING)
+    if note is None:
+        return None
+    since, _, why = note.partition(" ")
+    return Draining(since, why)
+
+
 def trim_name(body: Mapping[str, Any]) -> ObservedName:
     """That it is there, and whose it is."""
     return ObservedName(owner_uid(body["metadata"]), body["metadata"]["name"])
@@ -106,6 +136,11 @@ def _labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
     return found
 
 
+def _annotations(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = metadata.get("annotations") or {}
+    return found
+
+
 def owner_uid(metadata: Mapping[str, Any]) -> str:
     """UID of the object that controls this one; empty when none does."""
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
@@ -113,13 +148,18 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """The stores of all children. `doomed` are UIDs of groups that we deleted, by service: the store may not know yet."""
+    """The stores of all children, and of the nodes.
+
+    `doomed` are UIDs of groups that we deleted, by service, and `notes` what we noted on groups: the store may not know yet.
+    """
 
     pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
     sets: Store[ObservedSet] = field(default_factory=lambda: Store(trim_set))
     deployments: Store[ObservedDeployment] = field(default_factory=lambda: Store(trim_deployment))
     services: Store[ObservedName] = field(default_factory=lambda: Store(trim_name))
+    nodes: Store[ObservedNode] = field(default_factory=lambda: Store(trim_node))
     doomed: dict[Key, set[str]] = field(default_factory=dict)
+    notes: dict[Key, dict[str, Draining | None]] = field(default_factory=dict)
 
     def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
         """Kind and name of the watched children that a service shares between its groups; one that is missing is made again."""
@@ -130,8 +170,16 @@ class Children:
         """Count this group as being deleted from now on."""
         self.doomed.setdefault(key, set()).add(uid)
 
+    def note(self, key: Key, uid: str, draining: Draining | None) -> None:
+        """Count this group as being emptied, or as staying, from now on."""
+        self.notes.setdefault(key, {})[uid] = draining
+
     def prune(self, key: Key) -> None:
-        """Forget doomed groups that are gone: nothing is kept of them."""
+        """Forget doomed groups that are gone, and notes that the store knows by now: nothing is kept of them."""
+        known = {s.group.uid: s.group.draining for s in self.sets.of(key)}
+        late = {uid: note for uid, note in self.notes.pop(key, {}).items() if uid in known and known[uid] != note}
+        if late:
+            self.notes[key] = late
         left = self.doomed.pop(key, set()) & {s.group.uid for s in self.sets.of(key)}
         if left:
             self.doomed[key] = left
@@ -152,6 +200,8 @@ def snapshot(body: Json, children: Children) -> Snapshot:
         has_replicas=(body.get("spec") or {}).get("replicas") is not None,
         status=_former_status(body),
         groups=_groups(key, uid, children),
+        replicas_writer=replicas_writer(metadata),
+        nodes=_nodes_of(key, children),
         router=routers[0] if routers else None,
         router_pods=tuple(sorted((p for p in children.pods.of(key) if p.component == "router"), key=lambda pod: pod.name)),
     )
@@ -161,20 +211,35 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
     by_owner: dict[str, list[ObservedPod]] = {}
     for pod in children.pods.of(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
+    notes = children.notes.get(key, {})
     groups = [
-        ObservedGroup(
-            name=s.group.name,
-            uid=s.group.uid,
-            revision=s.group.revision,
-            created=s.group.created,
-            size=s.group.size,
+        replace(
+            s.group,
             terminating=s.group.terminating or s.group.uid in children.doomed.get(key, ()),
+            draining=notes.get(s.group.uid, s.group.draining),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
         for s in children.sets.of(key)
         if s.owner_uid == uid
     ]
     return tuple(sorted(groups, key=lambda group: group.name))
+
+
+def _nodes_of(key: Key, children: Children) -> dict[str, ObservedNode]:
+    """The nodes of a service's pods."""
+    wanted = {pod.node for pod in children.pods.of(key) if pod.node}
+    found = ((name, children.nodes.find("", name)) for name in wanted)
+    return {name: node for name, node in found if node is not None}
+
+
+def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
+    """Who wrote `spec.replicas` last: whoever writes it takes it from all others."""
+    owners = [
+        ReplicasWriter(str(entry.get("manager", "")), str(entry.get("time", "")))
+        for entry in metadata.get("managedFields") or []
+        if "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]
+    return max(owners, key=lambda owner: owner.at, default=None)
 
 
 def _former_status(body: Json) -> Status:

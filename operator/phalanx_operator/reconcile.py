@@ -2,8 +2,9 @@
 
 import datetime
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx_api import inference_service as api
 from phalanx_api.conditions import Condition, Reason, find_condition
@@ -11,9 +12,15 @@ from phalanx_api.inference_service import FieldError, InferenceService
 from phalanx_api.status import Status
 from phalanx_operator import observe
 from phalanx_operator.apply import Hands
-from phalanx_operator.decide import plan
+from phalanx_operator.asking import Routers, Target, address_of
+from phalanx_operator.decide import autoscaler, plan
 from phalanx_operator.decide import status as decide_status
-from phalanx_operator.decide.actions import CreateGroup, DeleteGroup
+from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, GroupAction, KeepGroup, SetReplicas
+from phalanx_operator.decide.autoscaler import Mind
+from phalanx_operator.decide.clock import parsed
+from phalanx_operator.decide.draining import to_empty
+from phalanx_operator.decide.plan import Seen
+from phalanx_operator.decide.policy import Granted
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
 from phalanx_operator.events import Note, Notes
@@ -25,7 +32,7 @@ from phalanx_operator.render.revision import revision
 from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
-RESYNC_S = 600.0
+RESYNC_S = plan.RESYNC_S
 
 
 def utc_now() -> str:
@@ -42,7 +49,11 @@ class Reconciler:
     hands: Hands
     notes: Notes
     metrics: Metrics
+    routers: Routers
     now: Callable[[], str] = utc_now
+    clock: Callable[[], float] = time.monotonic
+    minds: dict[Key, Mind] = field(default_factory=dict)
+    granted: dict[Key, Granted] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
@@ -50,8 +61,7 @@ class Reconciler:
         try:
             body = await self.client.get(SERVICES_OF_OURS, namespace, name)
         except Gone:
-            self.hands.forget(key)
-            self.metrics.forget(key)
+            self._forget(key)
             return None
         if "deletionTimestamp" in body["metadata"]:
             return RESYNC_S  # what it owns goes with it
@@ -61,35 +71,67 @@ class Reconciler:
         if isinstance(parsed, list):
             await self._write(snapshot, decide_status.refused(snapshot, Reason.SPEC_INVALID, parsed, self.now()), ())
             return RESYNC_S
-        await self._follow(parsed, snapshot)
-        return RESYNC_S
+        return await self._follow(key, parsed, snapshot)
 
-    async def _follow(self, service: InferenceService, snapshot: Snapshot) -> None:
-        """Does what the spec asks for, and says in the status what then is."""
+    def _forget(self, key: Key) -> None:
+        """Keeps nothing of a service that is gone."""
+        self.hands.forget(key)
+        self.metrics.forget(key)
+        self.routers.forget(key)
+        self.minds.pop(key, None)
+        self.granted.pop(key, None)
+
+    async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
+        """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
+        now = self.now()
         current = revision(service)
         count = plan.wanted_replicas(service) + len(snapshot.groups)
         desired = plan.desired_groups(service, current, names.group_names(service.name, service.uid, current, count))
-        todo = plan.decide(service, snapshot, desired, self.now())
+        fleet = self.routers.fleet(key, _targets(snapshot))
+        snapshot = plan.assessed(service, snapshot, fleet, now)
+        mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
+        todo = plan.decide(service, Seen(snapshot, fleet, scaling), desired, now)
         try:
-            done = await self.hands.carry_out(todo.actions, service, snapshot, current)
+            done = await self.hands.carry_out(todo.actions, service, snapshot, current, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
             wrong = [FieldError("spec", str(error))]
             await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), ())
             raise
+        except KubeError:
+            self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)
+            raise
+        self._tell(key, service, snapshot, todo.empty, todo.is_urgent)
+        self.minds[key] = mind
+        self.metrics.show_scaling(key, scaling.decision if scaling else None)
         await self._write(snapshot, todo.status, done)
+        return todo.again_s
 
-    async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[CreateGroup | DeleteGroup]) -> None:
+    def _tell(self, key: Key, service: InferenceService, snapshot: Snapshot, empty: Sequence[str], urgent: bool) -> None:
+        """Asks the routers that are ready, with the policy as it is now."""
+        targets = _targets(snapshot)
+        now = parsed(self.now())
+        former = self.granted.get(key, Granted())
+        self.granted[key] = former.renewed(service.spec, len(targets), empty, now.timestamp() if now else 0.0)
+        self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
+
+    async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:
         """One status write, if the status says anything new; announces only after that."""
         key = (snapshot.namespace, snapshot.name)
         if status != snapshot.status:
             await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status")
             self.metrics.status_writes.inc()
         self.metrics.show(key, status)
-        for note in [*_group_notes(done), *_transitions(snapshot.status.conditions, status.conditions)]:
+        for note in [*_action_notes(done), *_transitions(snapshot.status.conditions, status.conditions)]:
             try:
                 await self.notes.post(snapshot, note)
             except KubeError as error:  # an event is a courtesy: its loss must not repeat the work
                 log.warning("event not posted", extra={"service": "/".join(key), "why": str(error)})
+
+
+def _targets(snapshot: Snapshot) -> list[Target]:
+    """The routers to ask: those that are ready."""
+    ready = [pod for pod in snapshot.router_pods if pod.ready and pod.ip and not pod.leaving]
+    return [Target(pod.uid, address_of(pod.ip)) for pod in ready]
 
 
 def _status_body(snapshot: Snapshot, status: Status) -> Json:
@@ -99,17 +141,45 @@ def _status_body(snapshot: Snapshot, status: Status) -> Json:
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": written}
 
 
-def _group_notes(done: Sequence[CreateGroup | DeleteGroup]) -> list[Note]:
+_NOTES: dict[type[GroupAction | SetReplicas], str] = {
+    CreateGroup: "GroupCreated",
+    DrainGroup: "GroupDraining",
+    KeepGroup: "GroupKept",
+    DeleteGroup: "GroupDeleted",
+    SetReplicas: "Scaled",
+}
+
+
+def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[Note]:
     return [
-        Note("Normal", "GroupCreated" if isinstance(action, CreateGroup) else "GroupDeleted", f"{action.name}: {action.why}")
-        for action in done
+        Note("Normal", _NOTES[type(a)], f"{f'to {a.replicas}' if isinstance(a, SetReplicas) else a.name}: {a.why}") for a in done
     ]
 
 
+_CALM = (
+    Reason.GROUPS_NOT_READY,
+    Reason.ROLLING_OUT,
+    Reason.ROUTER_NOT_READY,
+    Reason.ROUTERS_SILENT,
+    Reason.DISABLED,
+)
+"""Reasons for a condition to be false that pass by themselves."""
+
+
 def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list[Note]:
-    """One note when the service becomes ready, and one for each new reason why it is not."""
-    old, new = find_condition(before, "Ready"), find_condition(after, "Ready")
-    if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
-        return []
-    calm = new.status == "True" or new.reason in (Reason.GROUPS_NOT_READY, Reason.ROLLING_OUT, Reason.ROUTER_NOT_READY)
-    return [Note("Normal" if calm else "Warning", new.reason, new.message)]
+    """One note when the service becomes ready, and one for each new reason why a condition is not as it should be.
+
+    That scaling and balance are well is said only after they were not.
+    """
+    notes = []
+    for kind in ("Ready", "ScalingActive", "Balanced"):
+        old, new = find_condition(before, kind), find_condition(after, kind)
+        if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
+            continue
+        if kind != "Ready" and new.status == "True" and (old is None or old.status == "True"):
+            continue
+        if kind == "Balanced" and old is None and new.status == "Unknown":
+            continue
+        calm = new.status == "True" or new.reason in _CALM
+        notes.append(Note("Normal" if calm else "Warning", new.reason, new.message))
+    return notes

@@ -22,7 +22,7 @@ class Item(Generic[T]):
 
 def service_key(metadata: Mapping[str, Any]) -> Key:
     """The service that an object belongs to, by its label; an empty name when it has none."""
-    return metadata["namespace"], (metadata.get("labels") or {}).get(labels.SERVICE, "")
+    return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(labels.SERVICE, "")
 
 
 class Store(Generic[T]):
@@ -37,13 +37,18 @@ class Store(Generic[T]):
         """The records of a service."""
         return list(self._by_service.get(key, {}).values())
 
+    def find(self, namespace: str, name: str) -> T | None:
+        """The record of one object; its namespace is empty for what lies in none."""
+        item = self._items.get((namespace, name))
+        return item.record if item else None
+
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, body: Mapping[str, Any]) -> Key | None:
         """The service to wake because this object is there now; None when its record did not change."""
         metadata = body["metadata"]
-        where = (metadata["namespace"], metadata["name"])
+        where = (metadata.get("namespace", ""), metadata["name"])
         new = Item(metadata["uid"], service_key(metadata), self._trim(body))
         former = self._items.get(where)
         if former == new:
@@ -68,7 +73,7 @@ class Store(Generic[T]):
         seen: set[Key] = set()
         for body in bodies:
             metadata = body["metadata"]
-            seen.add((metadata["namespace"], metadata["name"]))
+            seen.add((metadata.get("namespace", ""), metadata["name"]))
             if key := self.put(body):
                 woken.add(key)
         for namespace, name in set(self._items) - seen:

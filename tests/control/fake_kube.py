@@ -2,15 +2,46 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from phalanx_api import labels
+from phalanx_api.summary import BalancePolicy, RouterSummary
+from phalanx_operator.asking import Target
+from phalanx_operator.decide.fleet import Fleet, Heard, merge
 from phalanx_operator.errors import Conflict, Gone
-from phalanx_operator.kube import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.kube import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
 from phalanx_operator.observe import Children
+from phalanx_operator.store import Key
 from tests.control.builders import pod_body
 
 Where = tuple[str, str, str]
+
+
+def written_by(manager: str, at: str = "2026-01-02T03:00:00Z") -> Json:
+    """What the API server notes of who wrote `spec.replicas`."""
+    return {"manager": manager, "operation": "Update", "time": at, "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+
+
+class FakeRouters:
+    """The routers of one service. `says`: what each of them answers; None: nothing."""
+
+    def __init__(self) -> None:
+        self.says: RouterSummary | None = None
+        self.asked: list[Target] = []
+        self.policy = BalancePolicy()
+        self.urgent = False
+        self.forgotten: list[Key] = []
+
+    def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
+        heard = [Heard(target.uid, 0.0, self.says) for target in targets] if self.says else []
+        return merge(heard, len(targets), 45.0)
+
+    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
+        self.asked, self.policy, self.urgent = list(targets), policy, urgent
+
+    def forget(self, key: Key) -> None:
+        self.forgotten.append(key)
 
 
 class FakeKube:
@@ -56,12 +87,20 @@ class FakeKube:
         former = self.objects.get(where, {"metadata": {}})
         return self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
 
-    async def merge(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
-        self._record("merge", resource, name)
+    async def merge(
+        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
+        self._record("merge", resource, name, subresource)
         body = self._there(resource, namespace, name)
-        if patch["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
-            raise Conflict("changed meanwhile")
-        return self.put(resource, body | {"spec": body["spec"] | patch["spec"]})
+        metadata = dict(body["metadata"])
+        for field in ("resourceVersion", "uid"):
+            if patch["metadata"].get(field, metadata[field]) != metadata[field]:
+                raise Conflict("changed meanwhile")
+        notes = metadata.get("annotations", {}) | patch["metadata"].get("annotations", {})
+        metadata["annotations"] = {note: text for note, text in notes.items() if text is not None}
+        if "replicas" in patch.get("spec", {}):
+            metadata["managedFields"] = [written_by("phalanx-operator")]
+        return self.put(resource, body | {"metadata": metadata, "spec": body["spec"] | patch.get("spec", {})})
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         metadata = body["metadata"]
@@ -71,11 +110,14 @@ class FakeKube:
             raise Conflict("changed meanwhile")
         return self.put(resource, body)
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
-        self._record("delete", resource, name)
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
+        self._record("kill" if at_once else "delete", resource, name)
         body = self._there(resource, namespace, name)
         if body["metadata"]["uid"] != uid:
             raise Conflict("another object by now")
+        if at_once or resource.plural == "poddisruptionbudgets":
+            del self.objects[resource.plural, namespace, name]
+            return
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
@@ -124,6 +166,8 @@ class FakeCluster:
                 continue
             for index in range(size):
                 where = ("pods", namespace, f"{name}-{index}")
+                if self.kube.objects.get(where, {}).get("metadata", {}).get("annotations"):
+                    continue  # it runs, and somebody noted something on it
                 uid = self.kube.objects[where]["metadata"]["uid"] if where in self.kube.objects else f"pod-{name}-{index}"
                 self.kube.put(PODS, pod_body(group, index, ready=ready, uid=uid, reason=reason))
 
@@ -134,9 +178,26 @@ class FakeCluster:
             state = {"observedGeneration": 1, "updatedReplicas": replicas, "readyReplicas": replicas}
             self.kube.put(DEPLOYMENTS, deployment | {"status": state})
 
+    def start_router_pods(self, count: int = 1) -> None:
+        """So many pods of routers are ready and can be asked."""
+        for index in range(count):
+            identity = {labels.SERVICE: "chat", labels.COMPONENT: "router"}
+            metadata = {"name": f"chat-router-{index}", "namespace": "team", "uid": f"router-{index}", "labels": identity}
+            status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": f"10.0.0.{index}"}
+            self.kube.put(PODS, {"metadata": metadata, "spec": {}, "status": status})
+
+    def lose_node(self, name: str, since: str) -> None:
+        """The control plane does not hear a node any more: its pods are not ready, and their deletion never ends."""
+        condition = {"type": "Ready", "status": "Unknown", "lastTransitionTime": since}
+        self.kube.put(NODES, {"metadata": {"name": name, "namespace": ""}, "spec": {}, "status": {"conditions": [condition]}})
+        for pod in list(self.kube.of(PODS).values()):
+            if pod["spec"].get("nodeName") == name:
+                self.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
+
     def tell(self) -> None:
         """The informers hear of everything."""
         self.children.pods.replace(self.kube.of(PODS).values())
         self.children.sets.replace(self.kube.of(STATEFUL_SETS).values())
         self.children.deployments.replace(self.kube.of(DEPLOYMENTS).values())
         self.children.services.replace(self.kube.of(SERVICES).values())
+        self.children.nodes.replace(self.kube.of(NODES).values())

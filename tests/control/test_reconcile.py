@@ -1,101 +1,38 @@
 """One service from its manifest to its end, against an API server in memory and controllers that act on it."""
 
 import logging
-from typing import Any
 
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_api.status import Status
-from phalanx_operator.apply import APPLY_AGAIN_S, Hands
 from phalanx_operator.errors import Conflict, KubeError, Rejected, Retry
-from phalanx_operator.events import Notes
 from phalanx_operator.kube import DEPLOYMENTS, EVENTS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
-from phalanx_operator.metrics import Metrics
-from phalanx_operator.observe import Children
-from phalanx_operator.reconcile import RESYNC_S, Reconciler, utc_now
+from phalanx_operator.reconcile import RESYNC_S, utc_now
 from phalanx_operator.render.objects import Images
-from tests.control.builders import NOW, make_body
-from tests.control.fake_kube import FakeCluster, FakeKube
-
-KEY = ("team", "chat")
-IMAGES = Images("runtime:1", "router:1")
-
-
-class World:
-    """An operator and its cluster. Nothing happens by itself."""
-
-    def __init__(self, kube: FakeKube | None = None, images: Images = IMAGES, **spec: Any) -> None:
-        self.kube = kube or FakeKube()
-        self.clock = 0.0
-        self.children = Children()
-        self.cluster = FakeCluster(self.kube, self.children)
-        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock)
-        self.metrics = Metrics()
-        self.reconciler = Reconciler(self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, now=lambda: NOW)
-        if spec or kube is None:
-            body = make_body(**spec)
-            for field in [field for field, value in body["spec"].items() if value is None]:
-                del body["spec"][field]
-            self.kube.put(SERVICES_OF_OURS, body)
-
-    async def look(self) -> list[str]:
-        """One look; the writes that it made."""
-        self.cluster.tell()
-        before = len(self.kube.calls)
-        self.next_s = await self.reconciler.reconcile(KEY)
-        return self.kube.calls[before:]
-
-    async def settle(self, looks: int = 12) -> None:
-        """Looks while the cluster does its part, until nothing is written any more."""
-        for _ in range(looks):
-            self.cluster.start_pods()
-            self.cluster.start_routers()
-            if not (writes := await self.look()):
-                return
-        raise AssertionError(f"still writing: {writes}")
-
-    async def change(self, **spec: Any) -> None:
-        body = self.service
-        self.kube.put(SERVICES_OF_OURS, body | {"spec": body["spec"] | spec})
-
-    @property
-    def service(self) -> Json:
-        return self.kube.of(SERVICES_OF_OURS)["chat"]
-
-    @property
-    def status(self) -> Status:
-        return Status.model_validate(self.service["status"])
-
-    @property
-    def ready(self) -> tuple[str, str]:
-        condition = find_condition(self.status.conditions, "Ready")
-        assert condition is not None
-        return condition.status, condition.reason
-
-    @property
-    def groups(self) -> set[str]:
-        return set(self.kube.of(STATEFUL_SETS))
-
-    def notes(self) -> list[tuple[str, str]]:
-        return [(e["type"], e["reason"]) for e in self.kube.of(EVENTS).values()]
+from phalanx_operator.shared import APPLY_AGAIN_S
+from tests.control.builders import make_body
+from tests.control.fake_kube import FakeKube
+from tests.control.worlds import KEY, World
 
 
 async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
     world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2})
     writes = await world.look()
     groups = sorted(world.groups)
-    assert writes[:7] == [
+    assert writes[:10] == [
         "create secrets chat-token",
         "apply services chat-groups",
         "apply serviceaccounts chat-router",
         "apply roles chat-router",
         "apply rolebindings chat-router",
         "apply services chat",
+        "apply configmaps chat-policy",
+        "apply poddisruptionbudgets chat-router",
         "apply deployments chat-router",
+        "apply poddisruptionbudgets chat-groups",
     ]
-    assert sorted(writes[7:9]) == [f"create statefulsets {name}" for name in groups]
-    assert writes[9] == "apply inferenceservices/status chat"
+    assert sorted(writes[10:12]) == [f"create statefulsets {name}" for name in groups]
+    assert writes[12] == "apply inferenceservices/status chat"
     assert world.kube.of(SECRETS)["chat-token"]["stringData"] == {"token": "drawn"}
     await world.settle()
     assert world.ready == ("True", "Ready")
@@ -205,7 +142,8 @@ async def test_a_group_that_went_by_itself_is_no_error(error: str) -> None:
     await world.settle()
     await world.change(replicas=1)
     world.cluster.tell()
-    victims = [call for call in await world.look() if call.startswith("delete")]
+    await world.look()
+    victims = [call for call in await world.look() if call.startswith("delete statefulsets")]
     assert len(victims) == 1
     name = victims[0].split()[-1]
     body = world.kube.objects.pop(("statefulsets", "team", name))
@@ -239,7 +177,10 @@ async def test_only_the_router_changes_with_its_replicas() -> None:
     world = World()
     await world.settle()
     await world.change(router={"replicas": 3})
-    assert [w for w in await world.look() if "status" not in w and "events" not in w] == ["apply deployments chat-router"]
+    assert [w for w in await world.look() if "status" not in w and "events" not in w] == [
+        "apply configmaps chat-policy",
+        "apply deployments chat-router",
+    ]
 
 
 async def test_a_name_that_is_taken_by_a_stranger_is_refused_and_said() -> None:

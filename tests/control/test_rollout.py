@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.groups import in_order_of_deletion, live
+from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
+from phalanx_operator.decide.groups import in_order_of_deletion, live, staying
 from phalanx_operator.decide.rollout import MAX_UNAVAILABLE, Step, carry_out, next_step, run_to_end
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod
 from tests.control.builders import make_desired, make_group
 from tests.control.conftest import Check
 
@@ -16,29 +17,42 @@ Groups = tuple[ObservedGroup, ...]
 
 
 def with_pods(group: ObservedGroup, ready: bool) -> ObservedGroup:
-    return replace(group, pods=tuple(ObservedPod(f"{group.name}-{i}", i, group.uid, ready=ready) for i in range(group.size)))
+    pods = tuple(ObservedPod(f"{group.name}-{i}", i, group.uid, ready=ready) for i in range(group.size))
+    return replace(group, pods=pods, lost="")
+
+
+def empty(group: ObservedGroup) -> ObservedGroup:
+    return replace(group, drained="it holds no stream") if group.draining else group
 
 
 def start_all(groups: Groups) -> Groups:
-    """A good world: what is being deleted goes, and every pod becomes ready."""
-    return tuple(with_pods(group, ready=True) for group in live(groups))
+    """A good world: what is being deleted goes, what is to be emptied is empty, and every pod becomes ready."""
+    return tuple(with_pods(empty(group), ready=True) for group in live(groups))
 
 
 def start_one(groups: Groups) -> Groups:
-    """A slow world: what is being deleted goes, and the first group that is not ready becomes so."""
-    here = live(groups)
+    """A slow world: what is being deleted goes; the first that is to be emptied is, and the first that starts is ready."""
+    full = next((group.name for group in live(groups) if group.draining and not group.drained), None)
+    here = [empty(group) if group.name == full else group for group in live(groups)]
     late = next((group.name for group in here if not group.ready), None)
     return tuple(with_pods(group, ready=True) if group.name == late else group for group in here)
 
 
+def phase_of(group: ObservedGroup) -> str:
+    if group.terminating:
+        return "terminating"
+    return "draining" if group.draining else "ready" if group.ready else "starting"
+
+
 def shown(step: Step | None, groups: Groups) -> str:
     names = sorted({group.name for group in groups})
-    words = [f"- {deletion.name}: {deletion.why}" for deletion in step.delete] if step else ["- wait"]
-    words += [f"+ {creation.name}: {creation.why}" for creation in step.create] if step else []
-    state = {g.name: "terminating" if g.terminating else "ready" if g.ready else "starting" for g in groups}
+    signs = {KeepGroup: "=", DrainGroup: "~", DeleteGroup: "-", CreateGroup: "+"}
+    words = [f"{signs[type(action)]} {action.name}: {action.why}" for action in step.actions] if step else ["- wait"]
+    state = {g.name: phase_of(g) for g in groups}
     return "\n".join([*words, "    " + ", ".join(f"{n} {state[n]}" for n in names)])
 
 
+GOING = Draining("2026-01-02T03:04:05Z", "3 groups, 2 wanted")
 SCENARIOS = {
     "first-start": (make_desired(2), ()),
     "scale-up": (make_desired(3), (make_group("a"),)),
@@ -51,6 +65,11 @@ SCENARIOS = {
     ),
     "rollout-and-scale-down": (make_desired(1), (*tuple(make_group(n, "old", created=n) for n in "ab"), make_group("c"))),
     "second-change": (make_desired(3), (make_group("a", "old"), make_group("b", "middle", ready=False), make_group("c", "old"))),
+    "scale-down-undone": (make_desired(2), (make_group("a"), make_group("b", draining=GOING))),
+    "scale-down-while-draining": (make_desired(1), (make_group("a"), make_group("b"), make_group("c", draining=GOING))),
+    "rollback-while-draining": (make_desired(2), (make_group("a", draining=GOING), make_group("b", "newer", ready=False))),
+    "lost-node": (make_desired(2), (make_group("a"), make_group("b", ready=False, lost="node n was not heard for 120 s"))),
+    "draining-breaks": (make_desired(2), (make_group("a", "old", ready=False, draining=GOING), make_group("b", "old"))),
     "three-revisions": (make_desired(3), (make_group("a", "old"), make_group("b", "middle"), make_group("c", "new"))),
 }
 
@@ -63,6 +82,11 @@ def test_golden_rollouts(name: str, golden: Check) -> None:
     golden(f"rollouts/{name}.txt", "\n".join(lines) + "\n")
 
 
+def failing(name: str) -> ObservedGroup:
+    pod = ObservedPod(f"{name}-0", 0, f"uid-{name}", node="n", reason="CrashLoopBackOff")
+    return make_group(name, pods=(pod,), size=1)
+
+
 @pytest.mark.parametrize(
     ("groups", "first"),
     [
@@ -71,8 +95,17 @@ def test_golden_rollouts(name: str, golden: Check) -> None:
         ([make_group("a", "old"), make_group("b", ready=False)], "b"),
         ([make_group("a", "old", ready=False), make_group("b", ready=False, created="2")], "a"),
         ([make_group("a", created="1"), make_group("b", created="1")], "b"),
+        ([make_group("a", tokens=5), make_group("b", tokens=9, created="2")], "a"),
+        ([make_group("a", "old", tokens=9), make_group("b", tokens=5)], "a"),
+        ([make_group("a", cordoned=True, tokens=9), make_group("b", tokens=5)], "a"),
+        ([make_group("a", "old"), make_group("b", cordoned=True)], "a"),
+        ([make_group("a", ready=False), make_group("b", pods=())], "b"),
+        ([make_group("a", pods=()), failing("b")], "b"),
     ],
-    ids=["youngest", "old revision before youngest", "not ready before old revision", "both", "same age"],
+    ids=[
+        *("youngest", "old revision before youngest", "not ready before old revision", "both", "same age", "fewest tokens"),
+        *("old revision before tokens", "cordoned before tokens", "old revision before cordoned", "no node", "failing first"),
+    ],
 )
 def test_order_of_deletion(groups: list[ObservedGroup], first: str) -> None:
     assert in_order_of_deletion(groups, "new")[0].name == first
@@ -93,18 +126,32 @@ def test_a_retry_takes_the_same_names() -> None:
 
 def test_a_new_revision_that_never_starts_stops_the_rollout_at_one_group() -> None:
     desired = make_desired(3)
-    history = run_to_end(desired, tuple(make_group(n, "old") for n in "abc"), lambda groups: tuple(live(groups)))
+    history = run_to_end(
+        desired, tuple(make_group(n, "old") for n in "abc"), lambda groups: tuple(empty(group) for group in live(groups))
+    )
     last = history[-1][1]
     assert sorted((group.revision, group.ready) for group in last) == [("new", False), ("old", True), ("old", True)]
 
 
-group_lists = st.lists(
-    st.tuples(st.sampled_from(["new", "old", "older"]), st.booleans(), st.booleans(), st.integers(0, 3)), max_size=7
-).map(
-    lambda rows: tuple(
-        make_group(f"g{i}", revision, ready=ready, terminating=terminating, created=str(created))
-        for i, (revision, ready, terminating, created) in enumerate(rows)
+STATES = st.sampled_from(["ready", "starting", "draining", "drained", "broken", "lost", "terminating"])
+
+
+def in_state(name: str, revision: str, state: str, created: int) -> ObservedGroup:
+    """A group: being emptied and ready, empty, or no longer ready; lost with its node; or in a plain state."""
+    return make_group(
+        name,
+        revision,
+        ready=state not in ("starting", "broken", "lost"),
+        terminating=state == "terminating",
+        created=str(created),
+        draining=GOING if state in ("draining", "drained", "broken") else None,
+        drained="it holds no stream" if state == "drained" else "",
+        lost="its node is lost" if state == "lost" else "",
     )
+
+
+group_lists = st.lists(st.tuples(st.sampled_from(["new", "old", "older"]), STATES, st.integers(0, 3)), max_size=7).map(
+    lambda rows: tuple(in_state(f"g{i}", *row) for i, row in enumerate(rows))
 )
 
 
@@ -113,23 +160,37 @@ def test_every_rollout_ends_at_rest(groups: Groups, replicas: int, chance: objec
     desired = make_desired(replicas)
     for settle in (start_all, start_one):
         last = run_to_end(desired, groups, settle)[-1][1]
-        assert [(group.revision, group.ready) for group in live(last)] == [("new", True)] * replicas
+        assert [(group.revision, group.serving) for group in live(last)] == [("new", True)] * replicas
 
 
 @given(group_lists, st.integers(0, 6))
 def test_a_step_never_takes_a_second_ready_group_from_a_service(groups: Groups, replicas: int) -> None:
     """Beyond what was broken before, at most one group is unavailable, and no step has more groups than wanted or than were."""
     desired = make_desired(replicas)
-    for _ in range(40):
-        before = sum(group.ready for group in live(groups))
+    for _ in range(60):
+        before = sum(group.serving for group in staying(groups))
         step = next_step(desired, groups)
-        if step is None:
-            break
-        after = carry_out(step, desired, groups, 0)
-        ready = sum(group.ready for group in live(after))
-        assert ready >= min(before, replicas - MAX_UNAVAILABLE if len(live(groups)) <= replicas else replicas)
-        assert len(live(after)) == max(replicas, 0)
+        after = carry_out(step, desired, groups, 0) if step else groups
+        serving = sum(group.serving for group in staying(after))
+        assert serving >= min(before, replicas - MAX_UNAVAILABLE if len(staying(groups)) <= replicas else replicas)
+        assert len(staying(after)) <= replicas <= len(live(after)) <= max(len(live(groups)), replicas)
         groups = start_one(after)
+
+
+@given(group_lists, st.integers(0, 6), st.integers(0, 6))
+def test_no_group_that_serves_is_deleted_before_it_was_emptied(groups: Groups, replicas: int, then: int) -> None:
+    """Also when the wish changes half way: a group that is ready is first emptied, and deleted only once it may go."""
+    for turn in range(40):
+        desired = make_desired(replicas if turn < 3 else then)
+        step = next_step(desired, groups)
+        by_uid = {group.uid: group for group in groups}
+        for deletion in step.delete if step else ():
+            victim = by_uid[deletion.uid]
+            assert not victim.ready or victim.drained or victim.lost, victim
+        for drain in step.drain if step else ():
+            assert by_uid[drain.uid].serving and drain.uid not in {kept.uid for kept in step.keep} if step else True
+        groups = start_one(carry_out(step, desired, groups, turn) if step else groups)
+    assert [group.serving for group in live(groups)] == [True] * then
 
 
 @given(group_lists, st.integers(0, 6), st.lists(st.integers(0, 6), max_size=12))
@@ -155,11 +216,15 @@ def test_looks_before_the_informer_has_told_make_no_group_too_many(groups: Group
     desired = make_desired(replicas)
     created: set[str] = set()
     doomed: set[str] = set()
+    notes: dict[str, Draining | None] = {}
     for _ in range(looks):
-        stale = tuple(replace(group, terminating=group.terminating or group.uid in doomed) for group in groups)
+        stale = tuple(
+            replace(g, terminating=g.terminating or g.uid in doomed, draining=notes.get(g.uid, g.draining)) for g in groups
+        )
         if step := next_step(desired, stale):
             doomed |= {deletion.uid for deletion in step.delete}
             created |= {creation.name for creation in step.create}
+            notes |= {drain.uid: GOING for drain in step.drain} | {kept.uid: None for kept in step.keep}
     kept = [group for group in live(groups) if group.uid not in doomed]
     assert len(kept) + len(created) <= max(replicas, len(kept))
 

@@ -10,6 +10,8 @@ from phalanx_api.inference_service import FieldError
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.actions import CreateGroup, InitReplicas, KeepChildren
+from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 from phalanx_operator.decide.status import refused, status
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
@@ -132,12 +134,13 @@ def test_how_many_groups_a_spec_wants(spec: dict[str, Any], replicas: int) -> No
 
 
 def test_a_plan_has_the_shared_children_before_the_groups() -> None:
-    made = plan.decide(make_service(replicas=None), make_snapshot(has_replicas=False), make_desired(1), NOW)
+    made = plan.decide(make_service(replicas=None), Seen(make_snapshot(has_replicas=False), Fleet()), make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [InitReplicas, KeepChildren, CreateGroup]
 
 
 def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
-    made = plan.decide(make_service(), make_snapshot(make_group("a"), router=SETTLED_ROUTER), make_desired(1), NOW)
+    seen = Seen(make_snapshot(make_group("a"), router=SETTLED_ROUTER), Fleet())
+    made = plan.decide(make_service(), seen, make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [KeepChildren]
 
 

@@ -15,8 +15,12 @@ class InitReplicas:
 
 @dataclass(frozen=True, slots=True)
 class KeepChildren:
-    """Make what all groups share: the token, the Services, the router and its rights. Does nothing where they already are so."""
+    """Make what all groups share: the token, the Services, the router and its rights. Does nothing where they already are so.
 
+    `groups`: how many are wanted, for with one there is no disruption budget.
+    """
+
+    groups: int
     why: str
 
 
@@ -29,6 +33,48 @@ class CreateGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainGroup:
+    """Note on a group, if it is still the one with this UID, that it is being emptied before it goes.
+
+    `successor`: a name that a group in its place could take; empty when it is to have none.
+    """
+
+    name: str
+    uid: str
+    why: str
+    successor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGroup:
+    """Take that note off again: the group is wanted after all."""
+
+    name: str
+    uid: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkLeader:
+    """Tell routers that watch, by an annotation of a group's leader pod, whether the group is being emptied."""
+
+    group: str
+    pod: str
+    uid: str
+    draining: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPod:
+    """Delete a pod of a lost node at once: its kubelet is not there to end it."""
+
+    name: str
+    uid: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteGroup:
     """Delete a group, if it is still the one with this UID."""
 
@@ -37,12 +83,28 @@ class DeleteGroup:
     why: str
 
 
-Action = InitReplicas | KeepChildren | CreateGroup | DeleteGroup
+@dataclass(frozen=True, slots=True)
+class SetReplicas:
+    """Write the scale subresource, unless anybody wrote the service meanwhile."""
+
+    replicas: int
+    why: str
+
+
+GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup
+Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | ForgetPod
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now, in this order, and what the status then says."""
+    """What to do now, in this order, and what the status then says.
+
+    empty: groups that routers are to take streams off. again_s: seconds until something may be due that wakes nobody.
+    is_urgent: routers are to tell more often what they see.
+    """
 
     actions: tuple[Action, ...]
     status: Status
+    empty: tuple[str, ...] = ()
+    again_s: float = 600.0
+    is_urgent: bool = False

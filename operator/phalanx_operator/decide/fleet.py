@@ -33,7 +33,8 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class SeenGroup:
-    """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity`: tokens."""
+    """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
+    `tokens` count tokens: all that fit into its pages, and those of running requests."""
 
     name: str
     fresh: bool
@@ -46,6 +47,7 @@ class SeenGroup:
     speed: float
     capacity: int
     model: StepModel | None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         speed=min(max(best.speed, 1 / SPEED_BOUND), SPEED_BOUND),
         capacity=max(best.total_pages, 0) * max(best.page_size, 0),
         model=_model(best.step_model),
+        tokens=max(best.live_tokens, 0),
     )
 
 

@@ -25,10 +25,27 @@ def live(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
     return [group for group in groups if not group.terminating]
 
 
+def staying(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
+    """The groups that are neither being deleted nor being emptied, nor lost with a node."""
+    return [group for group in live(groups) if group.draining is None and not group.lost]
+
+
 def in_order_of_deletion(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:
-    """Groups as they would be given up: those that are not ready, then those of an old revision, then the youngest."""
+    """Groups as they would be given up: those that fail, that have no node, that are not ready; then those of an old revision,
+    those on a node that is being given up; then those with the fewest tokens in their pages; then the youngest."""
     youngest_first = sorted(groups, key=lambda group: (group.created, group.name), reverse=True)
-    return sorted(youngest_first, key=lambda group: (group.ready, group.revision == revision))
+    return sorted(
+        youngest_first, key=lambda group: (_health(group), group.revision == revision, not group.cordoned, group.tokens)
+    )
+
+
+def _health(group: ObservedGroup) -> int:
+    """0 while a pod fails, 1 while one has no node, 2 while one is not ready, 3 when it serves."""
+    if group.ready:
+        return 3
+    if any(pod.reason and pod.node for pod in group.pods):
+        return 0
+    return 2 if group.pods and all(pod.node for pod in group.pods) else 1
 
 
 def free_names(desired: Desired, groups: Iterable[ObservedGroup], count: int) -> list[str]:

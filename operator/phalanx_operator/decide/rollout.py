@@ -1,61 +1,93 @@
 """The next step from the groups that are there to the groups that should be there.
 
-    at rest: `replicas` groups, all of the newest revision
+    at rest: `replicas` groups, all of the newest revision, none being emptied
 
-    too many groups           -> delete the surplus in order of deletion
+    lost with a node          -> delete it: its successor starts elsewhere
+    too many stay             -> empty the surplus in order of deletion; those that are not ready are deleted at once
+    too few stay              -> keep those that are being emptied after all, where they are of the newest revision
+    emptied, or broken now    -> delete it
     too few                   -> create the rest, of the newest revision
     old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability
-    old groups, ready         -> delete one, if that leaves no more than one group unready (delete first, no surge)
+    old groups, ready         -> empty one, if that leaves no more than one group unavailable (delete first, no surge)
 
-Deleting and creating its successor are one step: the new pods wait in the scheduler for what the old ones give back.
+A group that is being emptied still has its devices, so its successor is made when it is deleted, in the same step: the new pods
+wait in the scheduler for what the old ones give back. It never counts as available, so no second one is emptied beside it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from phalanx_operator.decide.actions import CreateGroup, DeleteGroup
-from phalanx_operator.decide.groups import Desired, free_names, in_order_of_deletion, live
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
+from phalanx_operator.decide.groups import Desired, free_names, in_order_of_deletion, live, staying
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup
 
 MAX_UNAVAILABLE = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Groups to delete and to create, in this order."""
+    """Groups to keep after all, to empty, to delete and to create, in this order."""
 
+    keep: tuple[KeepGroup, ...]
+    drain: tuple[DrainGroup, ...]
     delete: tuple[DeleteGroup, ...]
     create: tuple[CreateGroup, ...]
+
+    @property
+    def actions(self) -> tuple[KeepGroup | DrainGroup | DeleteGroup | CreateGroup, ...]:
+        """All of them, in order."""
+        return (*self.keep, *self.drain, *self.delete, *self.create)
 
 
 def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | None:
     """What to do now, or None when there is nothing to do but wait, or nothing at all."""
-    here = live(groups)
-    surplus = len(here) - desired.replicas
+    here, stays = live(groups), staying(groups)
+    surplus = len(stays) - desired.replicas
+    keep = tuple(_kept(desired, here, -surplus))
+    kept = {action.uid for action in keep}
     if surplus > 0:
-        victims = in_order_of_deletion(here, desired.revision)[:surplus]
-        deletions = tuple(_delete(g, f"{len(here)} groups, {desired.replicas} wanted") for g in victims)
+        why = f"{len(stays)} groups, {desired.replicas} wanted"
+        leaving, successor = [(group, why) for group in in_order_of_deletion(stays, desired.revision)[:surplus]], ""
     else:
-        deletions = tuple(_outdated(desired, here))
-    missing = desired.replicas - (len(here) - len(deletions))
-    creations = tuple(
-        CreateGroup(name, f"{len(here) - len(deletions)} groups of {desired.replicas}, revision {desired.revision}")
-        for name in free_names(desired, groups, max(missing, 0))
+        leaving, successor = _outdated(desired, stays, len(kept)), next(iter(free_names(desired, groups, 1)), "")
+    drain = tuple(DrainGroup(group.name, group.uid, why, successor) for group, why in leaving if group.ready)
+    delete = tuple(DeleteGroup(group.name, group.uid, why) for group, why in leaving if not group.ready)
+    delete += tuple(DeleteGroup(g.name, g.uid, why) for g in here if g.uid not in kept and (why := _why_gone(g)))
+    left = len(here) - len(delete)
+    create = tuple(
+        CreateGroup(name, f"{left} groups of {desired.replicas}, revision {desired.revision}")
+        for name in free_names(desired, groups, max(desired.replicas - left, 0))
     )
-    return Step(deletions, creations) if deletions or creations else None
+    step = Step(keep, drain, delete, create)
+    return step if step.actions else None
 
 
-def _outdated(desired: Desired, here: list[ObservedGroup]) -> list[DeleteGroup]:
-    """The groups of an old revision that may go now."""
-    old = [group for group in in_order_of_deletion(here, desired.revision) if group.revision != desired.revision]
-    broken = [_delete(g, f"revision {g.revision} is old, and the group is not ready") for g in old if not g.ready]
-    budget = MAX_UNAVAILABLE - (desired.replicas - sum(group.ready for group in here))
+def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:
+    """Groups that are being emptied and are wanted again."""
+    going = [group for group in here if group.draining and group.ready and not group.lost and group.revision == desired.revision]
+    oldest_first = sorted(going, key=lambda group: (group.created, group.name))
+    why = f"{desired.replicas} groups are wanted again"
+    return [KeepGroup(group.name, group.uid, why) for group in oldest_first[: max(missing, 0)]]
+
+
+def _why_gone(group: ObservedGroup) -> str:
+    """Why a group that was given up is deleted now; empty while it is still being emptied, or stays."""
+    if group.lost:
+        return group.lost
+    if group.draining is None:
+        return ""
+    if not group.ready:
+        return f"{group.draining.why}; it is not ready any more"
+    return f"{group.draining.why}; {group.drained}" if group.drained else ""
+
+
+def _outdated(desired: Desired, stays: list[ObservedGroup], kept: int) -> list[tuple[ObservedGroup, str]]:
+    """The groups of an old revision that may leave now, with the reason."""
+    old = [group for group in in_order_of_deletion(stays, desired.revision) if group.revision != desired.revision]
+    broken = [(g, f"revision {g.revision} is old, and the group is not ready") for g in old if not g.ready]
+    budget = MAX_UNAVAILABLE - (desired.replicas - kept - sum(group.ready for group in stays))
     ready = [group for group in old if group.ready][: max(budget, 0)]
-    return broken + [_delete(g, f"revision {g.revision} is old, {desired.revision} is wanted") for g in ready]
-
-
-def _delete(group: ObservedGroup, why: str) -> DeleteGroup:
-    return DeleteGroup(group.name, group.uid, why)
+    return broken + [(g, f"revision {g.revision} is old, {desired.revision} is wanted") for g in ready]
 
 
 def run_to_end(
@@ -80,9 +112,19 @@ def run_to_end(
 
 
 def carry_out(step: Step, desired: Desired, groups: tuple[ObservedGroup, ...], moment: int) -> tuple[ObservedGroup, ...]:
-    """The groups right after a step: victims are being deleted, new groups are not ready."""
-    doomed = {deletion.uid for deletion in step.delete}
+    """The groups right after a step: those given up are being emptied or deleted, new groups are not ready."""
     size = groups[0].size if groups else 1
-    left = tuple(replace(group, terminating=True) if group.uid in doomed else group for group in groups)
+    kept = {action.uid for action in step.keep}
+    drained = {action.uid: Draining(f"{moment:06}", action.why) for action in step.drain}
+    doomed = {action.uid for action in step.delete}
+    left = tuple(
+        replace(
+            group,
+            draining=None if group.uid in kept else drained.get(group.uid, group.draining),
+            drained="" if group.uid in kept else group.drained,
+            terminating=group.terminating or group.uid in doomed,
+        )
+        for group in groups
+    )
     new = (ObservedGroup(made.name, f"uid-{moment}-{made.name}", desired.revision, f"{moment:06}", size) for made in step.create)
     return (*left, *new)

@@ -1,6 +1,7 @@
 """What the operator knows of one service at one moment, as frozen records."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from phalanx_api.status import Status
 
@@ -17,11 +18,39 @@ class ObservedPod:
     node: str = ""
     reason: str = ""
     message: str = ""
+    uid: str = ""
+    ip: str = ""
+    leaving: bool = False
+    """It is being deleted: somebody evicted it, or its group goes."""
+    marked: bool = False
+    """Routers that watch are told that its group is being emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """A node: whether the control plane hears it, since when that is so, and whether it takes new pods."""
+
+    name: str
+    ready: bool
+    since: str = ""
+    cordoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """A group is being emptied before it goes: since when, and why."""
+
+    since: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedGroup:
-    """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist."""
+    """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
+
+    lost: why it is given up for one elsewhere, if so. cordoned: a node of it takes no new pods. tokens: in its KV pages.
+    drained: why it may go now, although it was being emptied: it holds no stream, or its time is over.
+    """
 
     name: str
     uid: str
@@ -30,6 +59,21 @@ class ObservedGroup:
     size: int
     terminating: bool = False
     pods: tuple[ObservedPod, ...] = ()
+    draining: Draining | None = None
+    drained: str = ""
+    lost: str = ""
+    cordoned: bool = False
+    tokens: int = 0
+
+    @property
+    def serving(self) -> bool:
+        """Whether it is ready and stays."""
+        return self.ready and self.draining is None
+
+    @property
+    def leader(self) -> ObservedPod | None:
+        """Its leader pod, if it exists."""
+        return next((pod for pod in self.pods if pod.index == 0), None)
 
     @property
     def ready(self) -> bool:
@@ -58,6 +102,14 @@ class ObservedRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasWriter:
+    """Who wrote `spec.replicas` last, as the API server noted it, and when."""
+
+    manager: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that decisions about one service rest on."""
 
@@ -69,5 +121,7 @@ class Snapshot:
     has_replicas: bool
     status: Status
     groups: tuple[ObservedGroup, ...] = ()
+    replicas_writer: ReplicasWriter | None = None
+    nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     router: ObservedRouter | None = None
     router_pods: tuple[ObservedPod, ...] = ()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from phalanx_api import labels
 from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, set_condition
 from phalanx_api.inference_service import FieldError
-from phalanx_api.status import MAX_LISTED_GROUPS, GroupStatus, Status
-from phalanx_operator.decide.groups import Desired, live
+from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
+from phalanx_operator.decide.groups import Desired, live, staying
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter, Snapshot
 
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -15,10 +15,11 @@ _FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateCon
 
 def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -> Status:
     """The whole status of a service whose spec is valid."""
-    here = live(snapshot.groups)
+    here = staying(snapshot.groups)
     updated = [group for group in here if group.revision == desired.revision]
     settled = len(here) == len(updated) == desired.replicas and all(group.ready for group in here)
-    serving = any(group.ready for group in here)
+    settled = settled and not _draining(snapshot)
+    serving = any(group.ready for group in live(snapshot.groups))
     former = snapshot.status
     conditions = drop_condition(former.conditions, "Stalled")
     generation = snapshot.generation
@@ -37,6 +38,7 @@ def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -
         replicas=len(here),
         ready_replicas=sum(group.ready for group in here),
         updated_replicas=len(updated),
+        draining_replicas=len(_draining(snapshot)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
         url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
         current_revision=desired.revision if settled and here else former.current_revision or desired.revision,
@@ -49,7 +51,7 @@ def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -
 def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str) -> Status:
     """The status when the spec cannot be followed: the groups stay as they are, and the conditions name the fields."""
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
-    here = live(snapshot.groups)
+    here = staying(snapshot.groups)
     conditions = snapshot.status.conditions
     generation = snapshot.generation
     verdicts: tuple[tuple[ConditionType, bool], ...] = (("Ready", False), ("Progressing", False), ("Stalled", True))
@@ -78,7 +80,7 @@ def _set_available(
 
 def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None, str]:
     """The gravest thing that keeps the service from being as wanted, or None."""
-    here = live(snapshot.groups)
+    here = staying(snapshot.groups)
     unready = [group for group in here if not group.ready]
     routers_settled = snapshot.router is not None and snapshot.router.settled and snapshot.router.wanted == desired.routers
     pods = [pod for group in unready for pod in group.pods if pod.reason]
@@ -91,9 +93,10 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
         for pod in pods:
             if pod.reason in reasons:
                 return answer, f"pod {pod.name}: {pod.reason}: {pod.message}"
-    old = sum(group.revision != desired.revision for group in here)
+    there = live(snapshot.groups)
+    old = sum(group.revision != desired.revision for group in there)
     if old:
-        return Reason.ROLLING_OUT, f"{old} of {len(here)} groups are not of revision {desired.revision} yet"
+        return Reason.ROLLING_OUT, f"{old} of {len(there)} groups are not of revision {desired.revision} yet"
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
     if not routers_settled:
@@ -110,6 +113,23 @@ def _short(unready: Sequence[ObservedGroup]) -> str:
     return ""
 
 
+def _draining(snapshot: Snapshot) -> list[ObservedGroup]:
+    return [group for group in live(snapshot.groups) if group.draining is not None]
+
+
+def _phase(group: ObservedGroup) -> GroupPhase:
+    if group.terminating:
+        return "Terminating"
+    return "Draining" if group.draining else "Ready" if group.ready else "Starting"
+
+
+def _reason(group: ObservedGroup) -> str:
+    """Why it does not simply serve, if anything says so."""
+    if group.draining:
+        return group.draining.why[:256]
+    return group.lost or next((pod.reason for pod in group.pods if pod.reason and not group.ready), "")
+
+
 def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
     """The groups for people to read: those that are not ready first, and no more than the schema takes."""
     worst_first = sorted(groups, key=lambda group: (group.ready, group.name))
@@ -117,11 +137,11 @@ def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
         GroupStatus(
             name=group.name,
             revision=group.revision,
-            phase="Terminating" if group.terminating else "Ready" if group.ready else "Starting",
+            phase=_phase(group),
             pods=group.size,
             ready_pods=group.ready_pods,
             nodes=tuple(pod.node for pod in group.pods if pod.node)[:64],
-            reason=next((pod.reason for pod in group.pods if pod.reason and not group.ready), ""),
+            reason=_reason(group),
         )
         for group in worst_first[:MAX_LISTED_GROUPS]
     )

@@ -11,6 +11,16 @@ def groups_service(service: str) -> str:
     return f"{service}-groups"
 
 
+def groups_budget(service: str) -> str:
+    """The disruption budget of all groups."""
+    return f"{service}-groups"
+
+
+def policy(service: str) -> str:
+    """The ConfigMap with the policy that routers start with."""
+    return f"{service}-policy"
+
+
 def token_secret(service: str) -> str:
     """The Secret with the token that routers, leaders and ranks prove to one another."""
     return f"{service}-token"

@@ -3,13 +3,13 @@
 from phalanx_api import labels, pod_template
 from phalanx_api.inference_service import Engine, InferenceService, Resources
 from phalanx_api.quantities import parse_bytes
+from phalanx_api.upkeep import Drain
 from phalanx_operator.render import names
 from phalanx_operator.render.model import ModelSource, model_source
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.overlay import merged
 
 COMPONENT = "group"
-GRACE_S = 30
 STARTUP_FAILURES = 600
 """Seconds that the HTTP process has to come up, at one probe a second; loading the model is not part of it."""
 
@@ -47,7 +47,7 @@ def _pod(service: InferenceService, name: str, images: Images) -> Object:
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_S,
+        "terminationGracePeriodSeconds": service.spec.drain.grace_s,
         "securityContext": pod_security(),
         "containers": [_container(service, name, images, source)],
         "volumes": [
@@ -84,6 +84,7 @@ def _container(service: InferenceService, name: str, images: Images, source: Mod
         "startupProbe": http_probe("/healthz", period_s=1, failures=STARTUP_FAILURES),
         "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
         "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
+        **_lifecycle(service.spec.drain),
         "resources": _resources(service.spec.resources, service.shape.ranks_per_pod),
         "securityContext": container_security(),
         "volumeMounts": [
@@ -96,6 +97,11 @@ def _container(service: InferenceService, name: str, images: Images, source: Mod
     }
 
 
+def _lifecycle(drain: Drain) -> Object:
+    """A pause before the pod is asked to end. What follows waits for its streams: they move away, or finish."""
+    return {"lifecycle": {"preStop": {"sleep": {"seconds": drain.pre_stop_seconds}}}} if drain.pre_stop_seconds else {}
+
+
 def _arguments(service: InferenceService, name: str, source: ModelSource) -> list[str]:
     """The command line of `phalanx-runtime`, which is the image's entry point."""
     return [
@@ -106,6 +112,7 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
         *("--master-port", str(labels.RENDEZVOUS_PORT)),
         *("--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
         *("--token-file", labels.TOKEN_FILE),
+        *("--shutdown-timeout", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
         *_engine_flags(service.spec.engine),
     ]

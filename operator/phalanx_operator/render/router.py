@@ -1,15 +1,17 @@
-"""The front door of a service: the router's Deployment, its right to watch pods, and the Service that clients speak to."""
+"""The front door of a service: the router's Deployment, its right to watch pods, its policy, and the Service for clients."""
+
+import msgspec
 
 from phalanx_api import labels
 from phalanx_api.inference_service import InferenceService
-from phalanx_operator.render import names
+from phalanx_operator.decide.policy import policy_of
+from phalanx_operator.render import disruption, names
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 
 COMPONENT = "router"
 CONTAINER = "router"
-DRAIN_S = 300
-"""How long open streams may go on when a router leaves; its pod's grace period is a little longer."""
-GRACE_S = DRAIN_S + 30
+GRACE_S = 30
+"""What a pod's grace period has beside the time of its open streams."""
 
 
 def router_objects(service: InferenceService, images: Images) -> list[Object]:
@@ -24,8 +26,16 @@ def router_objects(service: InferenceService, images: Images) -> list[Object]:
         child(service, f"{rbac}/v1", "Role", name, COMPONENT, rules=watch_pods),
         child(service, f"{rbac}/v1", "RoleBinding", name, COMPONENT, roleRef=role, subjects=[subject]),
         _front_door(service),
+        _policy(service),
+        disruption.router_budget(service),
         _deployment(service, images),
     ]
+
+
+def _policy(service: InferenceService) -> Object:
+    """What routers follow until they hear the operator. It changes under running routers, and rolls none."""
+    text = msgspec.json.encode(policy_of(service.spec, service.spec.router.replicas)).decode()
+    return child(service, "v1", "ConfigMap", names.policy(service.name), COMPONENT, data={labels.POLICY_KEY: text})
 
 
 def _front_door(service: InferenceService) -> Object:
@@ -55,11 +65,12 @@ def _pod(service: InferenceService, images: Images) -> Object:
         "serviceAccountName": names.router(service.name),
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_S,
+        "terminationGracePeriodSeconds": service.spec.drain.timeout_seconds + GRACE_S,
         "securityContext": pod_security(),
         "containers": [_container(service, images)],
         "volumes": [
             {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
+            {"name": "policy", "configMap": {"name": names.policy(service.name)}},
             {"name": "tmp", "emptyDir": {}},
         ],
     }
@@ -70,7 +81,8 @@ def _container(service: InferenceService, images: Images) -> Object:
         *("serve", "--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
         *("--service", service.name, "--namespace", service.namespace),
         *("--token-file", labels.TOKEN_FILE),
-        *("--drain-s", str(DRAIN_S)),
+        *("--policy-file", f"{labels.POLICY_DIR}/{labels.POLICY_KEY}"),
+        *("--drain-s", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
     ]
     return {
@@ -86,6 +98,7 @@ def _container(service: InferenceService, images: Images) -> Object:
         "securityContext": container_security(),
         "volumeMounts": [
             {"name": "token", "mountPath": labels.TOKEN_DIR, "readOnly": True},
+            {"name": "policy", "mountPath": labels.POLICY_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }

@@ -1,0 +1,82 @@
+"""When a group that is being emptied may go, and which groups routers are to take streams off.
+
+A group may go when every router says that it holds no stream of it and the group itself has none; when there is no router that
+could hold one; or when its time is over. What is noted on the group is all that this rests on, so a new operator goes on with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from phalanx_operator.decide.actions import DrainGroup, GroupAction, KeepGroup, MarkLeader
+from phalanx_operator.decide.clock import age_s
+from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.snapshot import ObservedGroup
+
+
+def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str) -> tuple[ObservedGroup, ...]:
+    """The groups with what routers say of them: tokens in their pages, and whether those that are being emptied may go."""
+    return tuple(
+        replace(
+            group,
+            tokens=_tokens(group, fleet),
+            drained=why_over(group, fleet, timeout_s, now) if group.draining else "",
+        )
+        for group in groups
+    )
+
+
+def _tokens(group: ObservedGroup, fleet: Fleet) -> int:
+    seen = fleet.groups.get(group.name)
+    return seen.tokens if seen else 0
+
+
+def why_over(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: str) -> str:
+    """Why a group that is being emptied may go; empty while it may not."""
+    if group.draining is None:
+        return ""
+    if not fleet.asked:
+        return "there is no router that could hold a stream"
+    seen = fleet.groups.get(group.name)
+    busy = seen is not None and seen.running + seen.waiting > 0
+    if fleet.all_heard and group.name in fleet.emptied and not busy:
+        return "it holds no stream"
+    age = age_s(group.draining.since, now)
+    if age is None or age >= timeout_s:
+        return f"its streams had {timeout_s:.0f} s"
+    return ""
+
+
+def left_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
+    """Seconds until its time is over; None for a group that is not being emptied."""
+    if group.draining is None:
+        return None
+    age = age_s(group.draining.since, now)
+    return max(timeout_s - age, 0.0) if age is not None else 0.0
+
+
+def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:
+    """Groups that routers are to take streams off, the most urgent first: those that lose a pod, then those being emptied."""
+    actions = tuple(actions)
+    draining = {action.uid for action in actions if isinstance(action, DrainGroup)}
+    kept = {action.uid for action in actions if isinstance(action, KeepGroup)}
+    losing, leaving = [], []
+    for group in groups:
+        if group.terminating or any(pod.leaving for pod in group.pods):
+            losing.append(group.name)
+        elif (group.draining or group.uid in draining) and group.uid not in kept:
+            leaving.append(group.name)
+    return sorted(losing) + sorted(leaving)
+
+
+def marks(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[MarkLeader]:
+    """What is to be changed on leader pods, so that routers that watch see which groups are being emptied."""
+    actions = tuple(actions)
+    after = {action.uid: isinstance(action, DrainGroup) for action in actions if isinstance(action, DrainGroup | KeepGroup)}
+    found = []
+    for group in groups:
+        leader = group.leader
+        wanted = after.get(group.uid, group.draining is not None)
+        if leader and leader.uid and not leader.leaving and not group.terminating and leader.marked != wanted:
+            why = "its group is being emptied" if wanted else "its group stays"
+            found.append(MarkLeader(group.name, leader.name, leader.uid, wanted, why))
+    return found

@@ -1,0 +1,46 @@
+"""What routers are granted: the spec's rebalancing, divided by their number, with the targets and what is to be emptied."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx_api.inference_service import Spec
+from phalanx_api.quantities import parse_bytes
+from phalanx_api.summary import BalancePolicy, Budgets
+
+
+def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = ()) -> BalancePolicy:
+    """The policy for each of so many routers."""
+    routers = max(routers, 1)
+    budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
+    bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
+    targets = scaling.targets if scaling else None
+    holds = scaling is not None and scaling.scale_to_zero.enabled and not spec.suspend
+    return BalancePolicy(
+        number=number,
+        mode=spec.rebalancing.mode,
+        routers=routers,
+        budgets=Budgets(
+            moves_per_group=max(1, budgets.moves_per_group // routers),
+            bytes_per_s=bandwidth,
+            tokens_share_per_s=budgets.live_tokens_percent_per_second / 100 / routers,
+        ),
+        ttft_target_s=targets.ttft_p95_ms / 1000 if targets and targets.ttft_p95_ms else None,
+        itl_target_s=targets.itl_p95_ms / 1000 if targets and targets.itl_p95_ms else None,
+        empty=list(empty),
+        max_held=scaling.scale_to_zero.max_held_requests if scaling and holds else 0,
+        hold_s=float(scaling.scale_to_zero.hold_timeout_seconds) if scaling and holds else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The policy as it was told last. Its number rises with each change, also over restarts of the operator, by the clock."""
+
+    policy: BalancePolicy = field(default_factory=BalancePolicy)
+
+    def renewed(self, spec: Spec, routers: int, empty: Sequence[str], now_s: float) -> "Granted":
+        """The policy to tell from now on: the former one, number and all, when nothing changed."""
+        same = policy_of(spec, routers, self.policy.number, empty)
+        if same == self.policy:
+            return self
+        return Granted(policy_of(spec, routers, max(self.policy.number + 1, int(now_s)), empty))

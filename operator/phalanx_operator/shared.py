@@ -1,0 +1,122 @@
+"""Makes what all groups of a service share, and keeps it so: applied at most once in ten minutes while nothing changes and no
+Deployment or Service is missing. The token is made once, and never written again.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+
+from phalanx_api.inference_service import InferenceService
+from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
+from phalanx_operator.kube import SECRETS, Json, KubeClient, resource_of
+from phalanx_operator.observe import Children, owner_uid
+from phalanx_operator.render import disruption, router, services
+from phalanx_operator.render.objects import Images
+from phalanx_operator.store import Key
+
+log = logging.getLogger(__name__)
+APPLY_AGAIN_S = 600.0
+_ABSENT = "absent"
+
+
+class Shared:
+    """Remembers what was applied, so that a quiet service costs no calls."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        children: Children,
+        images: Images,
+        draw_token: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._children = children
+        self._images = images
+        self._draw_token = draw_token
+        self._clock = clock
+        self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
+
+    def forget(self, key: Key) -> None:
+        """Keep nothing of a service that is gone."""
+        self._applied.pop(key, None)
+
+    async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int) -> None:
+        """Makes it all, and undoes it when somebody else scaled the routers. Raises: a KubeError at the first call that fails."""
+        scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
+        present = self._children.present((service.namespace, service.name), service.uid)
+        await self._keep_token(service)
+        for body in [services.groups_service(service), *router.router_objects(service, self._images)]:
+            is_watched = body["kind"] in ("Deployment", "Service")
+            is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present
+            await self._keep(service, body, is_missing or (scaled and body["kind"] == "Deployment"))
+        budget = disruption.group_budget(service)
+        await (self._keep(service, budget, is_missing=False) if groups > 1 else self._drop(service, budget))
+
+    async def _keep(self, service: InferenceService, body: Json, is_missing: bool) -> None:
+        if self._is_due(service, body, _digest(body), is_missing):
+            await self._refuse_strangers(service, body)
+            await self._client.apply(resource_of(body), body)
+            self._remember(service, body, _digest(body))
+
+    async def _drop(self, service: InferenceService, body: Json) -> None:
+        """Deletes the object if it is there and ours."""
+        if not self._is_due(service, body, _ABSENT, is_missing=False):
+            return
+        resource, name = resource_of(body), body["metadata"]["name"]
+        try:
+            there = await self._client.get(resource, service.namespace, name, metadata_only=True)
+            if owner_uid(there["metadata"]) == service.uid:
+                await self._client.delete(resource, service.namespace, name, there["metadata"]["uid"])
+        except (Gone, Conflict):
+            pass  # it is not there
+        self._remember(service, body, _ABSENT)
+
+    async def _keep_token(self, service: InferenceService) -> None:
+        """Makes the token's Secret if there is none."""
+        without_token = services.token_secret(service, "")
+        if not self._is_due(service, without_token, _digest(without_token), is_missing=False):
+            return
+        if not await self._refuse_strangers(service, without_token):
+            await self._client.create(SECRETS, services.token_secret(service, self._draw_token()))
+            log.info("token made", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had none"})
+        self._remember(service, without_token, _digest(without_token))
+
+    async def _refuse_strangers(self, service: InferenceService, body: Json) -> bool:
+        """Whether the object is there and ours.
+
+        Raises: Retry while it is one of a former service of this name, which is still being cleared away; Rejected when it is
+        somebody else's.
+        """
+        metadata = body["metadata"]
+        try:
+            there = await self._client.get(resource_of(body), service.namespace, metadata["name"], metadata_only=True)
+        except Gone:
+            return False
+        owner = owner_uid(there["metadata"])
+        if owner == service.uid and "deletionTimestamp" not in there["metadata"]:
+            return True
+        what = f"{body['kind']} {metadata['name']}"
+        mine = any(o.get("name") == service.name for o in there["metadata"].get("ownerReferences") or [])
+        if mine:
+            raise Retry(f"{what} of a former service of this name is still being deleted")
+        raise Rejected(f"metadata.name: {what} exists and is not the operator's; delete it or take another name")
+
+    def _is_due(self, service: InferenceService, body: Json, digest: str, is_missing: bool) -> bool:
+        key, what = _identity(service, body)
+        former, at = self._applied.get(key, {}).get(what, ("", 0.0))
+        return is_missing or former != digest or self._clock() - at > APPLY_AGAIN_S
+
+    def _remember(self, service: InferenceService, body: Json, digest: str) -> None:
+        key, what = _identity(service, body)
+        self._applied.setdefault(key, {})[what] = (digest, self._clock())
+
+
+def _identity(service: InferenceService, body: Json) -> tuple[Key, tuple[str, str, str]]:
+    return (service.namespace, service.name), (service.uid, body["kind"], body["metadata"]["name"])
+
+
+def _digest(body: Json) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

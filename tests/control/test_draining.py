@@ -1,0 +1,281 @@
+"""A group leaves: noted, emptied by the routers, deleted; also over a restart, a change of mind, and a lost node."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_operator.decide.draining import left_s, marks, to_empty, why_over
+from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.lost import to_forget, why_lost
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
+from phalanx_operator.errors import Conflict
+from phalanx_operator.kube import PODS
+from tests.control.builders import NOW, make_group
+from tests.control.fake_kube import FakeKube
+from tests.control.summaries import group, summary
+from tests.control.test_scale import fleet_of
+from tests.control.worlds import World
+
+LATER = "2026-01-02T03:14:05Z"
+GOING = Draining("2026-01-02T03:04:00Z", "3 groups, 2 wanted")
+
+
+def going(**fields: Any) -> ObservedGroup:
+    return make_group("a", draining=GOING, **fields)
+
+
+def seen(**fields: Any) -> Fleet:
+    return fleet_of(summary(group("a", **fields), emptied=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("fleet", "now", "why"),
+    [
+        (Fleet(), NOW, "there is no router that could hold a stream"),
+        (Fleet(asked=1), NOW, ""),
+        (Fleet(asked=1), LATER, "its streams had 300 s"),
+        (fleet_of(summary(group("a"))), NOW, ""),
+        (seen(running=2, waiting=0), NOW, ""),
+        (seen(running=0, waiting=1), NOW, ""),
+        (seen(running=0, waiting=0), NOW, "it holds no stream"),
+        (fleet_of(summary(emptied=["a"]), summary()), NOW, ""),
+        (fleet_of(summary(emptied=["a"]), summary(emptied=["a"])), NOW, "it holds no stream"),
+        (fleet_of(summary(emptied=["a"]), asked=2), NOW, ""),
+    ],
+    ids=[
+        *("no router", "none heard", "time over", "not empty", "a stream of nobody's", "one waits", "empty"),
+        *("one of two", "both", "one of two heard"),
+    ],
+)
+def test_when_a_group_may_go(fleet: Fleet, now: str, why: str) -> None:
+    assert why_over(going(), fleet, 300, now) == why
+
+
+def test_a_note_that_cannot_be_read_keeps_no_group_for_ever() -> None:
+    assert why_over(make_group("a", draining=Draining("soon", "")), Fleet(asked=1), 300, NOW) == "its streams had 300 s"
+
+
+def test_a_group_that_stays_is_never_over() -> None:
+    assert why_over(make_group("a"), Fleet(), 0, LATER) == ""
+    assert left_s(make_group("a"), 300, NOW) is None
+    assert left_s(going(), 300, NOW) == 295
+
+
+def test_routers_take_streams_off_what_loses_a_pod_first_and_then_off_what_leaves() -> None:
+    evicted = make_group("z")
+    evicted = replace(evicted, pods=(replace(evicted.pods[0], leaving=True, ready=False), *evicted.pods[1:]))
+    assert to_empty((going(), make_group("b"), evicted, make_group("y", terminating=True)), ()) == ["y", "z", "a"]
+
+
+def test_marks_follow_the_note_and_come_off_again() -> None:
+    leader = replace(make_group("a").pods[0], uid="pod-1")
+    plain = replace(make_group("a"), pods=(leader,))
+    noted = replace(plain, draining=GOING)
+    on, off = marks((noted,), ()), marks((replace(plain, pods=(replace(leader, marked=True),)),), ())
+    assert [(m.pod, m.uid, m.draining) for m in (*on, *off)] == [("a-0", "pod-1", True), ("a-0", "pod-1", False)]
+    assert marks((plain, replace(noted, terminating=True), replace(noted, pods=(replace(leader, leaving=True),))), ()) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "lost"),
+    [
+        (None, False),
+        (ObservedNode("n", True, "2026-01-01T00:00:00Z"), False),
+        (ObservedNode("n", False, "2026-01-02T03:03:00Z"), False),
+        (ObservedNode("n", False, "2026-01-02T03:02:00Z"), True),
+        (ObservedNode("n", False, ""), False),
+    ],
+    ids=["unknown", "well", "silent for a minute", "silent for two", "since when nobody knows"],
+)
+def test_when_a_node_is_lost(node: ObservedNode | None, lost: bool) -> None:
+    assert bool(why_lost(node, 120, NOW)) is lost
+
+
+def test_pods_of_a_group_that_stays_are_never_deleted_at_once() -> None:
+    nodes = {"node-0": ObservedNode("node-0", False, "2026-01-02T03:00:00Z")}
+    pods = tuple(replace(pod, uid=f"uid-{pod.name}") for pod in make_group("a").pods)
+    stays, goes = replace(make_group("a"), pods=pods), replace(make_group("a", terminating=True), pods=pods)
+    assert to_forget((stays,), nodes, 120, NOW) == []
+    assert [(pod.name, pod.uid) for pod in to_forget((goes,), nodes, 120, NOW)] == [("a-0", "uid-a-0")]
+
+
+async def world_with_routers(replicas: int = 3, routers: int = 1, **spec: Any) -> World:
+    world = World(replicas=replicas, **spec)
+    world.cluster.start_router_pods(routers)
+    world.routers.says = summary()
+    await world.settle()
+    return world
+
+
+async def test_scale_in_empties_a_group_before_it_is_deleted() -> None:
+    world = await world_with_routers()
+    await world.change(replicas=2)
+    writes = await world.look()
+    (victim,) = world.draining()
+    assert world.draining()[victim] == f"{NOW} 3 groups, 2 wanted"
+    assert [w for w in writes if "events" not in w and "status" not in w] == [
+        f"merge statefulsets {victim}",
+        f"merge pods {victim}-0",
+    ]
+    assert (world.routers.policy.empty, world.routers.urgent, world.next_s) == ([victim], True, 2.0)
+    for _ in range(3):
+        assert not [w for w in await world.look() if "statefulsets" in w or "pods" in w]
+    phases = {one.name: one.phase for one in world.status.groups}
+    assert (world.status.replicas, world.status.draining_replicas, phases[victim]) == (2, 1, "Draining")
+    assert world.ready == ("True", "Ready")
+    world.routers.says = summary(emptied=[victim])
+    assert f"delete statefulsets {victim}" in await world.look()
+    await world.settle()
+    assert len(world.groups) == 2 and victim not in world.groups
+    assert world.routers.policy.empty == [] and not world.routers.urgent
+    assert [reason for _, reason in world.notes()].count("GroupDraining") == 1
+
+
+async def test_streams_that_nobody_takes_hold_a_group_up_no_longer_than_the_time_out() -> None:
+    world = await world_with_routers(drain={"timeoutSeconds": 600})
+    await world.change(replicas=2)
+    await world.look()
+    world.now = "2026-01-02T03:14:04Z"
+    assert not any(w.startswith("delete") for w in await world.look())
+    assert world.next_s == 1.0
+    world.now = LATER
+    assert any(w.startswith("delete statefulsets") for w in await world.look())
+
+
+async def test_a_new_operator_goes_on_where_the_old_one_was_killed() -> None:
+    world = await world_with_routers()
+    await world.change(replicas=2)
+    await world.look()
+    (victim,) = world.draining()
+    other = World(world.kube)
+    other.routers.says = summary(group(victim, running=5))
+    other.now = "2026-01-02T03:05:05Z"
+    for _ in range(3):
+        await other.look()
+    assert list(other.draining()) == [victim] and other.deleted() == set()
+    assert other.draining()[victim].startswith(NOW)
+    assert other.routers.policy.empty == [victim] and other.routers.policy.number > world.routers.policy.number
+    other.routers.says = summary(emptied=[victim])
+    await other.look()
+    assert other.deleted() == {victim}
+
+
+async def test_an_operator_killed_between_note_and_mark_marks_the_leader_later() -> None:
+    world = await world_with_routers()
+    await world.change(replicas=2)
+    world.kube.failures |= {f"merge pods {name}-0": Conflict("killed") for name in world.groups}
+    await world.look()
+    (victim,) = world.draining()
+    world.kube.failures.clear()
+    assert f"merge pods {victim}-0" in await World(world.kube).look()
+    assert "annotations" in world.kube.of(PODS)[f"{victim}-0"]["metadata"]
+
+
+async def test_what_is_wanted_again_stays() -> None:
+    world = await world_with_routers()
+    groups = world.groups
+    await world.change(replicas=1)
+    await world.look()
+    assert len(world.draining()) == 2
+    await world.change(replicas=3)
+    await world.look()
+    assert (world.draining(), world.groups, world.routers.policy.empty) == ({}, groups, [])
+    await world.look()
+    assert not any(pod["metadata"].get("annotations") for pod in world.kube.of(PODS).values())
+    assert ("Normal", "GroupKept") in world.notes()
+
+
+async def test_looks_before_the_informer_has_told_choose_no_second_victim() -> None:
+    """Not even when by then another group has fewer tokens in its pages."""
+    world = await world_with_routers()
+    first, second, third = sorted(world.groups)
+    world.routers.says = summary(group(first, live_tokens=5), group(second, live_tokens=50), group(third, live_tokens=70))
+    await world.change(replicas=2)
+    await world.look()
+    world.routers.says = summary(group(first, live_tokens=50), group(second, live_tokens=5), group(third, live_tokens=70))
+    await world.reconciler.reconcile(("team", "chat"))
+    assert list(world.draining()) == [first]
+    world.cluster.tell()
+    await world.look()
+    assert world.children.notes == {}
+
+
+async def test_a_rollout_empties_one_group_after_the_other() -> None:
+    world = await world_with_routers()
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    for _ in range(30):
+        await world.look()
+        assert len(world.draining()) + len(world.deleted()) <= 1
+        world.routers.says = summary(emptied=list(world.draining()))
+        world.cluster.start_pods()
+    assert not old & world.groups and len(world.groups) == 3
+    assert [reason for _, reason in world.notes()].count("GroupDraining") == 3
+
+
+async def test_routers_of_a_group_that_loses_a_pod_are_told_to_take_its_streams() -> None:
+    world = await world_with_routers(replicas=2)
+    name = sorted(world.groups)[0]
+    pod = world.kube.of(PODS)[f"{name}-0"]
+    world.kube.put(PODS, pod | {"metadata": pod["metadata"] | {"deletionTimestamp": NOW}})
+    await world.look()
+    assert world.routers.policy.empty == [name]
+    assert world.draining() == {} and world.deleted() == set()
+
+
+async def test_a_note_on_a_group_that_was_made_anew_is_not_taken_over() -> None:
+    class Replaced(FakeKube):
+        async def merge(self, resource: Any, namespace: str, name: str, patch: Any, *, subresource: str | None = None) -> Any:
+            if resource.plural == "statefulsets":
+                raise Conflict("metadata.uid: field is immutable")
+            return await super().merge(resource, namespace, name, patch, subresource=subresource)
+
+    world = World(Replaced(), replicas=2)
+    world.cluster.start_router_pods()
+    await world.settle()
+    await world.change(replicas=1)
+    await world.look()
+    assert world.draining() == {} and world.children.notes == {}
+
+
+@pytest.mark.parametrize(("replicas", "there"), [(2, True), (1, False), (0, False)])
+async def test_groups_have_a_disruption_budget_unless_there_is_only_one(replicas: int, there: bool) -> None:
+    world = World(replicas=3)
+    await world.settle()
+    await world.change(replicas=replicas)
+    await world.settle()
+    budgets = {where[2]: body["spec"] for where, body in world.kube.objects.items() if where[0] == "poddisruptionbudgets"}
+    assert ("chat-groups" in budgets) is there
+    assert budgets["chat-router"]["maxUnavailable"] == 1
+    if there:
+        ours = budgets["chat-groups"]
+        assert (ours["maxUnavailable"], ours["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
+async def test_a_lost_node_costs_its_groups_and_they_get_successors() -> None:
+    world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1}, restartPolicy={"nodeLostSeconds": 60})
+    await world.settle()
+    before = world.groups
+    world.cluster.lose_node("node-1", "2026-01-02T03:03:30Z")
+    await world.look()
+    assert (world.groups, world.next_s) == (before, 25.0)
+    world.now = "2026-01-02T03:04:31Z"
+    writes = await world.look()
+    assert world.deleted() == before and len(world.groups) == 4
+    assert sorted(w for w in writes if w.startswith("kill")) == sorted(f"kill pods {name}-1" for name in before)
+    assert not [w for w in writes if w.startswith("kill") and w.endswith("-0")]
+    assert len([reason for _, reason in world.notes() if reason == "GroupDeleted"]) == 2
+
+
+async def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
+    world = World(replicas=2)
+    await world.settle()
+    before = world.groups
+    world.cluster.lose_node("node-0", "2026-01-02T03:04:00Z")
+    await world.look()
+    world.cluster.start_pods()
+    del world.kube.objects["nodes", "", "node-0"]
+    world.now = LATER
+    await world.settle()
+    assert (world.groups, world.deleted()) == (before, set())

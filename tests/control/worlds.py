@@ -1,0 +1,98 @@
+"""An operator over an API server in memory, for tests of whole looks."""
+
+from typing import Any
+
+from phalanx_api.conditions import ConditionType, find_condition
+from phalanx_api.status import Status
+from phalanx_operator.apply import Hands
+from phalanx_operator.events import Notes
+from phalanx_operator.kube import EVENTS, SERVICES_OF_OURS, STATEFUL_SETS, Json
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.observe import Children
+from phalanx_operator.reconcile import Reconciler
+from phalanx_operator.render.objects import Images
+from tests.control.builders import NOW, make_body
+from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters
+
+KEY = ("team", "chat")
+IMAGES = Images("runtime:1", "router:1")
+
+
+class World:
+    """An operator and its cluster. Nothing happens by itself."""
+
+    def __init__(self, kube: FakeKube | None = None, images: Images = IMAGES, **spec: Any) -> None:
+        self.kube = kube or FakeKube()
+        self.clock = 0.0
+        self.children = Children()
+        self.cluster = FakeCluster(self.kube, self.children)
+        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock)
+        self.metrics = Metrics()
+        self.routers = FakeRouters()
+        self.now = NOW
+        self.reconciler = Reconciler(
+            self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers,
+            now=lambda: self.now, clock=lambda: self.clock,
+        )  # fmt: skip
+        if spec or kube is None:
+            body = make_body(**spec)
+            for field in [field for field, value in body["spec"].items() if value is None]:
+                del body["spec"][field]
+            self.kube.put(SERVICES_OF_OURS, body)
+
+    async def look(self) -> list[str]:
+        """One look; the writes that it made."""
+        self.cluster.tell()
+        before = len(self.kube.calls)
+        self.next_s = await self.reconciler.reconcile(KEY)
+        return self.kube.calls[before:]
+
+    async def settle(self, looks: int = 12) -> None:
+        """Looks while the cluster does its part, until nothing is written any more."""
+        for _ in range(looks):
+            self.cluster.start_pods()
+            self.cluster.start_routers()
+            if not (writes := await self.look()):
+                return
+        raise AssertionError(f"still writing: {writes}")
+
+    async def change(self, **spec: Any) -> None:
+        body = self.service
+        self.kube.put(SERVICES_OF_OURS, body | {"spec": body["spec"] | spec})
+
+    @property
+    def service(self) -> Json:
+        return self.kube.of(SERVICES_OF_OURS)["chat"]
+
+    @property
+    def status(self) -> Status:
+        return Status.model_validate(self.service["status"])
+
+    @property
+    def ready(self) -> tuple[str, str]:
+        condition = find_condition(self.status.conditions, "Ready")
+        assert condition is not None
+        return condition.status, condition.reason
+
+    @property
+    def groups(self) -> set[str]:
+        return set(self.kube.of(STATEFUL_SETS))
+
+    def notes(self) -> list[tuple[str, str]]:
+        return [(e["type"], e["reason"]) for e in self.kube.of(EVENTS).values()]
+
+    def condition(self, kind: ConditionType) -> tuple[str, str]:
+        condition = find_condition(self.status.conditions, kind)
+        assert condition is not None
+        return condition.status, condition.reason
+
+    def draining(self) -> dict[str, str]:
+        """What is noted on groups that are being emptied and exist, by name."""
+        there = self.kube.of(STATEFUL_SETS)
+        notes = {name: body["metadata"].get("annotations", {}).get("phalanx.dev/draining") for name, body in there.items()}
+        gone = {name for name, body in there.items() if "deletionTimestamp" in body["metadata"]}
+        return {name: note for name, note in notes.items() if note and name not in gone}
+
+    def deleted(self) -> set[str]:
+        """Groups that are being deleted."""
+        return {name for name, body in self.kube.of(STATEFUL_SETS).items() if "deletionTimestamp" in body["metadata"]}
