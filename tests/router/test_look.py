@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_router.route.choose import Choice, choose
+from phalanx_router.route.cost import Newcomer
 from phalanx_router.route.ledger import Sent
 from phalanx_router.route.look import Lookout, Told
 from phalanx_router.route.prefixes import KeySpace, PrefixIndex, PromptKeys
@@ -58,6 +60,17 @@ def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
     assert [lookout.look([group], 100.0 + s)[0].state for s in (0.1, 0.3, 3.0, 6.0)] == ["fresh", "degraded", "suspect", "dead"]
     group.ledger.ended(1)
     assert lookout.look([group], 106.0)[0].state == "fresh"
+
+
+def test_an_idle_group_gets_newcomers_though_its_last_outputs_were_long() -> None:
+    """Long outputs are the requests', not the group's: by its own mean, a group that had some would stay empty for ever."""
+    short, long = (msgspec.structs.replace(LOAD, mean_output_tokens=mean) for mean in (100.0, 4000.0))
+    busy = told("busy", msgspec.structs.replace(short, running=40, context_tokens=40_000))
+    idle = told("idle", msgspec.structs.replace(long, running=0, waiting=0, context_tokens=0))
+    views = Lookout().look([busy, idle], 0.0)
+    assert [view.mean_output_tokens for view in views] == [2050.0, 2050.0]
+    choice = choose(views, Newcomer(500, 8000), 0.0)
+    assert isinstance(choice, Choice) and choice.key == "idle"
 
 
 def test_when_most_are_stale_only_the_ledger_counts() -> None:

@@ -2,6 +2,8 @@
 
 When more than half of the groups are stale, reports no longer tell who has room, and a router that waited for them would halt:
 stale groups are then seen by the ledger alone, what this router itself has there (`is_blind`).
+How long outputs are depends on the requests, not on the group that had them: all groups of a model get the mean of what they
+told. With each its own, a group that had long ones would look dear, get no others, and so stay empty for ever.
 """
 
 from collections.abc import Sequence
@@ -71,6 +73,8 @@ class Lookout:
         self._views: dict[str, tuple[tuple[object, ...], GroupView]] = {}
         self._speeds: dict[str, tuple[StepModel, float]] = {}
         self._speeds_at: float | None = None
+        self._outputs: dict[str, float] = {}
+        """Output tokens of a request lately, by model."""
 
     def look(self, groups: Sequence[Told], now: float) -> list[GroupView]:
         """The view of each group, in this order."""
@@ -89,6 +93,7 @@ class Lookout:
             return
         self._speeds_at = now
         found = speeds({told.key: ((told.served.model_hash, told.served.layout), told.model()) for told in groups})
+        self._outputs = usual_outputs(groups)
         before = self._speeds  # equal ones stay the same object, by which `_view` sees that nothing changed
         self._speeds = {key: before[key] if before.get(key) == entry else entry for key, entry in found.items()}
 
@@ -96,13 +101,23 @@ class Lookout:
         is_blind = self.is_blind and is_stale(state)
         preempted = told.preempted_at is not None and now - told.preempted_at < LATELY_S
         speed = self._speeds[told.key]
-        version = (told.num_reports, told.ledger.version, speed, told.draining, told.served, state, is_blind, preempted)
+        output = self._outputs.get(told.served.model_hash, 0.0)
+        version = (told.num_reports, told.ledger.version, speed, output, told.draining, told.served, state, is_blind, preempted)
         kept = self._views.get(told.key)
         if kept is not None and kept[0] == version:
             return kept[1]
-        view = make_view(told, state, *speed, preempted_lately=preempted, is_blind=is_blind)
+        view = make_view(told, state, *speed, mean_output_tokens=output, preempted_lately=preempted, is_blind=is_blind)
         self._views[told.key] = (version, view)
         return view
+
+
+def usual_outputs(groups: Sequence[Told]) -> dict[str, float]:
+    """Output tokens of a request lately, by model: the mean over the groups that have told any."""
+    told: dict[str, list[float]] = {}
+    for group in groups:
+        if group.load is not None and group.load.mean_output_tokens:
+            told.setdefault(group.served.model_hash, []).append(group.load.mean_output_tokens)
+    return {model: sum(values) / len(values) for model, values in told.items()}
 
 
 def make_view(
@@ -111,6 +126,7 @@ def make_view(
     model: StepModel = UNKNOWN,
     speed: float = 1.0,
     *,
+    mean_output_tokens: float = 0.0,
     preempted_lately: bool = False,
     is_blind: bool = False,
 ) -> GroupView:
@@ -135,7 +151,7 @@ def make_view(
         queued_prompt_tokens=seen.waiting_prompt_tokens + seen.running_prompt_tokens + unseen.prompt_tokens,
         context_tokens=seen.context_tokens + added.context_tokens,
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
-        mean_output_tokens=load.mean_output_tokens,
+        mean_output_tokens=mean_output_tokens,
         total_pages=max(1, load.total_pages),
         page_size=told.page_size,
         used_pages=held if load.total_pages else 0,
