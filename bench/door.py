@@ -54,6 +54,9 @@ class Steps:
     async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
         return {}
 
+    async def awake(self) -> None:
+        """At once: what is not known yet, no request waits for."""
+
     def assets(self) -> wire.Assets:
         return self._assets
 

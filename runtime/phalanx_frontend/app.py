@@ -55,6 +55,7 @@ def create_app(
     keys: ApiKeys | None = None,
     vitals: Vitals | None = None,
     metrics_prefix: str = "phalanx",
+    keep_alive_s: float = 5.0,
 ) -> FastAPI:
     """The OpenAI server over a backend, with health and metrics.
 
@@ -65,7 +66,7 @@ def create_app(
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     responses = response_counter(registry, metrics_prefix)
-    door = Door(backend, DoorMetrics(registry, responses, metrics_prefix), limits)
+    door = Door(backend, DoorMetrics(registry, responses, metrics_prefix), limits, keep_alive_s=keep_alive_s)
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Gate, keys=keys)

@@ -71,6 +71,10 @@ class Backend(Protocol):
         """Those of these streams that may be resumed, by id. `generate` goes on with such a request where it stands."""
         ...
 
+    async def awake(self) -> None:
+        """Returns when `assets` are known, or when it is of no use to wait for them. Raises BackendError."""
+        ...
+
     def assets(self) -> wire.Assets:
         """What the door needs of the model. Raises BackendError 503 while nothing has told it yet."""
         ...

@@ -14,7 +14,10 @@ from phalanx_frontend.model import DoorModel, Models
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What the routes stand on. `seconds` is a monotonic clock, `unix_s` the time of day."""
+    """What the routes stand on. `seconds` is a monotonic clock, `unix_s` the time of day.
+
+    keep_alive_s: silence after which a stream that waits for a model gets a comment.
+    """
 
     backend: Backend
     metrics: DoorMetrics
@@ -23,6 +26,7 @@ class Door:
     seconds: Clock = time.perf_counter
     unix_s: Clock = time.time
     draw_seed: Callable[[], int] = draw_seed
+    keep_alive_s: float = 5.0
 
     _known_s: dict[str, float] = field(default_factory=dict)
 
@@ -37,8 +41,17 @@ class Door:
         """The time of day when these were first served here."""
         return self._known_s[assets.content_hash]
 
+    def is_asleep(self) -> bool:
+        """Whether no model is known yet."""
+        try:
+            self.backend.assets()
+        except BackendError:
+            return True
+        return False
+
     async def model(self) -> DoorModel:
-        """The model that is served now. Raises BackendError 503 while none is known."""
+        """The model that is served now, waited for if the backend waits. Raises BackendError 503 while none is known."""
+        await self.backend.awake()
         return await self.models.get(self.assets())
 
     async def warm(self) -> None:

@@ -3,12 +3,13 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
+from starlette.responses import Response
 
 from phalanx_api import wire
 from phalanx_frontend.accept import CHAT, COMPLETIONS, accept
-from phalanx_frontend.answer import Answer
 from phalanx_frontend.caller import Caller, caller_of
 from phalanx_frontend.door import Door
+from phalanx_frontend.held import HeldAnswer
 from phalanx_frontend.openapi import STREAMED
 from phalanx_frontend.prompt import tokenize_prompt
 from phalanx_frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -21,13 +22,17 @@ def openai_routes(door: Door) -> APIRouter:
     routes = APIRouter(tags=["openai"])
 
     @routes.post(COMPLETIONS.route, response_model=None, responses=STREAMED)
-    async def completions(body: CompletionRequest, caller: Asker) -> Answer:
+    async def completions(body: CompletionRequest, caller: Asker) -> Response:
         """Completes a prompt."""
+        if body.stream and door.is_asleep():
+            return HeldAnswer(lambda: accept(door, COMPLETIONS, body, caller), door.keep_alive_s)
         return await accept(door, COMPLETIONS, body, caller)
 
     @routes.post(CHAT.route, response_model=None, responses=STREAMED)
-    async def chat_completions(body: ChatRequest, caller: Asker) -> Answer:
+    async def chat_completions(body: ChatRequest, caller: Asker) -> Response:
         """Answers a conversation."""
+        if body.stream and door.is_asleep():
+            return HeldAnswer(lambda: accept(door, CHAT, body, caller), door.keep_alive_s)
         return await accept(door, CHAT, body, caller)
 
     @routes.get("/v1/models")

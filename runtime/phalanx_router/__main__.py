@@ -68,6 +68,8 @@ async def serve(settings: Settings) -> int:
         retry_after_s=settings.retry_after_s,
         policy=settings.policy,
         queue=QueueBounds(settings.max_queued, settings.max_queued_tokens),
+        hold_s=settings.hold_s,
+        max_held=settings.max_held,
     )
     source = await make_source(settings)
     app, fleet = make_router(fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file)

@@ -63,6 +63,13 @@ def make_router(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # `look` has told of an error
 
-    app = create_app(fleet, registry=registry, lifespan=lifespan, keys=api_keys, metrics_prefix="phalanx_router")
+    app = create_app(
+        fleet,
+        registry=registry,
+        lifespan=lifespan,
+        keys=api_keys,
+        metrics_prefix="phalanx_router",
+        keep_alive_s=settings.keep_alive_s,
+    )
     app.add_middleware(BesideTheDoor, door=summaries)
     return app, fleet

@@ -142,6 +142,10 @@ class Fleet:
             if run.came is not None and not run.came.done():
                 run.came.set_result(None)
 
+    async def awake(self) -> None:
+        """Waits for a first group, if this router holds requests for one."""
+        await self.placing.waking.model_known()
+
     def assets(self) -> wire.Assets:
         """What the door needs of the model, from the newest ready group; from the last one when none is ready."""
         assets = self.links.assets()
@@ -190,6 +194,7 @@ class Fleet:
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""
+        self.placing.dispatch()  # a group that tells nothing is open after a while: no event says so
         self.placing.tenants.routers = max(1, self.balancing.policy.routers)
         if self.balancing.policy.mode in ("Requeue", "Migrate"):
             self.placing.requeue(self.runs)

@@ -34,6 +34,7 @@ class RouterMetrics:
         self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by why.", ["why"], registry=registry)
         self._queued = Gauge("phalanx_router_queued_requests", "Requests that wait at the router.", registry=registry)
         self._queued_tokens = Gauge("phalanx_router_queued_tokens", "Prompt tokens of requests that wait.", registry=registry)
+        self._held = Gauge("phalanx_router_held_requests", "Requests that wait for the service to wake.", registry=registry)
         self._wait = Histogram(
             "phalanx_router_wait_seconds",
             "Time between the arrival of a request and its first dispatch.",
@@ -80,6 +81,10 @@ class RouterMetrics:
         """Shows what waits at the router."""
         self._queued.set(requests)
         self._queued_tokens.set(tokens)
+
+    def show_held(self, requests: int) -> None:
+        """Shows how many requests wait for a first group."""
+        self._held.set(requests)
 
     def link_lost(self) -> None:
         """Counts a link that was open and ended."""

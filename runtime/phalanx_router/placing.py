@@ -22,6 +22,7 @@ from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost
 from phalanx_router.tenants import Tenants
+from phalanx_router.waking import Waking
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Placing:
         """How a group should look to newcomers: a group that just gave requests away does not look free at once."""
         self.queue = RequestQueue()
         self.tenants = Tenants(metrics, clock)
+        self.waking = Waking(settings, links, metrics, clock)
         self._settings = settings
         self._links = links
         self._metrics = metrics
@@ -68,6 +70,7 @@ class Placing:
             self._runs.pop(run.waiting.ticket, None)
             self._show()
         self.tenants.end(run)
+        self._let_go(run)
         if run.charged:
             used = len(run.stream.journal.delivered)
             self.queue.charge(run.stream.journal.tenant, 0, used - run.charged)
@@ -163,6 +166,7 @@ class Placing:
             run.charged = int(min(waiting.newcomer.output_tokens, UNKNOWN_OUTPUT))
             self.queue.charge(waiting.tenant, waiting.newcomer.prompt_tokens, run.charged)
         run.sent_at, run.homeless_since = now, None
+        self._let_go(run)
         self.submit(run, choice.key, self._eligible(run)[choice.key], choice.hit_tokens)
         if run.came is not None and not run.came.done():
             run.came.set_result(None)
@@ -189,18 +193,29 @@ class Placing:
         now = self._clock()
         if run.homeless_since is None:
             run.homeless_since = now
-        left_s = run.homeless_since + self._settings.patience_s - now
-        if not (run.moves or run.stream.journal.delivered or run.stream.journal.epoch) or left_s <= 0:
-            raise self._no_group(run, why)
+        has_begun = bool(run.moves or run.stream.journal.delivered or run.stream.journal.epoch)
+        patience_s = self._settings.patience_s if has_begun else 0.0 if keys else self._settings.hold_s
+        left_s = run.homeless_since + patience_s - now
+        if left_s <= 0:
+            raise self._no_group(run, why, patience_s)
+        if not has_begun and not run.is_held:
+            self.waking.hold()
+            run.is_held = True
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
 
-    def _no_group(self, run: Run, why: str) -> BackendError:
+    def _let_go(self, run: Run) -> None:
+        if run.is_held:
+            run.is_held = False
+            self.waking.release()
+
+    def _no_group(self, run: Run, why: str, waited_s: float) -> BackendError:
         """The answer when no group takes the request: what the last one said, if it said something."""
+        why = f"{why} after {waited_s:g} s" if waited_s else why
         match run.trouble:
             case wire.Refused(_, _, status, code, message, retry_after_s):
                 return BackendError(status, code, message, retry_after_s or self._settings.retry_after_s)
             case Lost(lost_why):
-                why = f"{why} after {self._settings.patience_s:g} s; before that {lost_why}"
+                why = f"{why}; before that {lost_why}"
         return BackendError(503, "no_group_ready", why, self._settings.retry_after_s)
 
     def _eligible(self, run: Run) -> dict[str, LeaderLink]:

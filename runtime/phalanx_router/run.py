@@ -21,8 +21,9 @@ class FleetSettings:
     max_replays: how often one stream may lose its group. max_moves: how often it may lose it or be left by it. patience_s:
     how long a stream that was running waits for a group. keep_alive_s: silence after which the door hears that a stream
     lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
-    running stream are asked again. policy: followed until the operator tells another. queue: how many newcomers
-    wait while every group has as many waiting as it should. tick_s: how often balancing looks.
+    running stream are asked again. policy: followed until the operator tells another. queue: how many newcomers wait while every
+    group has as many waiting as it should. tick_s: how often balancing looks. hold_s, max_held: how long newcomers wait while
+    there is no group at all, and how many of them; 0 s: they are answered at once.
     """
 
     link: LinkSettings
@@ -36,6 +37,8 @@ class FleetSettings:
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     queue: QueueBounds = field(default_factory=QueueBounds)
     tick_s: float = 0.25
+    hold_s: float = 0.0
+    max_held: int = 1024
 
 
 _next_number: Callable[[], int] = count().__next__
@@ -75,6 +78,7 @@ class Run:
     came: asyncio.Future[None] | None = None
     sent_at: float = 0.0
     charged: int = 0
+    is_held: bool = False
     granted: Granted | None = None
     granted_at: float = 0.0
     deaths: int = 0

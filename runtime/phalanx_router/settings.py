@@ -27,6 +27,7 @@ class Settings:
     api_keys: who may use the door; none: anyone. key_file: where they are read again when it changes.
     policy: followed until the operator tells another.
     max_queued, max_queued_tokens: requests that wait here, and tokens of their prompts; too low: 429 at short bursts.
+    hold_s: how long requests wait for a service to wake from zero, above its cold start; 0: they get 503. max_held: how many.
     """
 
     host: str
@@ -47,6 +48,8 @@ class Settings:
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
+    hold_s: float = 0.0
+    max_held: int = 1024
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -95,6 +98,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         policy=policy,
         max_queued=given.max_queued,
         max_queued_tokens=given.max_queued_tokens,
+        hold_s=given.hold_s,
+        max_held=given.max_held,
     )
 
 
@@ -114,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
     serve.add_argument("--max-queued", type=_count, default=1024, help="requests that may wait here; more get 429 (default 1024)")
     serve.add_argument("--max-queued-tokens", type=_count, default=4_000_000, help="tokens of their prompts (default 4000000)")
+    serve.add_argument("--hold-s", type=_seconds, default=0.0, help="wait of requests while there is no group (default 0: 503)")
+    serve.add_argument("--max-held", type=_count, default=1024, help="requests that wait so at most (default 1024)")
     serve.add_argument("--drain-s", type=_seconds, default=600.0, help="longest wait for open streams at the end (default 600)")
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients while leaving (default 2)")
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")

@@ -36,7 +36,7 @@ class Summing:
         """As of now."""
         found = self._fleet.balancing.last
         hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
-        has_held = not self._fleet.links.num_ready and any(run.link is None for run in self._fleet.runs)
+        has_held = self._num_held() > 0
         return Crossing(hotspots, found.is_saturated, has_held, frozenset(self._emptied()), self._fleet.draining)
 
     def summary(self) -> RouterSummary:
@@ -50,8 +50,8 @@ class Summing:
             traffic=traffic.windows(now),
             queued=len(waiting),
             queued_tokens=sum(run.stream.journal.num_tokens for run in waiting),
-            held=0 if fleet.links.num_ready else len(waiting),
-            idle_s=0.0 if fleet.runs else now - max(self._began, traffic.last_s or self._began),
+            held=self._num_held(),
+            idle_s=0.0 if fleet.runs or self._num_held() else now - max(self._began, traffic.last_s or self._began),
             ttft=traffic.ttft(now),
             itl=traffic.itl(now),
             hotspots=balancing.last.hotspots,
@@ -63,6 +63,12 @@ class Summing:
             policy=balancing.policy.number,
             emptied=sorted(self._emptied()),
         )
+
+    def _num_held(self) -> int:
+        """Requests that wait for a first group: those held, and streams that lost the last one."""
+        fleet = self._fleet
+        homeless = 0 if fleet.links.num_ready else sum(run.link is None and not run.is_held for run in fleet.runs)
+        return fleet.placing.waking.num_held + homeless
 
     def _emptied(self) -> set[str]:
         streams = self._streams()

@@ -185,6 +185,9 @@ class FakeBackend:
         """Those of the streams that `begun` holds."""
         return {id: self.begun[id] for id in ids if id in self.begun}
 
+    async def awake(self) -> None:
+        """At once: what is not known yet, no request waits for."""
+
     def assets(self) -> wire.Assets:
         """The model, or BackendError 503 while `current_assets` is None."""
         if self.current_assets is None:

@@ -113,7 +113,9 @@ def test_the_queue_holds_what_came_and_did_not_go(events: list[tuple[int, str, i
         (group("pages full", unseen=2, used=1000), False),
         (group("many on their way, all fit", unseen=9, running=9, queued=600), True),
         (group("stale", waits=9, state="degraded"), True),
-        (group("never reported", waits=9, is_known=False), True),
+        (group("not yet reported", is_known=False, unseen=9), True),
+        (group("not yet reported, much is on its way", is_known=False, unseen=9, queued=5000), False),
+        (group("should have reported", is_known=False, unseen=9, queued=5000, state="degraded"), True),
     ],
     ids=lambda value: value.key if isinstance(value, GroupView) else "",
 )

@@ -6,7 +6,7 @@
     requeue   the same bounds take a request that has not started back from its group, twice a second at most
 
 A begun stream goes to the best group at once. A group whose report is not fresh is open: what it has done since is not known, and
-to wait for its word would stop the router.
+to wait for its word would stop the router. One that never reported is fresh until it should have.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ class Known:
 
 def is_open(view: GroupView) -> bool:
     """Whether one more request may be sent there."""
-    return not view.is_known or view.state != "fresh" or view.waiting + view.unseen < MAX_WAITING or has_room(view)
+    return view.state != "fresh" or view.waiting + view.unseen < MAX_WAITING or has_room(view)
 
 
 def has_room(view: GroupView) -> bool:

@@ -92,6 +92,9 @@ class LocalBackend:
         """None: what runs here ends with its connection, and only routers keep journals."""
         return {}
 
+    async def awake(self) -> None:
+        """At once: what is not known yet, no request waits for."""
+
     def assets(self) -> wire.Assets:
         """What the door needs of the model."""
         return self._client.assets()

@@ -1,0 +1,128 @@
+"""Requests that come while a service has no group: held for a while, streamed ones with comments, then served or refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from phalanx_router.app import make_router
+from phalanx_router.fleet import Fleet
+from phalanx_router.run import FleetSettings
+from tests.frontend.fakes import tiny_assets
+from tests.frontend.serving import served
+from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
+
+STARTING = wire.State(False, 1, "loading")
+
+
+@asynccontextmanager
+async def running_door(source: Leaders, settings: FleetSettings) -> AsyncIterator[tuple[httpx.AsyncClient, Fleet]]:
+    app, fleet = make_router(settings, source)
+    assert isinstance(app, FastAPI)
+    async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
+        async with asyncio.timeout(10):
+            while fleet.not_ready() is not None:
+                await asyncio.sleep(0.002)
+        yield http, fleet
+
+
+async def until_held(fleet: Fleet, count: int) -> None:
+    async with asyncio.timeout(10):
+        while fleet.placing.waking.num_held != count:
+            await asyncio.sleep(0.002)
+
+
+async def test_a_request_is_held_until_a_group_is_ready() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=make_settings(hold_s=10, keep_alive_s=0.01)) as world:
+        await leader.tell(STARTING)
+        await world.until_ready(0)
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await until_held(world.fleet, 1)
+        await asyncio.sleep(0.03)
+        await leader.tell(wire.State(True, 1))
+        heard = await stream
+        assert heard.tokens == expected([1, 2, 3], 16)
+        assert heard.keep_alives > 0
+        assert world.fleet.placing.waking.num_held == 0
+        assert world.metric("phalanx_router_held_requests") == 0
+
+
+async def test_a_held_request_gets_503_after_its_time_and_more_than_allowed_at_once() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=make_settings(hold_s=0.2, max_held=1)) as world:
+        await leader.tell(STARTING)
+        await world.until_ready(0)
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await until_held(world.fleet, 1)
+        with pytest.raises(BackendError, match="no group is ready, and 1 requests wait for one already"):
+            await hear(world.fleet, make_request())
+        with pytest.raises(BackendError, match=r"no group is ready after 0\.2 s") as caught:
+            await stream
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "no_group_ready", 2.0)
+        assert world.fleet.placing.waking.num_held == 0
+
+
+async def test_a_client_that_leaves_is_held_no_more() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=make_settings(hold_s=10)) as world:
+        await leader.tell(STARTING)
+        await world.until_ready(0)
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await until_held(world.fleet, 1)
+        stream.cancel()
+        await until_held(world.fleet, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_router_that_never_saw_a_group_holds_requests_before_it_knows_the_model(stream: bool) -> None:
+    leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
+    await leader.start()
+    try:
+        async with running_door(source, make_settings(hold_s=10, keep_alive_s=0.02)) as (http, fleet):
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "stream": stream}
+            asked = asyncio.create_task(http.post("/v1/completions", json=body))
+            await until_held(fleet, 1)
+            await asyncio.sleep(0.06)
+            source.change(leader.endpoint())
+            answer = await asked
+            assert answer.status_code == 200
+            assert fleet.placing.waking.num_held == 0
+            if stream:
+                assert answer.text.startswith(": keep-alive\n\n")
+                assert answer.text.endswith("data: [DONE]\n\n")
+            else:
+                assert answer.json()["usage"]["completion_tokens"] == 3
+    finally:
+        await leader.stop()
+
+
+@pytest.mark.parametrize(("body", "code"), [({}, "no_group_ready"), ({"model": "other"}, "model_not_found")])
+async def test_what_goes_wrong_after_comments_is_an_error_event(body: dict[str, object], code: str) -> None:
+    leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
+    await leader.start()
+    try:
+        async with running_door(source, make_settings(hold_s=10 if body else 0.1, keep_alive_s=0.02)) as (http, fleet):
+            asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "stream": True, **body}))
+            await until_held(fleet, 1)
+            await asyncio.sleep(0.06)
+            if body:
+                source.change(leader.endpoint())
+            answer = await asked
+            assert answer.status_code == 200
+            assert f'"code": "{code}"' in answer.text.split("data: ")[-1]
+    finally:
+        await leader.stop()
+
+
+async def test_without_holding_the_answer_is_503_at_once() -> None:
+    async with running_door(Leaders(), make_settings()) as (http, _):
+        for stream in (False, True):
+            answer = await http.post("/v1/completions", json={"prompt": "hello", "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_group_ready")
+            assert answer.headers["retry-after"] == "2"
