@@ -26,14 +26,23 @@ from phalanx_operator.render import names
 from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
-ROUTINE_S, URGENT_S = 15.0, 2.0
-MAX_AGE_S = 3 * ROUTINE_S
-SLACK_S = 10.0
-"""How much longer than it was told to wait a router may take."""
-PAUSE_S = 0.2
-"""Between two polls of a router, however quickly it answers."""
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
-MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How routers are asked. Seconds.
+
+    routine_s, urgent_s: how long a router may keep a question. slack_s: how much longer it may take before it counts as away.
+    pause_s: between two polls, however quickly it answers. most_bytes: of an answer.
+    """
+
+    routine_s: float = 15.0
+    urgent_s: float = 2.0
+    slack_s: float = 10.0
+    pause_s: float = 0.2
+    first_retry_s: float = 1.0
+    last_retry_s: float = 60.0
+    most_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +104,14 @@ class Asking:
         client: KubeClient,
         http: aiohttp.ClientSession,
         wake: Callable[[Key], None],
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._client = client
         self._http = http
         self._wake = wake
+        self._pace = pace or Pace()
         self._clock = clock
         self._draw = draw
         self._services: dict[Key, _Service] = {}
@@ -113,7 +124,7 @@ class Asking:
         asked = [known[target.uid] for target in targets if target.uid in known]
         now = self._clock()
         heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
-        return merge(heard, len(targets) - mute, MAX_AGE_S)
+        return merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
 
     def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
         """See Routers."""
@@ -151,12 +162,12 @@ class Asking:
 
     async def _ask_on(self, key: Key, service: _Service, router: _Router) -> None:
         """Asks one router until it is dropped."""
-        failures = 0
+        failures, pace = 0, self._pace
         while True:
             try:
                 await self._ask_once(key, service, router)
                 failures = 0
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(pace.pause_s)
                 continue
             except Refused as error:
                 why = str(error)
@@ -169,9 +180,9 @@ class Asking:
                 why = type(error).__name__
             level = logging.WARNING if failures == 0 else logging.DEBUG
             log.log(level, "router not heard", extra={"service": "/".join(key), "router": router.target.address, "why": why})
-            wait_s = LAST_RETRY_S if router.is_mute else min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failures, 10))
+            wait_s = pace.first_retry_s * 2.0 ** min(failures, 10) if not router.is_mute else pace.last_retry_s
             failures += 1
-            await asyncio.sleep(wait_s * (0.5 + 0.5 * self._draw()))
+            await asyncio.sleep(min(wait_s, pace.last_retry_s) * (0.5 + 0.5 * self._draw()))
 
     async def _ask_once(self, key: Key, service: _Service, router: _Router) -> None:
         """One poll; a policy that changes meanwhile ends it without an answer."""
@@ -197,13 +208,14 @@ class Asking:
 
     async def _poll(self, service: _Service, router: _Router) -> RouterSummary:
         """The router's answer. Raises: Refused, and what aiohttp and msgspec raise."""
-        wait_s = URGENT_S if service.urgent else ROUTINE_S
+        wait_s = self._pace.urgent_s if service.urgent else self._pace.routine_s
+        wait_s = wait_s if router.summary is not None else 0.0  # a router that was never heard tells at once how it is
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
             data=msgspec.json.encode(Asked(service.policy, wait_s)),
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=wait_s + SLACK_S, sock_connect=5.0),
+            timeout=aiohttp.ClientTimeout(total=wait_s + self._pace.slack_s, sock_connect=5.0),
             allow_redirects=False,
         ) as response:
             if response.status != 200:
@@ -211,7 +223,7 @@ class Asking:
             body = b""
             async for chunk in response.content.iter_any():
                 body += chunk
-                if len(body) > MOST_BYTES:
+                if len(body) > self._pace.most_bytes:
                     raise Refused(response.status)
         return msgspec.json.decode(body, type=RouterSummary)
 

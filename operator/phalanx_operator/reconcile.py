@@ -176,7 +176,7 @@ def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> lis
         old, new = find_condition(before, kind), find_condition(after, kind)
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue
-        if kind != "Ready" and new.status == "True" and (old is None or old.status == "True"):
+        if kind != "Ready" and new.status == "True" and (old is None or old.status != "False"):
             continue
         if kind == "Balanced" and old is None and new.status == "Unknown":
             continue

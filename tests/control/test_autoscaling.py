@@ -1,0 +1,239 @@
+"""The autoscaler in whole looks: what it writes, what it says, and what it leaves to others."""
+
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
+from phalanx_operator.decide.policy import Granted, policy_of
+from phalanx_operator.errors import Conflict
+from phalanx_operator.kube import SERVICES_OF_OURS, STATEFUL_SETS
+from tests.control.builders import NOW, make_service
+from tests.control.fake_kube import written_by
+from tests.control.simulated_service import rate_for
+from tests.control.summaries import group, summary
+from tests.control.worlds import World
+
+TARGETS = {"ttftP95Ms": 2000, "itlP95Ms": 100}
+
+
+async def scaled(replicas: int = 1, busy: float = 2.9, **fields: Any) -> World:
+    """A service at rest whose load is so many groups' worth of work, and an autoscaler that has not looked at it yet."""
+    world = World(replicas=replicas, autoscaling={"maxReplicas": 9, "targets": TARGETS} | fields)
+    world.cluster.start_router_pods()
+    await world.settle()
+    world.clock = 100.0
+    world.routers.says = summary(*(group(name) for name in world.groups), rate=rate_for(busy))
+    return world
+
+
+def metrics(world: World) -> str:
+    return generate_latest(world.metrics.registry).decode()
+
+
+async def test_the_count_is_written_by_the_scale_subresource_and_told() -> None:
+    world = await scaled()
+    writes = await world.look()
+    assert "merge inferenceservices/scale chat" in writes
+    assert world.service["spec"]["replicas"] == 3
+    said = world.status.autoscaling
+    assert said and (said.desired, said.reason, said.last_scale_time) == (3, "Panic", NOW)
+    assert said.message.startswith("from 1 to 3: in the last 6 s") and (said.min_replicas, said.max_replicas) == (1, 9)
+    assert world.condition("ScalingActive") == ("True", "Active")
+    assert ("Normal", "Scaled") in world.notes()
+    assert 'phalanx_operator_desired_groups{namespace="team",service="chat"} 3.0' in metrics(world)
+    assert world.next_s == 2.0
+    await world.look()
+    assert len(world.groups) == 3
+
+
+async def test_a_calm_service_is_looked_at_every_fifteen_seconds_and_writes_nothing() -> None:
+    world = await scaled(busy=0.3)
+    await world.look()
+    for turn in range(4):
+        world.clock = 120.0 + 20.0 * turn
+        assert await world.look() == []
+        assert world.next_s == 15.0
+
+
+async def test_a_count_that_changed_meanwhile_is_decided_anew() -> None:
+    world = await scaled()
+    world.kube.failures["merge inferenceservices/scale chat"] = Conflict("changed meanwhile")
+    with pytest.raises(Conflict):
+        await world.look()
+    assert world.service["spec"]["replicas"] == 1
+    await world.look()
+    assert world.service["spec"]["replicas"] == 3
+
+
+async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
+    world = await scaled()
+    await world.look()
+    body = world.service
+    metadata = body["metadata"] | {"managedFields": [written_by("kubectl", "2026-01-02T03:04:30Z")]}
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata, "spec": body["spec"] | {"replicas": 1}})
+    world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
+    writes = await world.look()
+    assert not any("scale" in write for write in writes)
+    assert world.condition("ScalingActive") == ("False", "ConflictingScaler")
+    assert ("Warning", "ConflictingScaler") in world.notes()
+    world.now, world.clock = "2026-01-02T03:09:31Z", 400.0
+    assert "merge inferenceservices/scale chat" in await world.look()
+    assert world.condition("ScalingActive") == ("True", "Active")
+
+
+async def test_who_wrote_the_first_count_is_no_other_writer() -> None:
+    world = await scaled()
+    body = world.service
+    metadata = body["metadata"] | {"managedFields": [written_by("kubectl", NOW)]}
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata})
+    assert "merge inferenceservices/scale chat" in await world.look()
+
+
+async def test_when_routers_are_silent_the_count_holds_and_the_condition_says_so() -> None:
+    world = await scaled()
+    world.routers.says = None
+    await world.look()
+    assert world.service["spec"]["replicas"] == 1
+    assert world.condition("ScalingActive") == ("False", "MetricsUnavailable")
+    assert world.condition("Balanced") == ("Unknown", "RoutersSilent")
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("External", "External"), ("Advisory", "Advisory")])
+async def test_the_others_modes_say_and_do_not_write(mode: str, reason: str) -> None:
+    world = await scaled(mode=mode)
+    assert not any("scale" in write for write in await world.look())
+    assert world.service["spec"]["replicas"] == 1
+    assert world.condition("ScalingActive") == ("True", reason)
+    said = world.status.autoscaling
+    assert said and (said.desired, said.last_scale_time) == (3, "")
+    assert "phalanx_operator_desired_groups" in metrics(world) and " 3.0" in metrics(world)
+    await world.change(replicas=2)
+    await world.look()
+    assert world.service["spec"]["replicas"] == 2
+
+
+async def test_without_autoscaling_nothing_is_said_of_it() -> None:
+    world = World()
+    await world.settle()
+    assert world.status.autoscaling is None
+    assert "ScalingActive" not in {condition.type for condition in world.status.conditions}
+    assert "phalanx_operator_desired_groups{" not in metrics(world)
+
+
+async def test_a_suspended_service_is_not_scaled() -> None:
+    world = await scaled()
+    await world.change(suspend=True)
+    await world.look()
+    assert world.condition("ScalingActive") == ("False", "Disabled")
+    assert world.service["spec"]["replicas"] == 1
+
+
+async def test_schedules_hold_whatever_routers_say() -> None:
+    world = await scaled(busy=0.2, schedules=[{"cron": "0 3 * * *", "min": 4}])
+    world.routers.says = None
+    await world.look()
+    assert world.service["spec"]["replicas"] == 4
+    said = world.status.autoscaling
+    assert said and (said.reason, said.bounds) == ("Bounds", "schedules[0], 0 3 * * * UTC")
+
+
+async def test_to_zero_and_back_at_the_first_request() -> None:
+    world = await scaled(busy=0.0, minReplicas=0, scaleToZero={"enabled": True, "idleSeconds": 60})
+    name = next(iter(world.groups))
+    world.routers.says = summary(group(name, streams=0, running=0), emptied=[name])
+    await world.settle()
+    assert (world.groups, world.service["spec"]["replicas"], world.ready) == (set(), 0, ("True", "ScaledToZero"))
+    assert (world.routers.policy.max_held, world.routers.policy.hold_s) == (100, 600.0)
+    world.routers.says = summary(held=1, queued=1, queued_tokens=10)
+    await world.settle()
+    assert len(world.groups) == 1
+
+
+async def test_how_long_groups_take_to_start_is_remembered() -> None:
+    world = await scaled(busy=0.3)
+    await world.look()
+    assert world.status.autoscaling and world.status.autoscaling.cold_start_seconds == 0
+    await world.change(replicas=2)
+    await world.look()
+    await world.look()
+    made = max(body["metadata"]["creationTimestamp"] for body in world.kube.of(STATEFUL_SETS).values())
+    world.now = f"2026-01-01T00:{int(made[14:16]) + 1:02}:30Z"
+    world.cluster.start_pods()
+    await world.look()
+    assert world.status.autoscaling.cold_start_seconds == 90
+
+
+HOT = Hotspot("chat-g-aaaaa", "kv", 0.95, 0.5, 12.0, "migrate")
+
+
+async def test_a_hotspot_that_lasts_is_shown_and_said_once_and_so_is_its_end() -> None:
+    world = World()
+    world.cluster.start_router_pods()
+    await world.settle()
+    world.routers.says = summary(hotspots=[replace_hot(since_s=2.0)])
+    await world.look()
+    assert world.condition("Balanced") == ("True", "Balanced")
+    world.routers.says = summary(hotspots=[HOT])
+    await world.look()
+    assert world.condition("Balanced") == ("False", "KvBound")
+    shown = world.status.rebalancing.hotspots
+    expected = ("chat-g-aaaaa", "KvBound", "2026-01-02T03:03:53Z", "migrate")
+    assert [(h.group, h.cause, h.since, h.action) for h in shown] == [expected]
+    world.now = "2026-01-02T03:04:25Z"
+    world.routers.says = summary(hotspots=[replace_hot(signal=0.97, since_s=31.4)])
+    assert await world.look() == []
+    world.routers.says = summary()
+    await world.look()
+    assert (world.condition("Balanced"), world.status.rebalancing.hotspots) == (("True", "Balanced"), ())
+    assert [n for n in world.notes() if n[1] in ("KvBound", "Balanced")] == [("Warning", "KvBound"), ("Normal", "Balanced")]
+    assert "phalanx_service_hot_groups" in metrics(world)
+
+
+def replace_hot(**fields: Any) -> Hotspot:
+    return Hotspot(**{name: getattr(HOT, name) for name in HOT.__struct_fields__} | fields)
+
+
+async def test_a_saturated_fleet_is_no_matter_of_one_group() -> None:
+    world = World()
+    world.cluster.start_router_pods()
+    await world.settle()
+    world.routers.says = summary(hotspots=[HOT], fleet_saturated=True)
+    await world.look()
+    assert world.condition("Balanced") == ("False", "FleetSaturated")
+
+
+async def test_no_more_hotspots_are_listed_than_the_schema_takes() -> None:
+    world = World()
+    world.cluster.start_router_pods()
+    await world.settle()
+    world.routers.says = summary(hotspots=[replace_hot(group=f"g{i:02}") for i in range(40)])
+    await world.look()
+    assert len(world.status.rebalancing.hotspots) == 16
+
+
+def test_budgets_are_divided_by_the_routers() -> None:
+    budgets = {"movesPerGroup": 5, "bandwidth": "1Gi", "liveTokensPercentPerSecond": 4}
+    spec = make_service(
+        rebalancing={"mode": "Requeue", "budgets": budgets}, autoscaling={"maxReplicas": 2, "targets": TARGETS}
+    ).spec
+    policy = policy_of(spec, 2, 7, ["a"])
+    assert policy == BalancePolicy(
+        number=7,
+        mode="Requeue",
+        routers=2,
+        budgets=Budgets(moves_per_group=2, bytes_per_s=float(1 << 29), tokens_share_per_s=0.02),
+        ttft_target_s=2.0,
+        itl_target_s=0.1,
+        empty=["a"],
+    )
+    assert policy_of(spec, 64).budgets.moves_per_group == 1
+
+
+def test_the_number_of_a_policy_rises_with_each_change_and_only_then() -> None:
+    spec = make_service().spec
+    first = Granted().renewed(spec, 1, ["a"], 1000.0)
+    same = first.renewed(spec, 1, ["a"], 2000.0)
+    later = same.renewed(spec, 1, [], 900.0)
+    assert [one.policy.number for one in (first, same, later)] == [1000, 1000, 1001]
