@@ -137,6 +137,13 @@ template <class Y> struct Output {
     const float *bias, *scales;
 };
 
+// As many of W numbers as there is room for.
+template <class Y>
+inline void put(vf x, Y* to, int64_t room) {
+    if (room >= W) return narrowed(x, to);
+    for (int64_t i = 0; i < room; i++) narrow(x[i], to + i);
+}
+
 // Takes the sums of one row over a panel that begins at output `first` to where they belong.
 template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t row, int64_t first, int64_t count) {
     Y* y = to.y + row * to.stride;
@@ -148,19 +155,18 @@ template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t r
         sums = scaled;
     }
     if (to.mode == GATED) {
-        for (int64_t b = 0; b < count; b += 2 * BLOCK) {
-            alignas(64) float gated[BLOCK];
-            for (int v = 0; v < BLOCK; v += W) store(gated + v, silu(load(sums + b + v)) * load(sums + b + BLOCK + v));
-            const int64_t at = (first + b) / 2;
-            for (int64_t i = 0; i < BLOCK && at + i < to.columns / 2; i++) narrow(gated[i], y + at + i);
-        }
+        for (int64_t b = 0; b < count; b += 2 * BLOCK)
+            for (int v = 0; v < BLOCK; v += W) {
+                const int64_t at = (first + b) / 2 + v;
+                put(silu(load(sums + b + v)) * load(sums + b + BLOCK + v), y + at, to.columns / 2 - at);
+            }
         return;
     }
     const int64_t real = std::min(count, to.columns - first);
-    if (to.mode == ADD)
-        for (int64_t i = 0; i < real; i++) narrow(widen(y[first + i]) + sums[i], y + first + i);
-    else
-        for (int64_t i = 0; i < real; i++) narrow(sums[i], y + first + i);
+    int64_t i = 0;
+    for (; i + W <= real; i += W)
+        narrowed(to.mode == ADD ? widened(y + first + i) + load(sums + i) : load(sums + i), y + first + i);
+    for (; i < real; i++) narrow(to.mode == ADD ? widen(y[first + i]) + sums[i] : sums[i], y + first + i);
 }
 
 // Rows [from, to) of x with blocks [first, last).

@@ -11,15 +11,17 @@ void norm(const T* x, const N* weight, T* out, int64_t rows, int64_t size, int64
     for (int64_t row = 0; row < rows; row++) {
         const T* from = x + row * x_stride;
         T* to = out + row * size;
-        float squares[W] = {};
+        vf squares{};
         int64_t i = 0;
-        for (; i + W <= size; i += W)
-            for (int lane = 0; lane < W; lane++) squares[lane] += widen(from[i + lane]) * widen(from[i + lane]);
+        for (; i + W <= size; i += W) {
+            const vf x = widened(from + i);
+            squares += x * x;
+        }
         float total = 0;
         for (; i < size; i++) total += widen(from[i]) * widen(from[i]);
-        for (int lane = 0; lane < W; lane++) total += squares[lane];
-        const float scale = 1.0f / std::sqrt(total / size + eps);
-        for (i = 0; i < size; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to + i);
+        const float scale = 1.0f / std::sqrt((total + sum(squares)) / size + eps);
+        for (i = 0; i + W <= size; i += W) narrowed(widened(from + i) * scale * widened(weight + i), to + i);
+        for (; i < size; i++) narrow(widen(from[i]) * scale * widen(weight[i]), to + i);
     }
 }
 
@@ -31,7 +33,13 @@ void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64
         const T *c = cos + row * turned, *s = sin + row * turned;
         for (int64_t head = 0; head < heads; head++) {
             T *low = x + row * x_stride + head * dim, *high = low + half;
-            for (int64_t i = 0; i < half; i++) {
+            int64_t i = 0;
+            for (; i + W <= half; i += W) {
+                const vf a = widened(low + i), b = widened(high + i);
+                narrowed(a * widened(c + i) + b * widened(s + i), low + i);
+                narrowed(b * widened(c + half + i) + a * widened(s + half + i), high + i);
+            }
+            for (; i < half; i++) {
                 const float a = widen(low[i]), b = widen(high[i]);
                 narrow(a * widen(c[i]) + b * widen(s[i]), low + i);
                 narrow(b * widen(c[half + i]) + a * widen(s[half + i]), high + i);

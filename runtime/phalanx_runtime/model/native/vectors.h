@@ -49,6 +49,30 @@ inline vu load_words(const void* from) {
     return out;
 }
 inline void store(float* to, vf x) { memcpy(to, &x, sizeof x); }
+
+// W numbers as floats, and back: the same numbers as one by one.
+inline vf widened(const float* from) { return load(from); }
+inline vf widened(const bf16* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
+#else
+    typedef uint16_t vs __attribute__((vector_size(W * 2)));
+    vs words;
+    memcpy(&words, from, sizeof words);
+    return (vf)(__builtin_convertvector(words, vu) << 16);
+#endif
+}
+inline void narrowed(vf x, float* to) { store(to, x); }
+inline void narrowed(vf x, bf16* to) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    typedef uint16_t vs __attribute__((vector_size(W * 2)));
+    const vu word = (vu)x, rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    const vs words = __builtin_convertvector(x == x ? rounded : rounded * 0 + 0x7fc0, vs);
+    memcpy(to, &words, sizeof words);
+#endif
+}
 inline vf even(vu words) { return (vf)(words << 16); }
 inline vf odd(vu words) { return (vf)(words & 0xffff0000u); }
 inline vf all(float x) { return x - vf{}; }
