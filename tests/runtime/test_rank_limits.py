@@ -1,5 +1,8 @@
 """Threads and memory of a rank follow its cgroups, of version 1 and 2, and never pass the machine's own size."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ import pytest
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
-from phalanx_runtime.rank.threads import rank_threads
+from phalanx_runtime.rank.threads import SPINS, rank_threads, wait_briefly
 
 GIB = 1 << 30
 
@@ -93,3 +96,20 @@ def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:
         longest_request(161, 1000, 10, 16)
     with pytest.raises(ModelError, match="kv_cache_memory_bytes"):
         longest_request(None, 1000, 0, 16)
+
+
+def test_threads_that_wait_sleep_soon() -> None:
+    program = "import os; from phalanx_runtime.rank.threads import wait_briefly; wait_briefly(os.environ); import torch"
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    environment.pop("GOMP_SPINCOUNT", None)
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stderr
+    if "GOMP_SPINCOUNT" not in told:
+        pytest.skip("torch came with another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in told
+
+
+@pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_how_threads_wait_can_be_chosen(chosen: dict[str, str]) -> None:
+    environment = dict(chosen)
+    wait_briefly(environment)
+    assert environment == chosen

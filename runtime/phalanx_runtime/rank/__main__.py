@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from phalanx_runtime.errors import ModelError, PeerLost
+from phalanx_runtime.rank.threads import wait_briefly
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
 
 log = logging.getLogger("phalanx_runtime.rank")
@@ -28,6 +29,7 @@ def main() -> NoReturn:
         log.error("stdin holds no RankSpec: %s", error)
         _leave(1)
     threading.Thread(target=_leave_with_parent, name="stdin", daemon=True).start()
+    wait_briefly(os.environ)
     try:
         _serve(spec)
     except PeerLost as lost:
