@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
+from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
-from phalanx_router.endpoints import LeaderSource, StaticLeaders
+from phalanx_router.endpoints import LeaderSource, StaticLeaders, router_selector, selector
 from phalanx_router.fleet import Fleet
-from phalanx_router.link import LinkSettings
+from phalanx_router.link import MAX_FRAME_BYTES, LinkSettings
 from phalanx_router.route.admit import QueueBounds
 from phalanx_router.run import FleetSettings
 from phalanx_router.settings import Settings, read_settings
@@ -72,14 +73,19 @@ async def serve(settings: Settings) -> int:
         max_held=settings.max_held,
     )
     source = await make_source(settings)
-    app, fleet = make_router(fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file)
+    peers = await make_peers(settings)
+    app, fleet = make_router(
+        fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file, peers
+    )
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         log_config=None,
         access_log=False,
-        ws="none",
+        ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
+        ws_ping_interval=None,
+        ws_max_size=MAX_FRAME_BYTES,
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
@@ -116,10 +122,19 @@ async def make_source(settings: Settings) -> LeaderSource:
     from phalanx_router.watch import NoCluster, WatchedLeaders, make_api  # a second of imports that a fixed list does not need
 
     try:
-        return WatchedLeaders(await make_api(), settings.namespace, settings.service)
+        return WatchedLeaders(await make_api(), settings.namespace, selector(settings.service))
     except NoCluster as error:
         print(f"phalanx-router: --service {settings.service}: {error}; --leaders needs no cluster", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+async def make_peers(settings: Settings) -> LeaderSource | None:
+    """Where this router learns of the others; None when it is alone."""
+    if settings.leaders:
+        return StaticLeaders(settings.peers) if settings.peers else None
+    from phalanx_router.watch import WatchedLeaders, make_api
+
+    return WatchedLeaders(await make_api(), settings.namespace, router_selector(settings.service))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.peer_door import PeerDoor
+from phalanx_router.peers import Peers
 from phalanx_router.run import FleetSettings
 from phalanx_router.summary_door import BesideTheDoor, SummaryDoor
 from phalanx_router.summing import Summing
@@ -29,17 +31,21 @@ def make_router(
     failed: Callable[[BaseException], None] = _raise,
     keys: Sequence[ApiKey] = (),
     key_file: KeyFile | None = None,
+    peers: LeaderSource | None = None,
 ) -> tuple[Starlette, Fleet]:
     """The application and its fleet, which follows `source` while the application runs. `failed` hears when it no longer does.
 
     /readyz answers 200 from the first list of leaders on, also while no group is ready: the Service then still brings
     clients here, who get 503 with Retry-After, or their waiting stream goes on, where else they would get no connection.
+    One of `peers`, the other routers of the service, gets copies of this one's journals.
     """
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     fleet = Fleet(settings, metrics)
     api_keys = ApiKeys(keys)
     fleet.placing.tenants.quota_of = api_keys.quota_of
+    journals = Peers(settings.link, fleet.resuming.open_runs)
+    fleet.resuming.journals = journals if peers is not None else None
     summing = Summing(fleet, metrics, settings.link.router, time.monotonic)
     summaries = SummaryDoor(settings.link.token, fleet.balancing.obey, summing.summary, summing.crossing)
     fleet.balancing.ticked.append(summaries.looked)
@@ -52,6 +58,8 @@ def make_router(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(fleet.run(source))]
+        if peers is not None:
+            tasks.append(asyncio.create_task(journals.run(peers)))
         if key_file is not None:
             tasks.append(asyncio.create_task(key_file.follow(api_keys)))
         for task in tasks:
@@ -71,5 +79,6 @@ def make_router(
         metrics_prefix="phalanx_router",
         keep_alive_s=settings.keep_alive_s,
     )
+    app.router.routes.append(PeerDoor(settings.link.token, fleet.resuming.copies).route())
     app.add_middleware(BesideTheDoor, door=summaries)
     return app, fleet

@@ -80,7 +80,15 @@ class Pod(msgspec.Struct, frozen=True):
 
 def selector(service: str) -> str:
     """The label selector of the service's leader pods."""
-    wanted = {labels.SERVICE: service, labels.POD_INDEX: "0", labels.COMPONENT: "group"}
+    return _selector({labels.SERVICE: service, labels.POD_INDEX: "0", labels.COMPONENT: "group"})
+
+
+def router_selector(service: str) -> str:
+    """The label selector of the service's routers."""
+    return _selector({labels.SERVICE: service, labels.COMPONENT: "router"})
+
+
+def _selector(wanted: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in wanted.items())
 
 

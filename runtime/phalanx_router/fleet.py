@@ -65,6 +65,7 @@ class Fleet:
         outcome: Outcome = "cancelled"
         end: wire.FinishReason | None = None
         may_resume = True
+        journals = self.resuming.journals if request.can_resume else None
         meter = self.traffic.begin(len(request.prompt), self._clock())
         try:
             while True:
@@ -78,6 +79,8 @@ class Fleet:
                     case Delta() as delta:
                         end = delta.finish
                         outcome = "finished" if end is not None else outcome
+                        if journals is not None:
+                            journals.grown(run)
                         meter.came(len(delta.tokens), delta.cached_tokens, self._clock())
                         yield delta
                         if delta.finish is not None:

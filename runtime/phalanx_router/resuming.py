@@ -10,8 +10,9 @@ The source that knows most tokens counts. While leaders are not linked yet, as a
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +21,7 @@ from phalanx_frontend.backend import Begun
 from phalanx_router.adopting import Adopting
 from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
+from phalanx_router.peer_copies import PeerCopies
 from phalanx_router.peer_wire import Copy
 from phalanx_router.run import Run
 from phalanx_router.shelf import Shelf
@@ -47,12 +49,33 @@ class Adoption:
 Found = tuple[Copy, Adoption | None]
 
 
+class Journals(Protocol):
+    """Hears what becomes of the streams that are open here, and asks others for theirs."""
+
+    def opened(self, run: Run) -> None:
+        """A stream began."""
+        ...
+
+    def grown(self, run: Run) -> None:
+        """A stream has more tokens."""
+        ...
+
+    def closed(self, run: Run, finish: wire.FinishReason | None, forgotten: bool) -> None:
+        """A stream is over; nobody may resume one that is forgotten."""
+        ...
+
+    async def ask(self, ids: Sequence[str]) -> Iterable[Copy]:
+        """What others know of these streams."""
+        ...
+
+
 class Resuming:
-    """Finds streams, and keeps what is needed to find them. `ask_peers` asks other routers for the copies of these ids."""
+    """Finds streams, and keeps what is needed to find them. `copies` are those of other routers, `journals` goes to them."""
 
     def __init__(self, links: Links, clock: Callable[[], float]) -> None:
         self.shelf = Shelf(clock)
-        self.ask_peers: Callable[[Sequence[str]], Awaitable[Iterable[Copy]]] | None = None
+        self.copies = PeerCopies(self.shelf)
+        self.journals: Journals | None = None
         self._links = links
         self._clock = clock
         self._open: dict[str, Run] = {}
@@ -61,10 +84,14 @@ class Resuming:
     def opened(self, run: Run) -> None:
         """A stream begins here."""
         self._open[run.stream.journal.id] = run
+        if self.journals is not None:
+            self.journals.opened(run)
 
     def closed(self, run: Run, finish: wire.FinishReason | None, may_resume: bool) -> None:
         """A stream is over here. What is left of it stays for a while if its client may come again."""
         id = run.stream.journal.id
+        if self.journals is not None:
+            self.journals.closed(run, finish, not may_resume)
         if self._open.get(id) is run:
             del self._open[id]
             if may_resume:
@@ -72,13 +99,17 @@ class Resuming:
             else:
                 self.shelf.forget(id)
 
+    def open_runs(self) -> list[Run]:
+        """The streams that are open here."""
+        return list(self._open.values())
+
     async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
         """What is known of these streams."""
         for id in ids:
             self._adopted.pop(id, None)  # for a door that did not take it up: the leader gives it once more
             if (run := self._open.get(id)) is not None:
                 self._take_over(run)
-        best = {copy.request.id: copy for copy in map(self.shelf.get, ids) if copy is not None}
+        best = {copy.request.id: copy for copy in self.copies.find(ids)}
         missing = [id for id in ids if id not in best or best[id].finish is None]
         told, adopted = await asyncio.gather(self._ask_peers(missing), self._adopt(missing))
         for copy in (*told, *(copy for copy, _ in adopted)):
@@ -129,7 +160,7 @@ class Resuming:
         asyncio.get_running_loop().call_later(TAKE_UP_S, drop)
 
     async def _ask_peers(self, ids: Sequence[str]) -> Iterable[Copy]:
-        return await self.ask_peers(ids) if ids and self.ask_peers is not None else []
+        return await self.journals.ask(ids) if ids and self.journals is not None else []
 
     async def _adopt(self, ids: Sequence[str]) -> list[Found]:
         """What leaders have of these streams. All leaders are asked, those that are not linked yet as soon as they are."""

@@ -18,6 +18,7 @@ from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 class Settings:
     """One router's settings. Either `leaders` are given, or they are watched as pods of `service` in `namespace`.
 
+    peers: other routers, of which one gets copies of this one's journals; with `service` they are watched too.
     token: the service's secret, proved to leaders. served_names: names of the model for clients; empty: the leader's.
     heartbeat_timeout_s: silence after which a leader is taken for lost; too low: streams are replayed for nothing.
     patience_s: how long a running stream waits for a group; when not told, as long as it may take to end.
@@ -34,6 +35,7 @@ class Settings:
     port: int
     token: str
     leaders: tuple[str, ...]
+    peers: tuple[str, ...]
     service: str
     namespace: str
     served_names: tuple[str, ...]
@@ -58,10 +60,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     given = parser.parse_args(arguments)
     if bool(given.leaders) == bool(given.service):
         parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
-    for address in given.leaders:
+    for flag, address in [*(("--leaders", a) for a in given.leaders), *(("--peers", a) for a in given.peers)]:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            parser.error(f"argument --leaders: {address!r} is not host:port")
+            parser.error(f"argument {flag}: {address!r} is not host:port")
     namespace = given.namespace or environment.get("POD_NAMESPACE", "")
     if given.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
@@ -84,6 +86,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         port=given.port,
         token=token,
         leaders=tuple(given.leaders),
+        peers=tuple(given.peers),
         service=given.service,
         namespace=namespace,
         served_names=tuple(given.served_model_name),
@@ -110,6 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     serve.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port to listen on (default %(default)s; 0: any)")
     serve.add_argument("--leaders", type=_list, default=[], help="leaders of the groups, HOST:PORT,...; no cluster needed")
+    serve.add_argument("--peers", type=_list, default=[], help="other routers, HOST:PORT,...; with --service they are watched")
     serve.add_argument("--service", default="", help="name of the InferenceService whose leader pods are watched")
     serve.add_argument("--namespace", default="", help="namespace of the service (default: $POD_NAMESPACE)")
     serve.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")

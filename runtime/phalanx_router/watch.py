@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from kubernetes.aio import client, config
 
-from phalanx_router.endpoints import Leaders, Metadata, Pod, leaders_of, selector
+from phalanx_router.endpoints import Leaders, Metadata, Pod, leaders_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ async def make_api() -> client.CoreV1Api:
 
 
 class WatchedLeaders:
-    """Implements `phalanx_router.endpoints.LeaderSource` with the pods of one service.
+    """Implements `phalanx_router.endpoints.LeaderSource` with the pods that a label selector finds.
 
     watch_s: how long the server is asked to keep one watch; one that lives `slack_s` longer is taken for dead.
     first_retry_s, last_retry_s: jittered wait after an error.
@@ -82,7 +82,7 @@ class WatchedLeaders:
         self,
         api: client.CoreV1Api,
         namespace: str,
-        service: str,
+        label_selector: str,
         watch_s: int = 60,
         slack_s: float = 10.0,
         first_retry_s: float = 0.2,
@@ -90,7 +90,7 @@ class WatchedLeaders:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._api = api
-        self._query: dict[str, Any] = {"namespace": namespace, "label_selector": selector(service)}
+        self._query: dict[str, Any] = {"namespace": namespace, "label_selector": label_selector}
         self._watch_s = watch_s
         self._slack_s = slack_s
         self._first_retry_s = first_retry_s

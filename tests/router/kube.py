@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from kubernetes.aio import client
 
-from phalanx_router.endpoints import Leaders
+from phalanx_router.endpoints import Leaders, selector
 from phalanx_router.watch import WatchedLeaders
 
 
@@ -118,7 +118,13 @@ async def watching(api: FakeApi, watch_s: int = 60, slack_s: float = 10.0) -> As
     host, port = runner.addresses[0][:2]
     settings = client.Configuration(host=f"http://{host}:{port}")
     source = WatchedLeaders(
-        client.CoreV1Api(client.ApiClient(settings)), "ns", "chat", watch_s, slack_s, first_retry_s=0.005, last_retry_s=0.01
+        client.CoreV1Api(client.ApiClient(settings)),
+        "ns",
+        selector("chat"),
+        watch_s,
+        slack_s,
+        first_retry_s=0.005,
+        last_retry_s=0.01,
     )
     seen = Seen()
     task = asyncio.create_task(source.run(seen))

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from phalanx_api.summary import BalancePolicy
-from phalanx_router.__main__ import main, make_source, serve
+from phalanx_router.__main__ import main, make_peers, make_source, serve
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import Leaders, StaticLeaders
 from phalanx_router.settings import Settings, read_settings
@@ -85,6 +85,7 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         (["--port", "70000", "--leaders", "h:1"], ["--port", "70000"]),
         (["--port", "x", "--leaders", "h:1"], ["--port", "x"]),
         (["--leaders", "nowhere"], ["--leaders", "nowhere"]),
+        (["--leaders", "h:1", "--peers", "nowhere"], ["--peers", "nowhere"]),
         (["--leaders", "h:1", "--service", "chat"], ["--leaders", "--service"]),
         ([], ["--leaders", "--service"]),
         (["--service", "chat"], ["--namespace"]),
@@ -97,6 +98,7 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         "port",
         "no number",
         "address",
+        "peer",
         "two sources",
         "no source",
         "namespace",
@@ -127,8 +129,10 @@ async def test_leaders_come_from_the_list_or_the_cluster(
         " users: [{name: u, user: {}}], contexts: [{name: c, context: {cluster: k, user: u}}]}"
     )
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
-    source = await make_source(watched)
-    assert isinstance(source, WatchedLeaders)
+    for source in (await make_source(watched), await make_peers(watched)):
+        assert isinstance(source, WatchedLeaders)
+    assert isinstance(await make_peers(read(token_file, "--leaders", "h:1", "--peers", "i:2")), StaticLeaders)
+    assert await make_peers(read(token_file, "--leaders", "h:1")) is None
     config.unlink()
     with pytest.raises(SystemExit) as caught:
         await make_source(watched)
