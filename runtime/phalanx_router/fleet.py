@@ -48,6 +48,7 @@ class Fleet:
         self.moving = Moving(self.links, self.runs, settings, metrics, clock)
         self.balancing = Balancing(self.links, self.runs, self.moving, metrics.balance, settings, clock)
         self.placing.burden = self.balancing.burdened
+        self.placing.waking.policy = lambda: self.balancing.policy
         self.balancing.ticked.append(self._ticked)
         self.traffic = TrafficBook()
         self.resuming = Resuming(self.links, clock)

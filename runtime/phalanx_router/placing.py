@@ -194,7 +194,7 @@ class Placing:
         if run.homeless_since is None:
             run.homeless_since = now
         has_begun = bool(run.moves or run.stream.journal.delivered or run.stream.journal.epoch)
-        patience_s = self._settings.patience_s if has_begun else 0.0 if keys else self._settings.hold_s
+        patience_s = self._settings.patience_s if has_begun else 0.0 if keys else self.waking.hold_s
         left_s = run.homeless_since + patience_s - now
         if left_s <= 0:
             raise self._no_group(run, why, patience_s)

@@ -1,18 +1,23 @@
 """Requests that come while a service has no group: held for a while, streamed ones with comments, then served or refused."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
 from phalanx_router.fleet import Fleet
+from phalanx_router.metrics import RouterMetrics
 from phalanx_router.run import FleetSettings
+from phalanx_router.summing import Summing
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
@@ -51,6 +56,19 @@ async def test_a_request_is_held_until_a_group_is_ready() -> None:
         assert heard.keep_alives > 0
         assert world.fleet.placing.waking.num_held == 0
         assert world.metric("phalanx_router_held_requests") == 0
+
+
+async def test_requests_are_held_by_the_policy_of_the_operator_and_the_summary_counts_them() -> None:
+    """Also before any group has told the model: the operator must hear of that request, or no group would ever come."""
+    async with running_door(Leaders(), make_settings()) as (http, fleet):
+        fleet.balancing.obey(BalancePolicy(number=1, max_held=1, hold_s=0.5))
+        first = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+        await until_held(fleet, 1)
+        summing = Summing(fleet, RouterMetrics(CollectorRegistry()), "r", time.monotonic)
+        assert (summing.summary().held, summing.summary().idle_s, summing.crossing().has_held) == (1, 0.0, True)
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+        assert (await first).status_code == 503
+        assert summing.summary().held == 0
 
 
 async def test_a_held_request_gets_503_after_its_time_and_more_than_allowed_at_once() -> None:
