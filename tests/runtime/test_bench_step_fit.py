@@ -1,0 +1,91 @@
+"""The calibration of the step-time function: its grid, its hold-out and its file. No time is asserted."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.step_fit import Stepper, main, measure
+from bench.step_grid import Bounds, Point, fit, make_grid, read_model, split
+from phalanx_api.cost import StepModel
+from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.tiny import save_tiny
+
+TRUTH = StepModel(fixed_s=0.01, token_s=0.0005, knee_tokens=8, context_s=2e-6, attention_s=3e-8)
+BOUNDS = Bounds(max_num_seqs=16, max_num_batched_tokens=300, max_model_len=2048, num_pages=700, page_size=16)
+
+
+def test_the_grid_holds_only_steps_that_the_engine_can_make() -> None:
+    points = make_grid(BOUNDS)
+    assert all(BOUNDS.holds(point) for point in points)
+    assert len(set(points)) == len(points) > 25
+    assert {point.decodes for point in points} >= {0, 1, 8, 16}
+    assert any(point.decodes and point.prompt for point in points)
+    assert not BOUNDS.holds(Point(0, 0, 0, 0)), "an empty step is none"
+    assert not BOUNDS.holds(Point(16, 32, 16, 0)), "one row too many"
+    assert not BOUNDS.holds(Point(8, 2048, 0, 0)), "more pages than there are"
+
+
+def test_points_held_out_are_not_fitted() -> None:
+    points = make_grid(BOUNDS)
+    train, held_out = split(points, random.Random(3))
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) == len(points)
+
+
+@pytest.mark.parametrize(("noise", "is_good"), [(0.02, True), (0.4, False)])
+def test_the_function_is_found_and_its_error_on_points_held_out_is_told(noise: float, is_good: bool) -> None:
+    chance = random.Random(5)
+    points = make_grid(BOUNDS)
+    biases = {point: chance.uniform(1 - noise, 1 + noise) for point in points}
+    times_s = {point: [TRUTH.predict(point.work) * biases[point] for _ in range(5)] for point in points}
+    fitted = fit(times_s)
+    assert fitted.is_good == is_good
+    if is_good:
+        assert fitted.model.token_s == pytest.approx(TRUTH.token_s, rel=0.1)
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        fit({Point(1, 32, 0, 0): [0.1]})
+
+
+def test_a_slow_point_is_left_out_and_every_other_is_timed_in_each_round() -> None:
+    class Slow(Stepper):
+        def time(self, point: Point, limit_s: float) -> float | None:
+            return None if point.decodes == 3 else super().time(point, limit_s)
+
+    points = [Point(2, 8, 4, 0), Point(3, 8, 0, 0), Point(1, 5, 0, 0)]
+    times_s = measure(Slow(FakeRunner(64, 4), 4), points, 3, limit_s=1.0)
+    assert {point: len(walls) for point, walls in times_s.items()} == {points[0]: 3, points[2]: 3}
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """The command sets the threads of its process, which here is everyone's."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_a_real_engine_is_fitted_and_the_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_tiny(tmp_path / "model")
+    output = tmp_path / "fit.json"
+    limits = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 20)]
+    main(["--model", str(folder), "--output", str(output), "--rounds", "3", *limits])
+    written = json.loads(output.read_text())
+    assert read_model(output) == StepModel(**written["step_model"])
+    assert written["errors"]["held_out"]["num_points"] > 2
+    assert written["errors"]["within_bounds"] in (True, False)
+    assert written["served"]["model_hash"] and written["load_average"]["after"]
+    assert "held out" in capsys.readouterr().out
+
+
+def test_another_file_is_no_fit(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no step_model"):
+        read_model(tmp_path / "other.json")
