@@ -119,6 +119,10 @@ class Mover:
         self.ends[at].put(wire.Submit(stream.handle, request))
         return stream
 
+    def abort(self, stream: Stream) -> None:
+        """Ends a stream."""
+        self.ends[stream.at].put(wire.Abort([stream.handle]))
+
     def until(self, is_done: Callable[[], bool]) -> None:
         """Reads what groups say until this holds. Raises when nothing more happens."""
         deadline = time.monotonic() + WAIT_S

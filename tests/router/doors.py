@@ -36,11 +36,13 @@ class FakeEngine:
         self.draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
         self._next: dict[int, int] = {}
         self.ordered: list[MoveOrder] = []
+        self.moved: dict[int, str] = {}
         self.moves = MoveRelay(self.ordered.append)
 
     def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
         handle = 1000 + len(self._next)
         self.submitted[handle] = (request, sink)
+        self.moved |= {handle: move} if move else {}
         self._next[handle] = len(request.delivered)
         return handle
 

@@ -1,0 +1,308 @@
+"""Moves in the engine loop over a fake carrier: in which order ranks are told, and when pages are given to others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+
+from phalanx_api import moves, wire
+from phalanx_runtime.core import copying
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.rescue import Pressure, Rescue, Victim
+from phalanx_runtime.engine.loop import EngineLoop
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
+HERE = [moves.PageAddress("", 7001), moves.PageAddress("", 7002)]
+THERE = [moves.PageAddress("b", 8001), moves.PageAddress("b", 8002)]
+F = TypeVar("F")
+
+
+@dataclass
+class FakeCarrier:
+    """Two ranks that do nothing; a test tells what they would."""
+
+    told: list[tuple[int, copying.Report]] = field(default_factory=list)
+    orders: list[tuple[object, ...]] = field(default_factory=list)
+    addresses: Sequence[moves.PageAddress] = tuple(HERE)
+
+    def start(self, wake: Callable[[], None]) -> None:
+        return
+
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+        self.orders.append(("expect", move, first, tuple(pages), len(key)))
+
+    def forget(self, move: str) -> None:
+        self.orders.append(("forget", move))
+
+    def send(self, asked: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
+        self.orders.append(("send", asked.move, first, tuple(pages), num_computed))
+
+    def stop(self, move: str) -> None:
+        self.orders.append(("stop", move))
+
+    def reports(self) -> Sequence[tuple[int, copying.Report]]:
+        told, self.told = self.told, []
+        return told
+
+    def of(self, kind: str) -> list[tuple[object, ...]]:
+        return [order for order in self.orders if order[0] == kind]
+
+
+@dataclass
+class Inbox:
+    """A channel that a test fills between turns."""
+
+    waiting: list[bytes] = field(default_factory=list)
+    sent: list[wire.FromEngine] = field(default_factory=list)
+    waited: list[float | None] = field(default_factory=list)
+
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
+        if block:
+            self.waited.append(timeout_s)
+        messages, self.waiting = self.waiting, []
+        return messages
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(wire.decode_from_engine(message))
+
+    def wake(self) -> None:
+        return
+
+
+@dataclass
+class Engine:
+    """One engine, turned by hand."""
+
+    num_pages: int = 40
+    depth: int = 1
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.runner = FakeRunner(self.num_pages, 4, self.depth)
+        self.carrier, self.inbox = FakeCarrier(), Inbox()
+        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, carrier=self.carrier)
+
+    def turn(self, *frames: wire.ToEngine, times: int = 1, told: Sequence[tuple[int, copying.Report]] = ()) -> None:
+        self.inbox.waiting += [wire.encode(frame) for frame in frames]
+        self.carrier.told += told
+        for _ in range(times):
+            self.now += 0.01
+            assert self.loop.turn()
+
+    def of(self, kind: type[F]) -> list[F]:
+        return [frame for frame in self.inbox.sent if isinstance(frame, kind)]
+
+    def tokens(self, handle: int) -> list[int]:
+        return [
+            token
+            for frame in self.of(wire.Tokens)
+            for one, token in zip(frame.handles, frame.tokens, strict=True)
+            if one == handle
+        ]
+
+    @property
+    def load(self) -> wire.Load:
+        self.now += 1.0
+        self.turn()
+        return self.of(wire.Load)[-1]
+
+
+def out(handle: int = 1, mode: moves.MoveMode = "stop", held: int = 0, epoch: int = 0, count: int = 2) -> moves.MoveOut:
+    return moves.MoveOut("m", handle, epoch, moves.Prepared("m", held, THERE[:count], b"k" * 32), mode)
+
+
+def both(report: copying.Report) -> list[tuple[int, copying.Report]]:
+    return [(0, report), (1, report)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stopped_request_is_frozen_after_its_step_and_ends_without_a_word_when_it_is_released(depth: int) -> None:
+    engine = Engine(depth=depth)
+    request = make_request(10, 30)
+    engine.turn(wire.Submit(1, request), times=4)
+    engine.turn(out(), times=3)
+    frozen = engine.of(moves.Frozen)[0]
+    assert frozen.num_output == len(engine.tokens(1))
+    assert frozen.num_computed == 10 + frozen.num_output - 1
+    assert engine.carrier.of("send") == [("send", "m", 0, tuple(engine.carrier.of("send")[0][3]), frozen.num_computed)]  # type: ignore[arg-type]
+    order = [type(frame) for frame in engine.inbox.sent if isinstance(frame, wire.Tokens | moves.Frozen)]
+    assert order.index(moves.Frozen) == len(order) - 1, "all its tokens were told before"
+    engine.turn(moves.Release("m"), times=3)
+    assert engine.tokens(1) == expected_output(request)[: frozen.num_output]
+    assert not [end for frame in engine.of(wire.Tokens) for end in frame.finished]
+    load = engine.load
+    assert (load.running, load.free_pages, load.leaks) == (0, 40, 0)
+
+
+@pytest.mark.parametrize("how", ["thaw", "lease", "failed"])
+def test_a_frozen_request_goes_on_when_the_move_is_off(how: str) -> None:
+    engine = Engine()
+    engine.turn(wire.Submit(1, request := make_request(10, 12)), times=4)
+    engine.turn(out(), times=2)
+    before = len(engine.tokens(1))
+    engine.turn(times=5)
+    assert len(engine.tokens(1)) == before
+    assert engine.inbox.waited[-1] is not None, "it waits no longer than the lease"
+    match how:
+        case "thaw":
+            engine.turn(moves.Thaw("m"))
+        case "lease":
+            engine.now += 5.0
+        case _:
+            engine.turn(told=[(1, copying.SendFailed("m", "target_lost", "gone"))])
+    engine.turn(times=12)
+    assert engine.tokens(1) == expected_output(request)
+    assert engine.carrier.of("stop")
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == {"thaw": [], "lease": ["lease"], "failed": ["target_lost"]}[
+        how
+    ]
+
+
+def test_a_request_that_ends_while_it_is_copied_ends_the_move() -> None:
+    engine = Engine()
+    engine.turn(wire.Submit(1, make_request(6, 8)), times=7)
+    engine.turn(moves.MoveOut("m", 1, 0, moves.Prepared("m", 0, THERE, b"k" * 32), "stop"))
+    engine.turn(wire.Abort([1]), times=2)
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == ["ended"]
+    assert engine.carrier.orders[-1] == ("stop", "m")
+    assert engine.load.free_pages == 40
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [(out(handle=9), "unknown"), (out(epoch=3), "unknown"), (out(count=1), "incompatible")],
+    ids=["no such request", "another epoch", "another number of ranks"],
+)
+def test_a_move_that_cannot_be_is_answered(asked: moves.MoveOut, code: str) -> None:
+    engine = Engine()
+    engine.turn(wire.Submit(1, request := make_request(10, 12)), times=3)
+    engine.turn(asked, times=3)
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == [code]
+    assert engine.carrier.of("send") == []
+    engine.turn(times=12)
+    assert engine.tokens(1) == expected_output(request)
+
+
+def test_reserved_pages_are_given_back_only_when_every_rank_has_forgotten_the_move() -> None:
+    engine = Engine()
+    engine.turn(wire.Prepare("m", make_request(10, 20)), times=2)
+    prepared = engine.of(moves.Prepared)[0]
+    assert (prepared.addresses, len(prepared.key), prepared.held_tokens) == (HERE, 32, 0)
+    assert prepared.room_tokens >= 10
+    reserved = engine.load.reserved_pages
+    assert reserved == prepared.room_tokens // 4
+    engine.turn(moves.Cancel("m"), times=2)
+    assert engine.carrier.orders[-1] == ("forget", "m")
+    assert engine.load.reserved_pages == reserved
+    engine.turn(told=[(0, copying.Forgotten("m"))])
+    assert engine.load.reserved_pages == reserved
+    engine.turn(told=[(1, copying.Forgotten("m"))])
+    load = engine.load
+    assert (load.reserved_pages, load.free_pages, load.leaks) == (0, 40, 0)
+
+
+def test_a_request_starts_on_its_pages_once_all_ranks_have_them_and_computes_only_the_rest() -> None:
+    engine = Engine()
+    request = make_request(10, 20)
+    whole = expected_output(request)
+    moved = wire.Request(request.id, 1, request.prompt, whole[:5], request.sampling)
+    engine.turn(wire.Prepare("m", moved), times=2)
+    pages = engine.carrier.of("expect")[0][3]
+    assert isinstance(pages, tuple)
+    for position, page in enumerate(pages[:4]):
+        tokens: list[int | None] = list((request.prompt + whole)[4 * position : 4 * position + 4])
+        engine.runner.put(page, tokens if position < 3 else [*tokens[:2], None, None])
+    engine.turn(told=[(0, copying.Came("m", 100, 14))])
+    assert not engine.of(moves.Arrived)
+    engine.turn(told=[(1, copying.Came("m", 100, 14))])
+    assert engine.of(moves.Arrived) == [moves.Arrived("m", 14, 200)]
+    engine.turn(wire.Submit(7, moved, "m"), times=16)
+    assert engine.tokens(7) == whole[5:]
+    assert engine.runner.plans[0].starts == [14], "what arrived is not computed"
+    assert engine.load.free_pages == 40
+
+
+def test_a_start_before_the_pages_are_here_computes_all_and_gives_them_back() -> None:
+    engine = Engine()
+    request = make_request(10, 8)
+    engine.turn(wire.Prepare("m", request), times=2)
+    engine.turn(wire.Submit(7, request, "m"), told=[(0, copying.Came("m", 100, 9))], times=10)
+    assert engine.tokens(7) == expected_output(request)
+    engine.turn(told=both(copying.Forgotten("m")))
+    assert engine.load.free_pages == 40
+
+
+def test_a_full_pool_refuses_a_move() -> None:
+    engine = Engine(num_pages=16)
+    engine.turn(wire.Submit(1, make_request(40, 20)), times=3)
+    engine.turn(wire.Prepare("m", make_request(30, 20, seed=3)), times=2)
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == ["no_room"]
+    assert engine.carrier.of("expect") == []
+
+
+def test_a_request_that_fits_only_without_reserved_pages_waits_without_spinning() -> None:
+    engine = Engine(num_pages=16)
+    engine.turn(wire.Prepare("m", make_request(30, 20)), times=2)
+    engine.inbox.waited.clear()
+    engine.turn(wire.Submit(1, request := make_request(20, 6, seed=3)), times=5)
+    assert engine.tokens(1) == []
+    assert len(engine.inbox.waited) >= 3
+    assert all(waited is not None and waited <= 0.05 for waited in engine.inbox.waited[1:])
+    engine.turn(moves.Cancel("m"))
+    engine.turn(told=both(copying.Forgotten("m")), times=10)
+    assert engine.tokens(1) == expected_output(request)
+
+
+def test_turned_away_connections_are_counted() -> None:
+    engine = Engine()
+    engine.turn(wire.Submit(1, make_request(4, 2)), told=[(0, copying.Refused("key")), (1, copying.Refused("unknown"))], times=4)
+    assert engine.load.refused_copies == 2
+
+
+def test_requests_are_offered_before_they_are_preempted_and_a_frozen_one_is_not_preempted() -> None:
+    engine = Engine(num_pages=16)
+    requests = {handle: make_request(12, 26, seed=handle) for handle in (1, 2)}
+    engine.turn(*[wire.Submit(handle, request) for handle, request in requests.items()], times=8)
+    engine.turn(times=6)
+    asked = engine.of(moves.AskRescue)
+    assert [one.handles for one in asked] == [[2]], "the last of the order, once"
+    assert engine.load.preemptions == 0
+    engine.turn(out(handle=2), times=20)
+    assert engine.load.preemptions == 1, "the other one, since the victim is frozen"
+    engine.turn(moves.Release("m"), times=30)
+    assert engine.tokens(1) == expected_output(requests[1])
+
+
+def test_without_help_requests_are_preempted_as_ever() -> None:
+    engine = Engine(num_pages=16)
+    requests = {handle: make_request(12, 26, seed=handle) for handle in (1, 2)}
+    engine.turn(*[wire.Submit(handle, request) for handle, request in requests.items()], times=80)
+    assert engine.load.preemptions > 0
+    assert engine.of(moves.AskRescue)
+    assert [engine.tokens(handle) for handle in requests] == [expected_output(request) for request in requests.values()]
+
+
+VICTIMS = [Victim(3, 10), Victim(2, 10), Victim(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("pressure", "asked"),
+    [
+        (Pressure(100.0, 0.02, 50, VICTIMS, 100.0), []),
+        (Pressure(10.0, 0.02, 5, VICTIMS, 100.0), [3, 2]),
+        (Pressure(10.0, 0.02, 1, VICTIMS, 100.0), [3]),
+        (Pressure(10.0, 0.02, 40, VICTIMS, 100.0), [3, 2]),
+        (Pressure(0.0, 0.02, 0, VICTIMS, 100.0), [3]),
+        (Pressure(10.0, 0.02, 5, VICTIMS[:1], 100.0), []),
+    ],
+    ids=["pages last", "two free enough", "one frees enough", "all but one", "full", "alone"],
+)
+def test_as_many_are_offered_as_free_what_a_second_needs(pressure: Pressure, asked: list[int]) -> None:
+    assert Rescue().victims(pressure, 1.0) == asked
+
+
+def test_each_victim_is_offered_once_a_second() -> None:
+    rescue, pressure = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
+    assert [rescue.victims(pressure, now) for now in (1.0, 1.5, 1.9, 2.1)] == [[3], [], [], [3]]
