@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import moves, wire
 from phalanx_router.adopting import Adopting
 from phalanx_router.endpoints import Endpoint
+from phalanx_router.link_dial import Connection, Dial, dial
 from phalanx_router.link_end import LinkBroken, explain, is_proper_end
 from phalanx_router.route.ledger import sent_of
 from phalanx_router.route.look import Told
@@ -31,8 +31,6 @@ from phalanx_router.sink import Sink
 log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
-MAX_FRAME_BYTES = 1 << 28
-"""A tokenizer of 250,000 words has 30 MB; a frame beyond this is a mistake."""
 LOOKS = 4
 """Looks per heartbeat timeout, at least one each second. All must see silence: a router that slept itself blames nobody."""
 
@@ -68,7 +66,7 @@ class Listener(Protocol):
 class LinkSettings:
     """Bounds of links. `router` names this router to leaders, `instance` its life.
 
-    `assets_timeout_s` is the longest silence while assets come.
+    `assets_timeout_s` is the longest silence while assets come. `dial` opens a connection.
     """
 
     token: str
@@ -79,6 +77,7 @@ class LinkSettings:
     first_retry_s: float = 0.1
     last_retry_s: float = 1.0
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    dial: Dial = dial
 
 
 class LeaderLink:
@@ -184,16 +183,7 @@ class LeaderLink:
         """Why the link ended, or why there was none."""
         settings = self._settings
         try:
-            async with connect(
-                f"ws://{self.endpoint.address}{wire.LINK_PATH}",
-                additional_headers={"Authorization": f"Bearer {settings.token}"},
-                proxy=None,
-                compression=None,
-                open_timeout=settings.open_timeout_s,
-                ping_interval=None,  # a leader speaks every second, the watchdog listens
-                close_timeout=1,
-                max_size=MAX_FRAME_BYTES,
-            ) as connection:
+            async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s) as connection:
                 why, is_leave = "this router closes the link", False
                 try:
                     why = await self._converse(connection)
@@ -206,7 +196,7 @@ class LeaderLink:
         except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
             return explain(error)
 
-    async def _converse(self, connection: ClientConnection) -> str:
+    async def _converse(self, connection: Connection) -> str:
         """Why the conversation ended. Opens the link when the leader has said who it is."""
         async with asyncio.timeout(self._settings.open_timeout_s):
             await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._settings.router, self._settings.instance)))
@@ -254,7 +244,7 @@ class LeaderLink:
             self.told.ledger.ended(handle)
             sink.lost(epoch, why, is_leave)
 
-    async def _read(self, connection: ClientConnection) -> str:
+    async def _read(self, connection: Connection) -> str:
         while True:
             frame = wire.decode_from_leader(await connection.recv(decode=False))
             self._frames_seen += 1
@@ -341,7 +331,7 @@ class LeaderLink:
             self._drop_streams(why, is_leave=before.draining and not is_new)
         self._listener.link_changed(self)
 
-    async def _write(self, connection: ClientConnection) -> str:
+    async def _write(self, connection: Connection) -> str:
         while True:
             await self._wake.wait()
             self._wake.clear()
