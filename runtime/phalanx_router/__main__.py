@@ -15,7 +15,8 @@ from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import LeaderSource, StaticLeaders, router_selector, selector
 from phalanx_router.fleet import Fleet
-from phalanx_router.link import MAX_FRAME_BYTES, LinkSettings
+from phalanx_router.link import LinkSettings
+from phalanx_router.link_dial import MAX_FRAME_BYTES
 from phalanx_router.route.admit import QueueBounds
 from phalanx_router.run import FleetSettings
 from phalanx_router.settings import Settings, read_settings

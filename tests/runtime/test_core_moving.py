@@ -163,7 +163,7 @@ def test_the_request_that_ends_meanwhile_is_neither_thawed_nor_let_go() -> None:
     source.ask(asked("stop"), 2, at(100), 0.0)
     actions = source.ended(7, "ended", "it finished")
     assert kinds(actions) == [StopCopy, Say]
-    assert not source.is_moving(7) and not source.ended(7, "ended", "again")
+    assert source.move_of(7) is None and not source.ended(7, "ended", "again")
 
 
 @pytest.mark.parametrize("epoch", [None, 1, 3], ids=["no such request", "older epoch", "newer epoch"])

@@ -4,7 +4,7 @@ Actions come back with the move that they are of, for whoever carries them out. 
 who says something about it late gets the right answer: Thaw or Cancel when it was given up, Release when it was committed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from phalanx_api import moves, wire
@@ -23,10 +23,11 @@ class Todo:
 
 
 class Board:
-    """Moves by name."""
+    """Moves by name. `make` gives the machine of one; tests give worse ones."""
 
-    def __init__(self, settings: MoveSettings | None = None) -> None:
+    def __init__(self, settings: MoveSettings | None = None, make: Callable[[Proposal, MoveSettings], Move] = Move) -> None:
         self.settings = settings or MoveSettings()
+        self._make = make
         self._moves: dict[str, Move] = {}
 
     def open(self) -> list[Proposal]:
@@ -53,7 +54,7 @@ class Board:
     def start(self, proposal: Proposal, request: wire.Request, now: float) -> list[Todo]:
         """Begins a move. Its name is new, and no other move of its stream is open: the caller looked."""
         assert proposal.move not in self._moves, f"{proposal.move} is in use"
-        move = self._moves[proposal.move] = Move(proposal, self.settings)
+        move = self._moves[proposal.move] = self._make(proposal, self.settings)
         return _todo(move, move.start(request, now))
 
     def take(self, key: str, frame: Frame, at: StreamAt | None, now: float) -> list[Todo]:

@@ -72,6 +72,10 @@ class MovesOut:
         """Whether this request is on its way out."""
         return handle in self._of
 
+    def move_of(self, handle: int) -> str | None:
+        """The move of this request, if it is on its way out."""
+        return self._of.get(handle)
+
     def ask(self, asked: moves.MoveOut, epoch: int | None, at: Progress | None, now: float) -> list[SourceAction]:
         """A router asks for a move. `epoch`, `at`: of the request with that handle; None when there is none."""
         if asked.move in self._moves:

@@ -278,32 +278,36 @@ class EngineClient:
                 if self._flush(self._socket):
                     continue
                 return
-            try:
-                frame = wire.decode_from_engine(message)
-            except msgspec.DecodeError as error:
-                log.error("frame of the engine cannot be read: %s", error)
-                continue
-            match frame:
-                case wire.Tokens():
-                    self._route(frame)
-                case wire.Refused():
-                    request = self._open.pop(frame.handle, None)
-                    if request is not None:
-                        self._meter.ended(request.end("error", self._clock()))
-                        request.sink.refused(frame)
-                case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed():
-                    self.moves.tell(frame)
-                case moves.AskRescue():
-                    self.moves.ask(frame)
-                case wire.Load():
-                    self._load = frame
-                    self._meter.load(frame)
-                    for follower in self._followers:
-                        follower.load_changed()
-                case wire.PageChanges():
-                    self._pages.apply(frame)
-                    for follower in self._followers:
-                        follower.pages_changed(frame)
+            self.hear(message)
+
+    def hear(self, message: bytes) -> None:
+        """Takes one message of the engine."""
+        try:
+            frame = wire.decode_from_engine(message)
+        except msgspec.DecodeError as error:
+            log.error("frame of the engine cannot be read: %s", error)
+            return
+        match frame:
+            case wire.Tokens():
+                self._route(frame)
+            case wire.Refused():
+                request = self._open.pop(frame.handle, None)
+                if request is not None:
+                    self._meter.ended(request.end("error", self._clock()))
+                    request.sink.refused(frame)
+            case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed():
+                self.moves.tell(frame)
+            case moves.AskRescue():
+                self.moves.ask(frame)
+            case wire.Load():
+                self._load = frame
+                self._meter.load(frame)
+                for follower in self._followers:
+                    follower.load_changed()
+            case wire.PageChanges():
+                self._pages.apply(frame)
+                for follower in self._followers:
+                    follower.pages_changed(frame)
 
     def _route(self, frame: wire.Tokens) -> None:
         """Splits the tokens of one step by sink; those of aborted requests go nowhere."""

@@ -1,0 +1,222 @@
+"""Connections between processes in virtual time: in order, with latency, until one side ends them or a process dies or hangs.
+
+A `Tap` sees every message before it leaves, and says what becomes of it.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from websockets.exceptions import ConnectionClosedError
+
+LATENCY_S = (0.0001, 0.002)
+
+
+class Process:
+    """Something that can be killed, or stopped for a while: it then takes nothing in and sends nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self._hung_until = 0.0
+
+    def hang(self, for_s: float) -> None:
+        """Stops it from now on."""
+        self._hung_until = asyncio.get_running_loop().time() + for_s
+
+    async def awake(self) -> None:
+        """Returns when the process runs; never, once it is dead."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < self._hung_until:
+            await asyncio.sleep(self._hung_until - loop.time() + 1e-6)
+        if not self.is_alive:
+            await loop.create_future()
+
+    async def awake_or_dead(self) -> None:
+        """Returns when the process runs or is dead."""
+        loop = asyncio.get_running_loop()
+        while self.is_alive and loop.time() < self._hung_until:
+            await asyncio.sleep(min(0.1, self._hung_until - loop.time() + 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a message: it goes, so much later, twice; or it is lost, damaged, or breaks its connection."""
+
+    kind: Literal["goes", "lost", "damaged", "breaks", "twice"] = "goes"
+    delay_s: float = 0.0
+
+
+GOES = Fate()
+
+
+class Tap(Protocol):
+    """Sees messages."""
+
+    def sent(self, sender: Process, receiver: Process, message: bytes) -> Fate:
+        """What becomes of this one."""
+        ...
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, sender: Process, receiver: Process) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.is_broken = False
+        self._arrived: deque[bytes] = deque()
+        self._has_ended = False
+        self._reader: asyncio.Future[None] | None = None
+        self._last_at = 0.0
+
+    def push(self, message: bytes, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_at = max(self._last_at + 1e-7, loop.time() + delay_s)
+        loop.call_at(self._last_at, self._arrive, message)
+
+    def _arrive(self, message: bytes) -> None:
+        if not self.is_broken:
+            self._arrived.append(message)
+            self._wake()
+
+    def end(self) -> None:
+        """The receiver hears that nothing more comes."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def recv(self) -> bytes:
+        """The next message."""
+        while True:
+            await self.receiver.awake()
+            if self._arrived:
+                return self._arrived.popleft()
+            if self._has_ended:
+                raise ConnectionClosedError(None, None)
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+
+class Socket:
+    """One side of a connection. Implements `phalanx_router.link_dial.Connection`."""
+
+    def __init__(self, net: "Network", outward: _Pipe, inward: _Pipe) -> None:
+        self._net = net
+        self._out, self._in = outward, inward
+
+    @property
+    def processes(self) -> tuple[Process, Process]:
+        """Ours and the other one."""
+        return self._out.sender, self._out.receiver
+
+    async def send(self, message: bytes, /) -> None:
+        """Sends a message; waits while our process hangs."""
+        await self._out.sender.awake()
+        self.push(message)
+
+    def push(self, message: bytes) -> None:
+        """Sends a message. Raises ConnectionClosedError when the connection has ended."""
+        out = self._out
+        if out.is_broken:
+            raise ConnectionClosedError(None, None)
+        if not out.sender.is_alive:
+            return
+        fate = self._net.tap.sent(out.sender, out.receiver, message)
+        if not out.sender.is_alive or fate.kind == "lost":
+            return
+        if fate.kind == "breaks":
+            self.close()
+            return
+        late_s = self._net.latency() + fate.delay_s
+        out.push(message[:-1] if fate.kind == "damaged" else message, late_s)
+        if fate.kind == "twice":
+            out.push(message, late_s)
+
+    async def recv(self, decode: Literal[False] = False) -> bytes:
+        """The next message. Raises ConnectionClosedError."""
+        return await self._in.recv()
+
+    def close(self) -> None:
+        """Ends the connection; what is under way is lost, and both sides hear of it."""
+        loop = asyncio.get_running_loop()
+        for pipe in (self._out, self._in):
+            if not pipe.is_broken:
+                pipe.is_broken = True
+                loop.call_later(self._net.latency(), pipe.end)
+        self._net.sockets.discard(self)
+
+
+Serve = Callable[[Socket], Coroutine[Any, Any, None]]
+
+
+class Network:
+    """Who listens, and every open connection."""
+
+    def __init__(self, chance: random.Random, tap: Tap) -> None:
+        self.tap = tap
+        self.sockets: set[Socket] = set()
+        self._chance = chance
+        self._listening: dict[str, tuple[Process, Serve]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def latency(self) -> float:
+        """Seconds that the next message takes."""
+        return self._chance.uniform(*LATENCY_S)
+
+    def listen(self, address: str, process: Process, serve: Serve) -> None:
+        """From now on connections to this address go there."""
+        self._listening[address] = (process, serve)
+
+    def kill(self, process: Process) -> None:
+        """Ends a process: its connections break, and nobody listens in its place."""
+        process.is_alive = False
+        self._listening = {at: entry for at, entry in self._listening.items() if entry[0] is not process}
+        for socket in [socket for socket in self.sockets if process in socket.processes]:
+            socket.close()
+
+    def dial_from(self, process: Process) -> "DialFrom":
+        """How this process opens connections."""
+        return DialFrom(self, process)
+
+    def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs one side of a connection."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def find(self, address: str) -> tuple[Process, Serve]:
+        """Who listens there. Raises OSError."""
+        try:
+            return self._listening[address]
+        except KeyError:
+            raise OSError("connection refused") from None
+
+
+class DialFrom:
+    """Implements `phalanx_router.link_dial.Dial`."""
+
+    def __init__(self, net: Network, process: Process) -> None:
+        self._net, self._process = net, process
+
+    @asynccontextmanager
+    async def __call__(self, address: str, token: str, timeout_s: float, /) -> AsyncIterator[Socket]:
+        net = self._net
+        await asyncio.sleep(net.latency())
+        peer, serve = net.find(address)
+        async with asyncio.timeout(timeout_s):
+            await peer.awake()
+        to_peer, to_us = _Pipe(self._process, peer), _Pipe(peer, self._process)
+        ours, theirs = Socket(net, to_peer, to_us), Socket(net, to_us, to_peer)
+        net.sockets.add(ours)
+        net.serve(serve(theirs))
+        try:
+            yield ours
+        finally:
+            ours.close()

@@ -1,0 +1,34 @@
+"""A fault at each step of a move, in virtual time, over the real router and engines: `python -m bench.move_faults`, much shorter.
+
+`tests/system/test_move_faults.py` runs each cell more often.
+"""
+
+from collections import Counter
+
+import pytest
+
+from bench.move_faults import cells, run_cell
+from bench.virtual.world import STEPS
+from tests.properties.worse_machines import WORSE
+
+
+def check_step(step: str, runs: int) -> None:
+    """Fails unless all is well, so many times in each cell of this step."""
+    results = [run_cell(cell, runs) for cell in cells(f"{step} / ")]
+    assert len(results) == 15
+    assert {result.cell: result.wrong for result in results if result.wrong} == {}
+    assert {result.cell: result.struck for result in results if result.struck < runs} == {}
+    ends = sum((result.ends for result in results), Counter[str]())
+    assert ends["moved"] > 0
+    assert STEPS.index(step) > STEPS.index("ready") or sum(ends.values()) > ends["moved"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_index_is_lost_no_stream_hangs_no_page_leaks_whatever_fails_at(step: str) -> None:
+    check_step(step, 1)
+
+
+@pytest.mark.parametrize("worse", WORSE)
+def test_a_machine_with_a_mistake_is_found(worse: str) -> None:
+    machines, cell, leave_share = WORSE[worse]
+    assert any(run_cell(cell, 8, 1000 * i, machines, leave_share).wrong for i in range(8))

@@ -1,0 +1,13 @@
+"""A fault at each step of a move, in virtual time, 20 times in each of the 120 cells."""
+
+import pytest
+
+from bench.virtual.world import STEPS
+from tests.properties.test_move_faults import check_step
+
+pytestmark = pytest.mark.system
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_index_is_lost_no_stream_hangs_no_page_leaks_whatever_fails_at(step: str) -> None:
+    check_step(step, 20)
