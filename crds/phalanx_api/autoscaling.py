@@ -103,7 +103,7 @@ class ScaleToZero(Record):
     idle_seconds: int | None = Field(default=None, ge=1, le=604_800)
     """For how long no request may have come; otherwise 300, or three times what a group takes to start if that is more."""
     max_held_requests: int = Field(default=100, ge=1, le=100_000)
-    """Requests that each router holds while no group is there; more are told 429."""
+    """Requests that each router holds while no group is there; more are told 503."""
     hold_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
     """How long a request is held."""
 

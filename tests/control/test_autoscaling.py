@@ -1,11 +1,16 @@
 """The autoscaler in whole looks: what it writes, what it says, and what it leaves to others."""
 
+import pathlib
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import generate_latest
 
 from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
+from phalanx_operator.asking import Pace
+from phalanx_operator.decide import autoscaler, scale
+from phalanx_operator.decide import demand as scale_demand
 from phalanx_operator.decide.policy import Granted, policy_of
 from phalanx_operator.errors import Conflict
 from phalanx_operator.kube import SERVICES_OF_OURS, STATEFUL_SETS
@@ -237,3 +242,29 @@ def test_the_number_of_a_policy_rises_with_each_change_and_only_then() -> None:
     same = first.renewed(spec, 1, ["a"], 2000.0)
     later = same.renewed(spec, 1, [], 900.0)
     assert [one.policy.number for one in (first, same, later)] == [1000, 1000, 1001]
+
+
+def test_the_example_in_the_guide_is_valid() -> None:
+    guide = (pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    spec = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["spec"]
+    scaling = make_service(**spec).spec.autoscaling
+    assert scaling and scaling.schedules[1].max == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "constant"),
+    [
+        ("at 75 % busy", scale_demand.BUSY == 0.75),
+        ("at most 0.8 of `ttftP95Ms`", scale_demand.TTFT_SHARE == 0.8),
+        ("one more for each 10 s", scale_demand.DRAIN_S == 10.0),
+        ("doubling, or 4 more, in 15 s", (scale.OUT_STEP, scale.TICK_S) == (4, 15.0)),
+        ("1.5 times as many", scale.PANIC == 1.5),
+        ("pages at most 70 % full", scale_demand.KV_IN_OF_OUT * scale_demand.KV_SHARE == pytest.approx(0.7)),
+        ("For 300 s, or 60 s", (scale.SLOW_IN_S, scale.FAST_IN_S) == (300.0, 60.0)),
+        ("in the last 45 s", 3 * Pace().routine_s == 45.0),
+        ("leaves that count for five minutes", autoscaler.CONFLICT_S == 300.0),
+    ],
+)
+def test_the_guide_tells_the_numbers_of_the_rule(words: str, constant: bool) -> None:
+    guide = " ".join((pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text().split())
+    assert words in guide and constant
