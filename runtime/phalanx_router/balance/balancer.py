@@ -136,7 +136,9 @@ class Balancer:
         return Scene(after, self._hot, closed, self._budget, self.policy.itl_target_s, now)
 
     def _pin(self, stream: StreamView, now: float) -> StreamView:
-        return replace(stream, is_pinned=True) if self._moving.keeps(stream.stream, now) else stream
+        """The stream with what is known here: it is moving or rests, and where it was just now."""
+        is_kept, left = self._moving.keeps(stream.stream, now), self.pingpong.left(stream.stream, now)
+        return replace(stream, is_pinned=stream.is_pinned or is_kept, barred=left) if is_kept or left else stream
 
     def _take(self, plan: Plan, source: GroupView) -> Plan:
         """The part of a plan that budgets allow; it counts as begun."""

@@ -19,18 +19,28 @@ class PingPong:
         self.total = 0
         self._moves: deque[tuple[float, bool]] = deque()
         self._left: deque[tuple[float, str, str]] = deque()
+        self._by_stream: dict[str, list[str]] = {}
         self._off_until: float | None = None
 
     def moved(self, stream: str, source: str, target: str, now: float) -> bool:
         """Notes a move that happened; whether it is a return."""
-        while self._left and now - self._left[0][0] >= RETURN_S:
-            self._left.popleft()
-        is_return = any((who, group) == (stream, target) for _, who, group in self._left)
+        is_return = target in self.left(stream, now)
         self._left.append((now, stream, source))
+        self._by_stream.setdefault(stream, []).append(source)
         self._moves.append((now, is_return))
         self.total += is_return
         self._judge(now)
         return is_return
+
+    def left(self, stream: str, now: float) -> frozenset[str]:
+        """The groups that this stream left less than 10 s ago."""
+        while self._left and now - self._left[0][0] >= RETURN_S:
+            _, who, _ = self._left.popleft()
+            groups = self._by_stream[who]
+            del groups[0]
+            if not groups:
+                del self._by_stream[who]
+        return frozenset(self._by_stream.get(stream, ()))
 
     def _judge(self, now: float) -> None:
         while self._moves and now - self._moves[0][0] >= WINDOW_S:

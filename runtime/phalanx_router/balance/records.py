@@ -18,7 +18,7 @@ class StreamView:
 
     stream: names it for ever. key: of the group that has it. context: tokens in pages, prompt and output. generated: output
     tokens; 0 has not begun. moves: how often balancing has moved it. moved_s, left: when it was last moved, and the key of the
-    group that it left then. is_pinned: it stays, because it is moving.
+    group that it left then. is_pinned: it stays, because it is moving. barred: keys of groups where it may not go.
     """
 
     stream: str
@@ -29,6 +29,7 @@ class StreamView:
     moved_s: float | None = None
     left: str = ""
     is_pinned: bool = False
+    barred: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

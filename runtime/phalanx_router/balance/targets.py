@@ -11,9 +11,7 @@ from phalanx_router.balance.projection import appeal, pages_of
 from phalanx_router.balance.records import StreamView
 from phalanx_router.route.view import GroupView
 
-FULL_FROM = 0.9
-"""From this pressure on a group takes no rescued or evacuated request."""
-RESERVE = 0.05
+RESERVE = 0.02
 """Of its pages, what a target keeps free after the move."""
 
 
@@ -24,14 +22,14 @@ def may_take(stream: StreamView, source: GroupView, target: GroupView, now: floa
     if target.state != "fresh" or target.draining:
         return False
     just_left = stream.moved_s is not None and now - stream.moved_s < RETURN_S and target.key == stream.left
-    return not just_left
+    return not just_left and target.key not in stream.barred
 
 
 def has_room(stream: StreamView, target: GroupView) -> bool:
-    """Whether the request fits beside what the target has and promised."""
+    """Whether the request fits beside what the target has and promised. What waits there has not begun, and comes after it."""
     free = target.total_pages - target.used_pages - target.reserved_pages
     needed = pages_of(stream.context, target) + RESERVE * target.total_pages
-    return free >= needed and target.pressure < FULL_FROM
+    return free >= needed
 
 
 def roomiest(

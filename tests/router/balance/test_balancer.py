@@ -216,7 +216,7 @@ def test_a_stream_whose_move_failed_rests_for_a_second() -> None:
 
 def test_a_group_stays_filled_where_nobody_has_room() -> None:
     world = hot_world(BalancePolicy(empty=["a"]), count=4)
-    world.fields = {name: {"used_pages": 900} for name in "bcde"}
+    world.fields = {name: {"used_pages": 950} for name in "bcde"}
     decision = world.tick(0.0)
     assert not decision.proposals and decision.refusals[0].code == "no_target"
 
@@ -235,8 +235,8 @@ def test_a_rescued_stream_goes_to_the_group_with_most_room() -> None:
 
 
 RESCUE_REFUSED = {
-    "nobody has room": ({name: {"used_pages": 850} for name in "bcde"}, BalancePolicy(), "no_target"),
-    "nobody keeps a reserve": ({name: {"total_pages": 130} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "nobody has room": ({name: {"used_pages": 900} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "nobody keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
     "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
     "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
     "they are emptied": ({}, BalancePolicy(empty=list("bcde")), "no_target"),
@@ -252,10 +252,28 @@ def test_nobody_is_rescued_when(fields: dict[str, dict[str, object]], policy: Ba
     assert isinstance(found, Refusal) and found.code == code
 
 
+def test_a_running_request_goes_before_those_that_wait_at_its_target() -> None:
+    world = hot_world()
+    world.fields = {name: {"used_pages": 700, "demand_pages": 400} for name in "bcde"}
+    assert isinstance(rescue(world), Proposal)
+
+
+def test_a_stream_that_came_round_does_not_close_the_circle() -> None:
+    world = hot_world()
+    world.names = ["a", "b", "c"]
+    for source, target, now in (("a/1/1", "b/1/1", 0.0), ("b/1/1", "c/1/1", 4.0)):
+        world.balancer.pingpong.moved("s00", source, target, now)
+    world.where["s00"] = "c"
+    here = stream("s00", "c", 2000, moves=2, moved_s=4.0, left="b/1/1")
+    assert isinstance(world.balancer.rescue("c/1/1", here, world.views(), 8.0), Refusal)
+    found = world.balancer.rescue("c/1/1", here, world.views(), 12.0)
+    assert isinstance(found, Proposal) and found.target == "a/1/1"
+
+
 def test_a_rescue_counts_against_the_next_one() -> None:
     world = hot_world()
     world.names = ["a", "b"]
-    world.fields = {"b": {"used_pages": 720}}
+    world.fields = {"b": {"used_pages": 740}}
     assert isinstance(rescue(world), Proposal)
     again = world.balancer.rescue("a/1/1", stream("s01", "a", 2000), world.views(), 0.0)
     assert isinstance(again, Refusal) and again.code == "no_target", "125 pages of the first are promised"
