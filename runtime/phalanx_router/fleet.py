@@ -12,6 +12,7 @@ they and orderly leaves together by `max_moves`. Where a stream goes is in `plac
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from phalanx_api import wire
@@ -198,6 +199,7 @@ class Fleet:
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""
+        self._metrics.show_states(Counter(view.state for view in self.balancing.views()))
         self.placing.dispatch()  # a group that tells nothing is open after a while: no event says so
         self.placing.tenants.routers = max(1, self.balancing.policy.routers)
         if self.balancing.policy.mode in ("Requeue", "Migrate"):

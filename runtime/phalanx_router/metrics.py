@@ -1,9 +1,11 @@
 """What a router counts. Names are the router's own; the door counts requests and tokens as clients see them."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from phalanx_api.summary import Freshness
 from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.route.choose import Reason
 
@@ -30,6 +32,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
+        self._states = Gauge("phalanx_router_groups", "Groups by how old their reports are.", ["state"], registry=registry)
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that take requests now.", registry=registry)
         self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by why.", ["why"], registry=registry)
         self._queued = Gauge("phalanx_router_queued_requests", "Requests that wait at the router.", registry=registry)
@@ -94,6 +97,11 @@ class RouterMetrics:
         """Shows how many groups are known, and how many are ready."""
         self._groups_known.set(known)
         self._groups_ready.set(ready)
+
+    def show_states(self, states: Mapping[Freshness, int]) -> None:
+        """Shows how many groups are in each state."""
+        for state in get_args(Freshness):
+            self._states.labels(state).set(states.get(state, 0))
 
     def show_streams(self, streams: int) -> None:
         """Shows how many streams are open."""

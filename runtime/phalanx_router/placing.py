@@ -41,6 +41,8 @@ class Placing:
         self.burden: Callable[[GroupView], GroupView] = lambda view: view
         """How a group should look to newcomers: a group that just gave requests away does not look free at once."""
         self.queue = RequestQueue()
+        self.num_shed = 0
+        """Requests refused here for want of room, since the start."""
         self.tenants = Tenants(metrics, clock)
         self.waking = Waking(settings, links, metrics, clock)
         self._settings = settings
@@ -144,16 +146,20 @@ class Placing:
         views = self._links.outlook.views(self._links.serving())
         error = BackendError(429, "queue_full", full.why, drain_s(self.queue, views) or self._settings.retry_after_s)
         if full.instead is None:
-            self._metrics.shed(error.code)
+            self._count_shed(error.code)
             raise error
         self._refuse(self._runs[full.instead.ticket], error)
 
     def _refuse(self, run: Run, error: BackendError) -> None:
         """Ends the wait of a newcomer."""
-        self._metrics.shed(error.code)
+        self._count_shed(error.code)
         self.forget(run)
         if run.came is not None and not run.came.done():
             run.came.set_exception(error)
+
+    def _count_shed(self, code: str) -> None:
+        self.num_shed += 1
+        self._metrics.shed(code)
 
     def _send(self, run: Run, choice: Choice, now: float) -> None:
         """Gives a stream that waited to the group that was chosen."""

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_frontend.backend import BackendError
 from phalanx_router.route.admit import QueueBounds
 from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
@@ -132,3 +133,35 @@ async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group()
         assert free.submitted[0].request.epoch == 0
         assert world.metric("phalanx_router_requeues_total") == 1
         assert world.metric("phalanx_router_replays_total") == 0
+
+
+async def test_a_prompt_goes_to_the_group_that_holds_its_pages() -> None:
+    served = wire.State(True, 1, served=wire.Served("hash", "layout", 1000))
+    leaders = [FakeLeader("a"), FakeLeader("b")]
+    prompt = list(range(1, 66))
+    keys = PrefixKeys(root_key("hash"), 16).extend(prompt)
+    async with running_world(*leaders) as world:
+        for leader in leaders:
+            await leader.tell(served)
+        await leaders[1].tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await world.until(lambda: world.fleet.links.outlook.prefixes.num_keys == 4)
+        for number in range(3):
+            await hear(world.fleet, make_request(prompt, id=f"r{number}"))
+        assert [len(leader.submitted) for leader in leaders] == [0, 3]
+        assert world.metric("phalanx_router_choices_total", why="home") == 3
+        leaders[1].cut()
+        await world.until(lambda: world.fleet.links.outlook.prefixes.num_keys == 0)
+
+
+async def test_old_reports_show_and_stop_nothing() -> None:
+    """Two of three groups tell nothing more: requests go on by the ledger."""
+    leaders = [FakeLeader(name, Script(silent=name != "c", hold_at=0)) for name in "abc"]
+    async with running_world(*leaders, settings=make_settings(tick_s=0.02, heartbeat_timeout_s=30)) as world:
+        streams = [start(world, f"r{number}") for number in range(6)]
+        await world.until(lambda: world.metric("phalanx_router_groups", state="suspect") == 2)
+        before = world.metric("phalanx_router_choices_total", why="ledger")
+        streams += [start(world, f"late{number}") for number in range(6)]
+        await world.until(lambda: world.metric("phalanx_router_choices_total", why="ledger") == before + 6)
+        for leader in leaders:
+            leader.release()
+        assert all(heard.tokens == expected([1, 2, 3], 16) for heard in await asyncio.gather(*streams))

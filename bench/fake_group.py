@@ -1,0 +1,189 @@
+"""A group without a model, for benchmarks of what stands before it: `python -m bench.fake_group`.
+
+One token for each request in each step, a step every `--period-ms`. It serves routers over the real link and clients at the real
+door. A token spells when it was drawn: its character is the number of the step, modulo `SPELLED`, and the time of each step is in
+the file `--clock`, so that a client on the same machine knows how old what it reads is.
+"""
+
+import argparse
+import asyncio
+import mmap
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from bench.door import bench_assets
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.client import EngineClient, Follower
+from phalanx_runtime.engine.move_relay import MoveRelay
+from phalanx_runtime.engine.page_keys import PageKeys
+from phalanx_runtime.server.gateway import EngineGateway, Sink
+from phalanx_runtime.server.link import LinkDoor
+from phalanx_runtime.server.open_link import LinkSettings
+
+FIRST_ID, SPELLED = 32, 64
+"""Ids of plain characters in the tokenizer of `bench.door`, and how many of them are used."""
+REPORT_S = 0.05
+
+
+class StepClock:
+    """Times of the latest `SPELLED` steps, on the machine's monotonic clock, in a file that processes share."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        if not path.stat().st_size:
+            path.write_bytes(bytes(8 * SPELLED))
+        with path.open("r+b") as file:
+            self._times = mmap.mmap(file.fileno(), 8 * SPELLED)
+
+    def note(self, step: int) -> None:
+        """This step is now."""
+        struct.pack_into("d", self._times, 8 * (step % SPELLED), time.monotonic())
+
+    def when(self, place: int) -> float:
+        """When the latest step of this number, modulo `SPELLED`, was."""
+        found: float = struct.unpack_from("d", self._times, 8 * place)[0]
+        return found
+
+
+class Pacer:
+    """An EngineGateway whose requests all get a token in each step."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.moves = MoveRelay(lambda order: None)
+        self._clock = clock
+        self._assets = bench_assets()
+        self._running: dict[int, tuple[wire.Request, Sink, int]] = {}
+        self._followers: list[Follower] = []
+        self._handles = self._reports = self._steps = 0
+
+    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+        self._handles += 1
+        self._running[self._handles] = request, sink, len(request.delivered)
+        return self._handles
+
+    def abort(self, handles: list[int]) -> None:
+        for handle in handles:
+            self._running.pop(handle, None)
+
+    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
+        for handle in handles:
+            request, _, index = self._running[handle]
+            self._running[handle] = request, sink, index
+
+    def state(self) -> wire.State:
+        return wire.State(True, 1, served=wire.Served("bench", "bench", 1000))
+
+    def load(self) -> wire.Load:
+        context = 200 * len(self._running)
+        return wire.Load(
+            0,
+            len(self._running),
+            0,
+            9_000_000,
+            10_000_000,
+            sequence=self._reports,
+            last_handle=self._handles,
+            context_tokens=context,
+            mean_output_tokens=100.0,
+            max_num_batched_tokens=100_000,
+            max_num_seqs=100_000,
+        )
+
+    def pages(self) -> wire.PageChanges:
+        return PageKeys().snapshot()
+
+    def assets(self) -> wire.Assets:
+        return self._assets
+
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def follow(self, follower: Follower) -> Callable[[], None]:
+        self._followers.append(follower)
+        return lambda: self._followers.remove(follower)
+
+    async def run(self, period_s: float) -> None:
+        """Steps at an even pace."""
+        due = time.monotonic()
+        while True:
+            due = max(due + period_s, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+            self.step()
+
+    async def report(self) -> None:
+        """Tells the load."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._reports += 1
+            for follower in list(self._followers):
+                follower.load_changed()
+
+    def step(self) -> None:
+        """One token for each request."""
+        self._steps += 1
+        self._clock.note(self._steps)
+        token = FIRST_ID + self._steps % SPELLED
+        frames: dict[int, tuple[Sink, wire.Tokens]] = {}
+        for handle, (request, sink, index) in list(self._running.items()):
+            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
+            frame.handles.append(handle)
+            frame.epochs.append(request.epoch)
+            frame.indices.append(index)
+            frame.tokens.append(token)
+            if index + 1 >= request.sampling.max_tokens:
+                frame.finished.append(wire.Finished(handle, request.epoch, "length"))
+                del self._running[handle]
+            else:
+                self._running[handle] = request, sink, index + 1
+        for sink, frame in frames.values():
+            sink.tokens(frame)
+
+
+def main() -> int:
+    """Serves until it is ended."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("--clock", type=Path, required=True)
+    parser.add_argument("--period-ms", type=float, default=20.0)
+    given = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(given))
+    return 0
+
+
+async def _serve(given: argparse.Namespace) -> None:
+    engine = Pacer(StepClock(given.clock))
+    gateway: EngineGateway = engine
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(engine.run(given.period_ms / 1000)), asyncio.create_task(engine.report())]
+        yield
+        for task in tasks:
+            task.cancel()
+
+    app = create_app(LocalBackend(cast(EngineClient, engine)), lifespan=lifespan)
+    link = LinkSettings(given.token_file.read_text().strip(), f"group-{given.port}", "bench", 16)
+    app.router.routes.append(LinkDoor(gateway, link).route())
+    config = uvicorn.Config(
+        app, host=given.host, port=given.port, log_config=None, access_log=False, ws="websockets-sansio",
+        ws_per_message_deflate=False, backlog=4096,
+    )  # fmt: skip
+    await uvicorn.Server(config).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
