@@ -15,9 +15,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.figures import percentile, table
@@ -131,10 +132,22 @@ def beside(mover: Mover, context: int) -> tuple[list[float], list[float]]:
     return between(quiet, until), between(until, busy)
 
 
-def forced(mover: Mover, count: int, seed: int) -> tuple[int, int, int, int]:
-    """Moves at random indexes until so many were made: moves, streams, failures, streams that differ from undisturbed ones."""
-    chance, made, failed, streams, different = random.Random(seed), 0, 0, 0, 0
-    while made < count:
+@dataclass(slots=True)
+class Forced:
+    """What forced moves came to. `failed`: moves that left a stream where it was, by code; `different`: names of streams."""
+
+    moves: int = 0
+    streams: int = 0
+    num_bytes: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    different: list[str] = field(default_factory=list)
+
+
+def forced(mover: Mover, count: int, seed: int) -> Forced:
+    """Moves at random indexes until so many were made. Raises when an index is missing, a stream hangs or a page is lost."""
+    chance, all_of_it = random.Random(seed), Forced()
+    while all_of_it.moves < count:
+        streams = all_of_it.streams
         requests = [kind(f"{seed} {streams} {i}", i) for i in range(AT_ONCE)]
         plain = [mover.submit(request) for request in requests]
         mover.until(lambda plain=plain: all(one.finish for one in plain))  # type: ignore[misc]
@@ -145,12 +158,17 @@ def forced(mover: Mover, count: int, seed: int) -> tuple[int, int, int, int]:
             mover.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
             if stream.finish is None:
                 outcome = mover.move(stream, 1 - stream.at, chance.choice(MODES))
-                made += isinstance(outcome, moves.Arrived)
-                failed += isinstance(outcome, moves.MoveFailed)
-        streams += len(moved)
-        different += sum(a.tokens != b.tokens or a.finish != b.finish for a, b in zip(plain, moved, strict=True))
+                if isinstance(outcome, moves.Arrived):
+                    all_of_it.moves += 1
+                    all_of_it.num_bytes += outcome.num_bytes
+                else:
+                    all_of_it.failed[outcome.code] += 1
+        all_of_it.streams += len(moved)
+        for a, b in zip(plain, moved, strict=True):
+            if a.tokens != b.tokens or a.finish != b.finish:
+                all_of_it.different.append(a.request.id)
         mover.settle()
-    return made, streams, failed, different
+    return all_of_it
 
 
 def kind(name: str, number: int) -> wire.Request:
@@ -212,11 +230,12 @@ def main() -> None:
             show(mover, options.contexts, options.count)
             return
         began = time.perf_counter()
-        made, streams, failed, different = forced(mover, options.forced, options.seed)
+        done = forced(mover, options.forced, options.seed)
         took_s = time.perf_counter() - began
-        print(f"{made} moves of {streams} streams in {took_s:.0f} s, {failed} failed, {different} streams differ")
+        print(f"{done.moves} moves of {done.streams} streams in {took_s:.0f} s, {done.num_bytes / 1e6:.0f} MB of pages")
+        print(f"moves that failed and left the stream where it was: {dict(done.failed)}; streams that differ: {done.different}")
         print(load_average())
-        if different:
+        if done.different:
             sys.exit(1)
 
 

@@ -1,5 +1,6 @@
 """Moves in the engine loop over a fake carrier: in which order ranks are told, and when pages are given to others."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -12,6 +13,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rescue import Pressure, Rescue, Victim
 from phalanx_runtime.engine.loop import EngineLoop
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+from tests.runtime.test_engine_compiling import LARGE, Slow, asking
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
 HERE = [moves.PageAddress("", 7001), moves.PageAddress("", 7002)]
@@ -78,11 +80,12 @@ class Engine:
     num_pages: int = 40
     depth: int = 1
     now: float = 0.0
+    grammars: Slow | None = None
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(self.num_pages, 4, self.depth)
         self.carrier, self.inbox = FakeCarrier(), Inbox()
-        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, carrier=self.carrier)
+        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, grammars=self.grammars, carrier=self.carrier)
 
     def turn(self, *frames: wire.ToEngine, times: int = 1, told: Sequence[tuple[int, copying.Report]] = ()) -> None:
         self.inbox.waiting += [wire.encode(frame) for frame in frames]
@@ -232,6 +235,33 @@ def test_a_start_before_the_pages_are_here_computes_all_and_gives_them_back() ->
     assert engine.tokens(7) == expected_output(request)
     engine.turn(told=both(copying.Forgotten("m")))
     assert engine.load.free_pages == 40
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled while pages came", "still compiled"])
+def test_the_grammar_of_a_request_is_compiled_while_its_pages_come(is_compiled: bool) -> None:
+    grammars = Slow()
+    engine = Engine(grammars=grammars)
+    request = asking(LARGE, make_request(10, 20))
+    engine.turn(wire.Prepare("m", request), times=2)
+    assert grammars.begun.wait(20)
+    if is_compiled:
+        grammars.go.set()
+        while not grammars.compiled:
+            time.sleep(0.001)
+    pages = engine.carrier.of("expect")[0][3]
+    assert isinstance(pages, tuple)
+    for position, page in enumerate(pages[:3]):
+        engine.runner.put(page, list(request.prompt[4 * position : 4 * position + 4]))
+    engine.turn(told=both(copying.Came("m", 100, 9)))
+    engine.turn(wire.Submit(7, request, "m"), times=4)
+    assert bool(engine.tokens(7)) == is_compiled
+    grammars.go.set()
+    while len(engine.tokens(7)) < 20:
+        engine.turn()
+        time.sleep(0.0005)
+    assert engine.tokens(7) == expected_output(request)
+    assert engine.runner.plans[0].starts == [9], "what arrived is not computed"
+    assert grammars.compiled == ["large"]
 
 
 def test_a_full_pool_refuses_a_move() -> None:

@@ -49,13 +49,15 @@ class Compiling:
         if kept is not None:
             self._held[handle] = kept
             return True
-        job = self._jobs.get(grammar)
-        if job is None:
-            job = self._jobs[grammar] = _Job(grammar, self._threads.submit(self._grammars.compile, grammar))
-            job.result.add_done_callback(partial(self._tell, job))
+        job = self._jobs.get(grammar) or self._start(grammar)
         job.handles.append(handle)
         self._waiting[handle] = job
         return False
+
+    def warm(self, grammar: wire.Grammar) -> None:
+        """Compiles a grammar whose request will come by a move, so that it need not wait then."""
+        if self._grammars.kept(grammar) is None and grammar not in self._jobs:
+            self._start(grammar)
 
     def ended(self) -> list[tuple[int, Refuse | None]]:
         """Requests that need wait no longer, in order of arrival for each grammar; with the reason why one cannot be served."""
@@ -83,6 +85,11 @@ class Compiling:
     def close(self) -> None:
         """Begins no more of them. Those that are being compiled are not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, grammar: wire.Grammar) -> _Job:
+        job = self._jobs[grammar] = _Job(grammar, self._threads.submit(self._grammars.compile, grammar))
+        job.result.add_done_callback(partial(self._tell, job))
+        return job
 
     def _tell(self, job: _Job, result: Future[object]) -> None:
         self._done.append(job)

@@ -183,6 +183,8 @@ class EngineLoop:
             case wire.Submit(handle, request, move):
                 self._submit(handle, request, move)
             case _ if self._moving is not None:
+                if self._compiling is not None and isinstance(frame, wire.Prepare) and frame.request.sampling.grammar is not None:
+                    self._compiling.warm(frame.request.sampling.grammar)
                 self._moving.obey(frame, self._clock())
             case wire.Prepare(move) | moves.MoveOut(move):
                 why = "this engine moves nothing"
