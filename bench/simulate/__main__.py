@@ -1,0 +1,77 @@
+"""Simulates a fleet under every policy: `python -m bench.simulate --traces DIR [--workloads ABCDE] [--seeds 5] [--quick]`.
+
+Prints a table for each workload and the relations that are to hold, and writes all figures as JSON with `--out`. `--quick`: one
+seed, a tenth of each load. `--cost FILE`: the cost function of a calibration. Exits 1 when a relation of a whole run fails.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.simulate.figures import Figures, figures
+from bench.simulate.shown import relations, table
+from bench.simulate.workloads import Run, read_model, runs
+from bench.simulate.world import World
+
+QUICK_SHARE = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs it. Gives the exit status."""
+    given = _parser().parse_args(arguments)
+    seeds, share = (1, QUICK_SHARE) if given.quick else (given.seeds, given.share)
+    found: dict[str, dict[str, list[Figures]]] = {}
+    model = read_model(given.cost)
+    for seed in range(seeds):
+        for run in runs(given.traces, model, seed, share, given.workloads):
+            if given.policies and not any(run.policy.startswith(name) for name in given.policies):
+                continue
+            found.setdefault(run.workload, {}).setdefault(run.policy, []).append(_play(run, seed))
+    told = {name: {policy: [asdict(one) for one in each] for policy, each in cells.items()} for name, cells in found.items()}
+    if given.out:
+        given.out.write_text(json.dumps({"seeds": seeds, "share": share, "workloads": told}, indent=1))
+    for name, cells in found.items():
+        print(f"\n{table(name, cells)}")
+    held = [] if given.policies else relations(found)
+    print("\n| relation | ours | bound | holds |\n|---|---|---|---|")
+    for text, ours, bound, holds in held:
+        print(f"| {text} | {ours:.4g} | {bound:.4g} | {'yes' if holds else 'NO'} |")
+    return 0 if given.quick or all(holds for *_, holds in held) else 1
+
+
+def _play(run: Run, seed: int) -> Figures:
+    began = time.monotonic()
+    world = World(run.setting, run.make(run.setting.shape), run.arrivals())
+    world.run()
+    one = figures(world, run.setting.shape)
+    print(
+        f"{run.workload} {run.policy}, seed {seed}: goodput {one.goodput:.3f}, {time.monotonic() - began:.0f} s", file=sys.stderr
+    )
+    return one
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("bench.simulate", description="A fleet in virtual time, under ours and other policies.")
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the Azure and Mooncake traces")
+    parser.add_argument("--workloads", default="ABCDE", type=_letters, help="which of A to E (default all)")
+    parser.add_argument("--policies", nargs="+", default=[], help="only those whose names begin so")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each cell (default 5)")
+    parser.add_argument("--share", type=float, default=1.0, help="part of each load that is played (default all)")
+    parser.add_argument("--cost", type=Path, help="JSON with `step_model`: the coefficients of a calibration")
+    parser.add_argument("--quick", action="store_true", help="one seed, a tenth of each load; no verdict")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON there")
+    return parser
+
+
+def _letters(text: str) -> str:
+    if not text or set(text) - set("ABCDE"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give letters of A to E")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What one run comes to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.simulate.engine import Shape
+from bench.simulate.world import World
+from phalanx_api.cost import StepWork
+
+TPOT_S = 0.1
+TTFT_S, TTFT_TIMES = 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one run. Seconds but for shares and counts.
+
+    goodput: share of requests whose first token came within max(2 s, 3 times its time alone), and whose others came within 0.1 s
+    each on average. gap: the longest pause between two tokens of a stream.
+    """
+
+    goodput: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p99: float
+    gap_p99: float
+    preemptions: int
+    recomputed: int
+    hit_share: float
+    moves: int
+    failed_moves: int
+    pingpong: int
+    stall_p99: float
+    tokens_per_s: float
+
+
+def alone_s(prompt_tokens: int, shape: Shape) -> float:
+    """Time to first token of a prompt in an empty group without a cache."""
+    size, model = shape.max_num_batched_tokens, shape.model
+    chunks = range(0, prompt_tokens, size)
+    return sum(model.predict(StepWork(min(size, prompt_tokens - at), 0, at)) for at in chunks)
+
+
+def figures(world: World, shape: Shape) -> Figures:
+    """Those of a world that has run to its end. Raises ValueError when a request has not ended, or not with all its tokens."""
+    jobs = world.jobs
+    for job in jobs:
+        if job.ended_s is None or job.generated != job.output_tokens:
+            raise ValueError(f"request {job.number} has {job.generated} of {job.output_tokens} tokens")
+    ttft = np.array([(job.first_s or 0.0) - job.at_s for job in jobs])
+    tpot = np.array([(job.last_s - (job.first_s or 0.0)) / max(1, job.output_tokens - 1) for job in jobs])
+    bound = np.array([max(TTFT_S, TTFT_TIMES * alone_s(job.prompt_tokens, shape)) for job in jobs])
+    prompt = sum(job.prompt_tokens for job in jobs)
+    long = max(job.last_s for job in jobs) - min(job.at_s for job in jobs)
+    return Figures(
+        goodput=float(np.mean((ttft <= bound) & (tpot <= TPOT_S))),
+        ttft_p50=float(np.percentile(ttft, 50)),
+        ttft_p99=float(np.percentile(ttft, 99)),
+        tpot_p99=float(np.percentile(tpot, 99)),
+        gap_p99=float(np.percentile([job.longest_gap_s for job in jobs], 99)),
+        preemptions=sum(engine.preemptions for engine in world.engines),
+        recomputed=sum(engine.recomputed for engine in world.engines),
+        hit_share=1 - sum(job.missed for job in jobs) / prompt,
+        moves=world.counts.moves,
+        failed_moves=world.counts.failed_moves,
+        pingpong=world.counts.pingpong,
+        stall_p99=float(np.percentile(world.counts.stalls_s, 99)) if world.counts.stalls_s else 0.0,
+        tokens_per_s=sum(job.output_tokens for job in jobs) / long,
+    )

@@ -1,0 +1,132 @@
+"""Phalanx: `phalanx_router.route` chooses, `phalanx_router.balance` moves, as they run in the router."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import cast
+
+from bench.simulate.cache import PAGE
+from bench.simulate.engine import Engine, Shape
+from bench.simulate.jobs import Job
+from bench.simulate.report import stream_of
+from bench.simulate.scene import Scene, Send, Wish
+from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_router.balance.balancer import Balancer
+from phalanx_router.balance.records import Proposal, StreamView
+from phalanx_router.route.cost import Newcomer
+from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
+from phalanx_router.route.ledger import Sent
+from phalanx_router.route.look import Lookout, Told
+from phalanx_router.route.queue import RequestQueue, Waiting
+from phalanx_router.route.view import GroupView
+
+OUTPUT_TOKENS = 4096
+"""What requests allow at most: nobody says beforehand how long an answer will be."""
+
+
+class Ours:
+    """One router. `mode` as in `BalancePolicy`; `has_ledger` off forgets what was sent since the last report."""
+
+    def __init__(self, shape: Shape, groups: int, mode: BalancePolicy, has_ledger: bool = True) -> None:
+        served = wire.Served("model", "layout", PAGE * shape.token_bytes)
+        self._told = [Told(f"g{i}", f"g{i}", served=served, page_size=PAGE) for i in range(groups)]
+        self._lookout = Lookout()
+        self._balancer = Balancer(mode)
+        self._has_ledger = has_ledger
+        self._copy_bytes_per_s = shape.copy_bytes_per_s
+        self._queue = RequestQueue()
+        self._handles = count(1)
+        self._jobs: dict[int, Job] = {}
+        self._came: dict[int, float] = {}
+        self._sat: dict[int, Sat] = {}
+
+    def arrived(self, job: Job, scene: Scene) -> list[Send]:
+        """Into the queue, from which `route.dispatch` takes what can go."""
+        self._jobs[job.number] = job
+        self._queue.add(Waiting(job.number, Newcomer(job.tokens, OUTPUT_TOKENS), self._came.setdefault(job.number, scene.now)))
+        return self.woken(scene)
+
+    def woken(self, scene: Scene) -> list[Send]:
+        """What leaves the queue now."""
+        sends: list[Send] = []
+        while len(self._queue):
+            one = next_dispatch(self._queue, self._known(scene), scene.now, scene.chance.random())
+            if one is None:
+                break
+            self._queue.remove(one.waiting.ticket)
+            job, group = self._jobs[one.waiting.ticket], int(one.choice.key[1:])
+            job.handle = next(self._handles)
+            self._sat[job.number] = Sat(one.waiting, one.choice.key, scene.now)
+            if self._has_ledger:
+                self._enter(job, group, one.choice.hit_tokens, scene.now)
+            sends.append(Send(job, group))
+        return sends
+
+    def taken_back(self, scene: Scene) -> list[tuple[Job, int]]:
+        """What `route.dispatch` would rather have elsewhere."""
+        found = requeues(list(self._sat.values()), self._known(scene), scene.now)
+        return [(self._jobs[one.sat.waiting.ticket], int(one.sat.key[1:])) for one in found]
+
+    def _known(self, scene: Scene) -> Known:
+        views = [self._balancer.guard.burdened(view, scene.now) for view in self._look(scene.now)]
+
+        def hits(waiting: Waiting) -> dict[str, int]:
+            return {f"g{i}": tokens for i, tokens in enumerate(scene.hits_of(self._jobs[waiting.ticket])) if tokens}
+
+        return Known(lambda waiting: views, hits, lambda waiting: frozenset())
+
+    def _look(self, now: float) -> list[GroupView]:
+        return self._lookout.look(self._told, now)
+
+    def _roads(self, now: float) -> list[GroupView]:
+        """The views with what transfers reach between these groups."""
+        return [replace(view, copy_bytes_per_s=self._copy_bytes_per_s) for view in self._look(now)]
+
+    def _enter(self, job: Job, group: int, hit_tokens: int, now: float) -> None:
+        missing = max(1, job.tokens - hit_tokens)
+        sent = Sent(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated)
+        self._told[group].ledger.dispatch(job.handle, sent, now)
+
+    def started(self, job: Job, group: int) -> None:
+        """It is not taken back any more."""
+        self._sat.pop(job.number, None)
+
+    def reported(self, group: int, load: wire.Load, now: float) -> None:
+        """Into the view."""
+        self._told[group].report(load, now)
+
+    def ended(self, job: Job, group: int) -> None:
+        """Out of the ledger."""
+        self._sat.pop(job.number, None)
+        self._told[group].ledger.ended(job.handle)
+
+    def tick(self, now: float, engines: Sequence[Engine]) -> list[Wish]:
+        """What `balance` proposes."""
+        views = self._roads(now)
+
+        def streams(key: str) -> list[StreamView]:
+            engine = engines[int(key[1:])]
+            return [stream_of(job, key, engine.context_of(job)) for job in engine.decodes.values()]
+
+        decision = self._balancer.tick(views, streams, now)
+        return [self._wish(proposal, engines) for proposal in decision.proposals]
+
+    def rescue(self, job: Job, group: int, now: float, engines: Sequence[Engine]) -> Wish | None:
+        """Where `balance` would take it."""
+        key = f"g{group}"
+        stream = stream_of(job, key, engines[group].context_of(job))
+        answer = self._balancer.rescue(key, stream, self._roads(now), now)
+        return self._wish(answer, engines) if isinstance(answer, Proposal) else None
+
+    def _wish(self, proposal: Proposal, engines: Sequence[Engine]) -> Wish:
+        source, target = int(proposal.source[1:]), int(proposal.target[1:])
+        job = engines[source].decodes[int(proposal.stream)]
+        return Wish(job, source, target, proposal.way, proposal.bytes_per_s, proposal)
+
+    def moved(self, wish: Wish, is_moved: bool, now: float) -> None:
+        """Tells `balance` how its proposal ended."""
+        self._balancer.ended(cast(Proposal, wish.tag), is_moved, now)
+        if is_moved and self._has_ledger:
+            wish.job.handle = next(self._handles)
+            self._enter(wish.job, wish.target, wish.job.tokens if wish.way != "recompute" else 0, now)

@@ -1,0 +1,67 @@
+"""The reports of a simulated group: the same record that an engine sends to routers."""
+
+from dataclasses import astuple
+
+from bench.simulate.cache import PAGE
+from bench.simulate.engine import Engine
+from bench.simulate.jobs import Job
+from phalanx_api import wire
+from phalanx_router.balance.records import StreamView
+
+FOLLOWED = 1 / 20
+
+
+class Reporter:
+    """Follows one group's steps, and makes its reports."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.last_handle = 0
+        self._sequence = 0
+        self._prompt_per_step = 0.0
+        self._output = 0.0
+        self._speed = 1.0
+
+    def stepped(self, ended: list[Job]) -> None:
+        """A step was computed."""
+        self._prompt_per_step += FOLLOWED * (self.engine.last_work.prefill_tokens - self._prompt_per_step)
+        self._speed += FOLLOWED * (self.engine.slow - self._speed)
+        for job in ended:
+            self._output += FOLLOWED * (job.output_tokens - self._output) if self._output else job.output_tokens
+
+    def load(self) -> wire.Load:
+        """What the group has in hand now. Its fitted step model is its true one, times how slow it has been lately."""
+        engine, pages, model = self.engine, self.engine.pages, self.engine.shape.model
+        self._sequence += 1
+        fixed, token, knee, context, attention, error = astuple(model)
+        slow = self._speed
+        missing = [job.tokens - pages.hit_blocks(job) * pages.block_tokens for job in engine.waiting]
+        return wire.Load(
+            len(engine.waiting),
+            engine.running,
+            sum(missing),
+            pages.free,
+            pages.total,
+            preemptions=engine.preemptions,
+            pages_evicted=pages.evicted * pages.block_pages,
+            step_model=[fixed * slow, token * slow, knee, context * slow, attention * slow, error],
+            sequence=self._sequence,
+            last_handle=self.last_handle,
+            reserved_pages=pages.reserved,
+            waiting_prompt_tokens=sum(missing),
+            running_prompt_tokens=sum(job.tokens - job.computed for job in engine.prefills),
+            waiting_pages=sum(-(-count // PAGE) for count in missing),
+            context_tokens=engine.context_tokens,
+            step_s=engine.last_step_s,
+            prompt_tokens_per_step=self._prompt_per_step,
+            recomputed_tokens=engine.recomputed,
+            steps_to_full=engine.steps_to_full(),
+            mean_output_tokens=self._output,
+            max_num_batched_tokens=engine.shape.max_num_batched_tokens,
+            max_num_seqs=engine.shape.max_num_seqs,
+        )
+
+
+def stream_of(job: Job, key: str, context: int) -> StreamView:
+    """A running request as balancing sees it."""
+    return StreamView(str(job.number), key, context, context - job.prompt_tokens, job.moves, job.moved_s, job.left)

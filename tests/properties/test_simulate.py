@@ -1,0 +1,154 @@
+"""The simulated fleet serves every request wholly, keeps account of its pages, and steps as a plain loop over requests would."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.replay import Arrival
+from bench.simulate.__main__ import main
+from bench.simulate.cache import PAGE
+from bench.simulate.engine import Engine, Shape
+from bench.simulate.figures import figures
+from bench.simulate.jobs import Job
+from bench.simulate.scene import Policy
+from bench.simulate.traffic import reasoning
+from bench.simulate.workloads import ANALYTIC, EVERYONE, shifted
+from bench.simulate.world import Setting, World
+from phalanx_api.cost import StepWork
+
+SMALL = Shape(ANALYTIC, total_pages=900, max_num_batched_tokens=256)
+
+
+def played(policy: Policy, arrivals: list[Arrival], shape: Shape, groups: int = 8) -> World:
+    """The world after all requests ended; no page is held then."""
+    world = World(Setting(groups, shape), policy, arrivals)
+    world.run()
+    for engine in world.engines:
+        assert (engine.pages.own, engine.pages.held, engine.pages.reserved, engine.context_tokens) == (0, 0, 0, 0)
+        assert not engine.has_work
+    return world
+
+
+def shared_prefixes(count: int, seed: int) -> list[Arrival]:
+    """Prompts that begin with one of three runs of blocks."""
+    chance = random.Random(seed)
+    arrivals, at_s = [], 0.0
+    for number in range(count):
+        at_s += chance.expovariate(4.0)
+        first = chance.randrange(3)
+        blocks = (*range(10 * first, 10 * first + chance.randrange(1, 5)), 1000 + number)
+        arrivals.append(Arrival(at_s, 512 * len(blocks) - chance.randrange(500), chance.randrange(1, 200), blocks))
+    return arrivals
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_every_policy_serves_every_request_wholly(name: str) -> None:
+    bursts = played(EVERYONE[name](SMALL), reasoning(5.0, 150, random.Random(1)), SMALL)
+    told = figures(bursts, SMALL)
+    assert told.preemptions > 0 or told.moves > 0
+    large = Shape(ANALYTIC, total_pages=4000)
+    assert figures(played(EVERYONE[name](large), shared_prefixes(150, 2), large), large).hit_share > 0.2
+
+
+def test_ours_moves_where_pages_are_scarce() -> None:
+    arrivals = reasoning(5.0, 120, random.Random(3))
+    world = played(EVERYONE["phalanx"](SMALL), arrivals, SMALL)
+    assert world.counts.moves > 0
+    still = played(EVERYONE["phalanx, no moves"](SMALL), arrivals, SMALL)
+    assert still.counts.moves == 0
+    assert figures(world, SMALL).preemptions < figures(still, SMALL).preemptions
+
+
+class PlainEngine:
+    """The slow twin: every request and every token one by one, where pages never run out."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.jobs: list[tuple[Job, list[float]]] = []
+        self.computed: dict[int, int] = {}
+
+    def step(self, now: float) -> float | None:
+        """When the step that begins now ends; None when there is nothing to do."""
+        live = [(job, times) for job, times in self.jobs if len(times) < job.output_tokens]
+        if not live:
+            return None
+        decodes = [(job, times) for job, times in live if times]
+        budget = self.shape.max_num_batched_tokens - len(decodes)
+        chunks = []
+        for job, times in live:
+            if not times and budget > 0:
+                count = min(budget, job.prompt_tokens - self.computed[job.number])
+                budget -= count
+                chunks.append((job, times, count))
+        context = sum(job.prompt_tokens + len(times) - 1 for job, times in decodes)
+        context += sum(self.computed[job.number] for job, _, _ in chunks)
+        attended = sum(count * (self.computed[job.number] + count / 2) for job, _, count in chunks)
+        prompt = sum(count for _, _, count in chunks)
+        end = now + self.shape.model.predict(StepWork(prompt, len(decodes), context, attended))
+        for _, times in decodes:
+            times.append(end)
+        for job, times, count in chunks:
+            self.computed[job.number] += count
+            if self.computed[job.number] == job.prompt_tokens:
+                times.append(end)
+        return end
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 700), st.integers(1, 60)), min_size=1, max_size=12))
+def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
+    shape = Shape(ANALYTIC, total_pages=10_000, max_num_batched_tokens=256)
+    jobs = [Job(number, 0.0, prompt, output) for number, (prompt, output) in enumerate(sizes)]
+    plain, engine, now, told = PlainEngine(shape), Engine("g", shape, 512), 0.0, 0.0
+    for job in jobs:
+        plain.jobs.append((job, []))
+        plain.computed[job.number] = 0
+        engine.submit(job)
+    most = 0
+    while engine.has_work:
+        end = plain.step(told)
+        now += engine.begin()
+        engine.end(now)
+        assert end == pytest.approx(now)
+        told = now
+        most = max(most, engine.pages.held)
+    assert plain.step(now) is None
+    assert most <= sum(-(-(prompt + output) // PAGE) for prompt, output in sizes)
+    for job, times in plain.jobs:
+        assert job.generated == len(times)
+        assert [job.first_s, job.last_s] == pytest.approx([times[0], times[-1]])
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert job.longest_gap_s == pytest.approx(max(gaps, default=0.0))
+
+
+def test_the_command_prints_tables_and_relations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:15:{i // 10:02d}.{i % 10}00000,{100 + i},{20 + i % 7}" for i in range(400)]
+    (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text("\n".join(lines) + "\n")
+    told = [
+        {"timestamp": 3000 * (i // 5), "input_length": 1500, "output_length": 30, "hash_ids": [0, i % 9, 100 + i]}
+        for i in range(300)
+    ]
+    (tmp_path / "mooncake_conversation_trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    out = tmp_path / "out.json"
+    assert main(["--traces", str(tmp_path), "--quick", "--workloads", "ABDE", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for name in EVERYONE:
+        assert f"| {name} |" in printed
+    assert "A: goodput against Llumnix, at least" in printed
+    assert set(json.loads(out.read_text())["workloads"]) == set("ABDE")
+
+
+def test_a_seed_is_a_part_of_the_trace_from_time_0_on() -> None:
+    trace = [Arrival(float(i), i + 1, 1) for i in range(100)]
+    assert shifted(trace, 0, 0.1, 100) == trace[:10]
+    for seed in range(1, 6):
+        part = shifted(trace, seed, 1.0, 100)
+        assert part[0].at_s == 0 and len(part) == 100
+        assert sorted(one.input_tokens for one in part) == list(range(1, 101))
+        assert all(a.at_s <= b.at_s for a, b in pairwise(part))
