@@ -57,7 +57,7 @@ def signals(view: GroupView, targets: Targets) -> dict[Cause, float]:
         "kv": max(view.pressure, 1.0 if view.preempted_lately else 0.0),
         "prefill": view.backlog_s / targets.ttft_s if targets.ttft_s else 0.0,
         "decode": view.itl_s / targets.itl_s if targets.itl_s and view.running else 0.0,
-        "straggler": view.speed if view.running else 1.0,
+        "straggler": view.speed,
         "full": _urgency(view),
     }
     is_loaded = any(found[cause] >= THRESHOLDS[cause].low for cause in LOADS)

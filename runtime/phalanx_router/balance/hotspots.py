@@ -5,7 +5,8 @@
 
 With three groups or fewer the distance is that from the least one. `full` enters at once, a straggler after 10 s and 50 steps.
 Most groups above `high` for one load, or none that keeps its target: the fleet is saturated, and moves help nobody.
-Groups without a fresh report keep the state they had. Source: balancing.md 3.3.
+Groups without a fresh report keep the state they had; so does a straggler that has nothing to do, for it shows no speed.
+Source: balancing.md 3.3.
 """
 
 from collections.abc import Sequence
@@ -163,6 +164,8 @@ def _see(view: GroupView, cause: Cause, watch: _Watch, signal: float, spread: _F
     threshold = THRESHOLDS[cause]
     if cause == "full":
         watch.see(signal >= threshold.high, signal < threshold.low, now, is_urgent=True)
+        return
+    if cause == "straggler" and not view.running:
         return
     is_calm = signal < threshold.low or signal < spread.close
     is_over = signal >= threshold.high and signal >= spread.far

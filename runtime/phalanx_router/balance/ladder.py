@@ -22,10 +22,11 @@ from phalanx_router.route.view import GroupView
 
 REST = 0.75
 """Strain at which a hotspot has given enough away."""
-SLOW = 2.0
-"""A straggler from this speed on gives requests away."""
-SLOW_REST = 1.15 / SLOW
-"""The same for a straggler, whose strain is its time of a step over twice the median."""
+SLOW = 1.95
+"""A straggler from this speed on gives requests away: one of half the speed, a little less for the error of its measure."""
+USUAL = 2.0
+SLOW_REST = 1.15 / USUAL
+"""The same for a straggler, whose strain is its time of a step over `USUAL` times the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _scales(group: HotGroup, view: GroupView, scene: Scene) -> Scales:
     """Of a very slow group the time of a step is measured against that of the others."""
     scale, rest = scene.itl_target_s, REST
     if _is_very_slow(group, view):
-        usual_s = SLOW * scene.median_itl_s
+        usual_s = USUAL * scene.median_itl_s
         scale, rest = min(usual_s, scale or usual_s), SLOW_REST
     return Scales(scale, scene.budget.bytes_per_s(is_urgent=False), rest)
 

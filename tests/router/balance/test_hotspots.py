@@ -82,6 +82,16 @@ def test_a_straggler_is_one_after_ten_seconds_and_explains_the_rest() -> None:
     assert ticks(book, slower, 1, start=11.0).hot["a/1/1"].speed_rises
 
 
+def test_a_straggler_without_work_stays_one_until_it_shows_its_speed() -> None:
+    book = HotspotBook()
+    ticks(book, [group("a", 0.4, speed=2.0), *EVEN], 44)
+    idle, recovered = [group("a", speed=2.0), *EVEN], [group("a", 0.4, speed=1.0), *EVEN]
+    assert ticks(book, idle, 40, start=11.0).hot["a/1/1"].cause == "straggler"
+    assert ticks(book, recovered, 4, start=21.0).hot == {}
+    never = HotspotBook()
+    assert ticks(never, idle, 80).hot == {}
+
+
 def test_a_pause_starts_the_ten_seconds_anew() -> None:
     book, slow, usual = HotspotBook(), [group("a", 0.4, speed=1.6), *EVEN], [group("a", 0.4, speed=1.1), *EVEN]
     ticks(book, slow, 39)
