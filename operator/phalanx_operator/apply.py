@@ -15,7 +15,7 @@ from phalanx_operator.decide.actions import (
     CreateGroup,
     DeleteGroup,
     DrainGroup,
-    ForgetPod,
+    EndPod,
     GroupAction,
     InitReplicas,
     KeepChildren,
@@ -84,8 +84,8 @@ class Hands:
                     done.append(action)
                 case MarkLeader():
                     await self._mark(action, service, now)
-                case ForgetPod():
-                    await self._forget_pod(action, service)
+                case EndPod():
+                    await self._end_pod(action, service)
         return done
 
     async def _write_replicas(self, replicas: int, snapshot: Snapshot, subresource: str | None) -> None:
@@ -134,12 +134,13 @@ class Hands:
         except (Gone, Conflict):
             pass  # the pod that follows it is marked in its turn
 
-    async def _forget_pod(self, action: ForgetPod, service: InferenceService) -> None:
+    async def _end_pod(self, action: EndPod, service: InferenceService) -> None:
         try:
-            await self._client.delete(PODS, service.namespace, action.name, action.uid, at_once=True)
+            await self._client.delete(PODS, service.namespace, action.name, action.uid, grace_s=action.grace_s)
         except (Gone, Conflict):
             return
-        log.info("pod deleted at once", extra=_fields(service, "", action.why) | {"pod": action.name})
+        fields = {"pod": action.name, "grace_s": str(action.grace_s)}
+        log.info("pod ended", extra=_fields(service, "", action.why) | fields)
 
     async def _delete_group(self, action: DeleteGroup, service: InferenceService) -> bool:
         key = (service.namespace, service.name)

@@ -73,14 +73,14 @@ class HttpKube:
         metadata = body["metadata"]
         return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
-        """See KubeClient. The object stays visible until what it owns is gone, unless it is to go at once."""
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
+        """See KubeClient. What owns others stays visible until they are gone."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "propagationPolicy": "Background" if at_once else "Foreground",
+            "propagationPolicy": "Foreground" if grace_s is None else "Background",
             "preconditions": {"uid": uid},
-        } | ({"gracePeriodSeconds": 0} if at_once else {})
+        } | ({} if grace_s is None else {"gracePeriodSeconds": grace_s})
         await self._json("DELETE", resource.path(namespace, name), body=options)
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:

@@ -88,8 +88,8 @@ class KubeClient(Protocol):
         """The object after an update. Raises: Conflict when it was changed meanwhile."""
         ...
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
-        """Starts the deletion of an object and all that it owns. `at_once` waits for nobody, not even a pod's kubelet.
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
+        """Starts the deletion of an object and all that it owns. `grace_s` is for pods: theirs, and 0 waits for no kubelet.
 
         Raises: Gone, or Conflict when it is another object by now.
         """

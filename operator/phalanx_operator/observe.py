@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from phalanx_api import labels
 from phalanx_api.status import Status
+from phalanx_operator.decide.draining import LAST_S
 from phalanx_operator.decide.snapshot import (
     Draining,
     ObservedGroup,
@@ -65,6 +66,7 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         uid=metadata.get("uid", ""),
         ip=status.get("podIP") or "",
         leaving="deletionTimestamp" in metadata,
+        hurried=metadata.get("deletionGracePeriodSeconds", LAST_S + 1) <= LAST_S,
         marked=labels.DRAINING in _annotations(metadata),
     )
 

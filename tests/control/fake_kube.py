@@ -110,15 +110,16 @@ class FakeKube:
             raise Conflict("changed meanwhile")
         return self.put(resource, body)
 
-    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, at_once: bool = False) -> None:
-        self._record("kill" if at_once else "delete", resource, name)
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
+        self._record("delete" if grace_s is None else "kill" if grace_s == 0 else "hurry", resource, name)
         body = self._there(resource, namespace, name)
         if body["metadata"]["uid"] != uid:
             raise Conflict("another object by now")
-        if at_once or resource.plural == "poddisruptionbudgets":
+        if grace_s == 0 or resource.plural == "poddisruptionbudgets":
             del self.objects[resource.plural, namespace, name]
             return
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        body["metadata"]["deletionGracePeriodSeconds"] = 315 if grace_s is None else grace_s
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
         self._record("list", resource, after, write=False)

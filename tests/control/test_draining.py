@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_operator.decide.draining import left_s, marks, to_empty, why_over
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.lost import to_forget, why_lost
+from phalanx_operator.decide.lost import to_end, why_lost
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
 from phalanx_operator.errors import Conflict
 from phalanx_operator.kube import PODS
@@ -96,8 +96,8 @@ def test_pods_of_a_group_that_stays_are_never_deleted_at_once() -> None:
     nodes = {"node-0": ObservedNode("node-0", False, "2026-01-02T03:00:00Z")}
     pods = tuple(replace(pod, uid=f"uid-{pod.name}") for pod in make_group("a").pods)
     stays, goes = replace(make_group("a"), pods=pods), replace(make_group("a", terminating=True), pods=pods)
-    assert to_forget((stays,), nodes, 120, NOW) == []
-    assert [(pod.name, pod.uid) for pod in to_forget((goes,), nodes, 120, NOW)] == [("a-0", "uid-a-0")]
+    assert to_end((stays,), nodes, 120, NOW) == []
+    assert [(pod.name, pod.uid, pod.grace_s) for pod in to_end((goes,), nodes, 120, NOW)] == [("a-0", "uid-a-0", 0)]
 
 
 async def world_with_routers(replicas: int = 3, routers: int = 1, **spec: Any) -> World:
@@ -140,7 +140,10 @@ async def test_streams_that_nobody_takes_hold_a_group_up_no_longer_than_the_time
     assert not any(w.startswith("delete") for w in await world.look())
     assert world.next_s == 1.0
     world.now = LATER
-    assert any(w.startswith("delete statefulsets") for w in await world.look())
+    (victim,) = world.draining()
+    assert f"delete statefulsets {victim}" in await world.look()
+    assert f"hurry pods {victim}-0" in await world.look()
+    assert not any(w.startswith("hurry") for w in await world.look())
 
 
 async def test_a_new_operator_goes_on_where_the_old_one_was_killed() -> None:

@@ -193,6 +193,7 @@ ZERO = replace(RULES, least=0, to_zero=True)
         pytest.param(IDLE, 2, replace(ZERO, idle_s=1001.0), 0.0, (2, "Steady"), id="not idle for long enough"),
         pytest.param(EMPTY, 0, ZERO, 100.0, (0, "Steady"), id="zero at rest"),
         pytest.param(HELD, 0, ZERO, 0.0, (1, "Wake"), id="a request wakes"),
+        pytest.param(CALM, 0, ZERO, 0.0, (1, "Wake"), id="a request that a leaving group serves wakes"),
         pytest.param(EMPTY, 0, RULES, 0.0, (1, "Bounds"), id="below the least"),
         pytest.param(BUSY, 30, RULES, 0.0, (20, "Bounds"), id="above the most"),
         pytest.param(fleet_of(asked=2), 5, RULES, 900.0, (5, "Hold"), id="nothing heard"),

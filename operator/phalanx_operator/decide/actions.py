@@ -66,11 +66,12 @@ class MarkLeader:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetPod:
-    """Delete a pod of a lost node at once: its kubelet is not there to end it."""
+class EndPod:
+    """Delete a pod with less grace than it has: none at all where its kubelet is not there to end it."""
 
     name: str
     uid: str
+    grace_s: int
     why: str
 
 
@@ -92,7 +93,7 @@ class SetReplicas:
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup
-Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | ForgetPod
+Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,16 +153,19 @@ def wait_p95_s(groups: int, busy: float, load: Load, ability: Ability) -> float:
     chance = use ** (math.sqrt(2 * (groups + 1)) - 1) if use > 0 else 0.0
     if chance <= P95:
         return 0.0
-    spread = max(shape.prompt_squared / shape.prompt**2 - 1, 0.0) if shape.prompt > 0 else 0.0
-    mean_of_those_who_wait_s = (shape.scv + spread) / 2 * _prefill_s(shape, ability) / (groups * (1 - use))
+    mean_of_those_who_wait_s = (shape.scv + _spread(shape)) / 2 * _prefill_s(shape, ability) / (groups * (1 - use))
     return mean_of_those_who_wait_s * math.log(chance / P95)
+
+
+def _spread(shape: Traffic) -> float:
+    """Squared coefficient of variation of prompts' lengths."""
+    return max(shape.prompt_squared / shape.prompt**2 - 1, 0.0) if shape.prompt >= 1 else 0.0
 
 
 def own_ttft_s(load: Load, ability: Ability) -> float:
     """Time to the first token of a long prompt on an idle group."""
     shape = load.shape
-    spread = math.sqrt(max(shape.prompt_squared / shape.prompt**2 - 1, 0.0)) if shape.prompt > 0 else 0.0
-    return _prefill_s(shape, ability) * (1 + 1.65 * spread) + ability.step_s(0, 1, 0)
+    return _prefill_s(shape, ability) * (1 + 1.65 * math.sqrt(_spread(shape))) + ability.step_s(0, 1, 0)
 
 
 def _groups_for_ttft(load: Load, ability: Ability, targets: Targets, busy: float) -> tuple[int, bool]:

@@ -7,10 +7,13 @@ could hold one; or when its time is over. What is noted on the group is all that
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx_operator.decide.actions import DrainGroup, GroupAction, KeepGroup, MarkLeader
+from phalanx_operator.decide.actions import DrainGroup, EndPod, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.snapshot import ObservedGroup
+
+LAST_S = 10
+"""Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str) -> tuple[ObservedGroup, ...]:
@@ -52,6 +55,17 @@ def left_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
         return None
     age = age_s(group.draining.since, now)
     return max(timeout_s - age, 0.0) if age is not None else 0.0
+
+
+def to_end(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[EndPod]:
+    """Pods of groups that are being deleted after their streams had their time: they have LAST_S to say so to what is left."""
+    return [
+        EndPod(pod.name, pod.uid, LAST_S, f"its streams had {timeout_s:.0f} s")
+        for group in groups
+        if group.terminating and left_s(group, timeout_s, now) == 0
+        for pod in group.pods
+        if pod.uid and not pod.hurried
+    ]
 
 
 def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:

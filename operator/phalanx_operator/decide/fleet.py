@@ -16,6 +16,7 @@ from phalanx_api.summary import GroupSummary, Histogram, Hotspot, RouterSummary,
 PRESSURE_BOUND = 1.5
 """Late binding keeps what waits at a group below half of its pages."""
 SPEED_BOUND = 4.0
+MEAN_BOUND = 1e15
 BACKLOG_BOUND_S = 10.0
 """A group's backlog counts up to this, or four times the median: more is a hotspot, which more groups do not cure."""
 _BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
@@ -133,7 +134,7 @@ def _added(window_s: float, parts: Sequence[Traffic]) -> Traffic:
 
     def mean(values: Iterable[float]) -> float:
         weighted = sum(value * max(part.arrivals, 0) for value, part in zip(values, parts, strict=True))
-        return max(weighted / total, 0.0) if total else 0.0
+        return min(max(weighted / total, 0.0), MEAN_BOUND) if total else 0.0
 
     return Traffic(
         window_s,

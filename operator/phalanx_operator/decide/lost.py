@@ -8,7 +8,7 @@ a pod that still runs on a node that is only cut off is never mistaken for one o
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from phalanx_operator.decide.actions import ForgetPod
+from phalanx_operator.decide.actions import EndPod
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedNode
 
@@ -42,10 +42,10 @@ def left_s(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], l
     return limit_s - max(ages) if ages else None
 
 
-def to_forget(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> list[ForgetPod]:
+def to_end(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> list[EndPod]:
     """Pods on lost nodes of groups that are being deleted, or are now."""
     return [
-        ForgetPod(pod.name, pod.uid, why)
+        EndPod(pod.name, pod.uid, 0, why)
         for group in groups
         if group.terminating or group.lost
         for pod in group.pods

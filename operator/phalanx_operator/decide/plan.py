@@ -57,7 +57,8 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     step = next_step(desired, snapshot.groups)
     of_groups = step.actions if step else ()
     actions += [*of_groups, *draining.marks(snapshot.groups, of_groups)]
-    actions += lost.to_forget(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
+    actions += lost.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
+    actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     said = status(snapshot, desired, suspended=service.spec.suspend, now=now)

@@ -2,7 +2,7 @@
 
     out of bounds  go to the bound
     not heard      fewer than half of the routers answered lately: hold
-    no group       a request waits: wake, with as many groups as the queue implies
+    no group       a request came: wake, with as many groups as the queue implies
     to zero        nothing was asked for long enough
     out            two evaluations, 15 s apart, need more: to the smaller of the two
     panic          the last 6 s alone need 1.5 times as many: at once
@@ -20,7 +20,7 @@ from phalanx_operator.decide.consolidate import objection
 from phalanx_operator.decide.demand import DRAIN_S, Ability, Demand, Targets, demand
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.forecast import Trend, followed, growth
-from phalanx_operator.decide.load import USUAL_S, ability_of, fresh, heaviest_load_of, load_of, panic_load_of
+from phalanx_operator.decide.load import SHORT_S, USUAL_S, ability_of, fresh, heaviest_load_of, load_of, panic_load_of
 
 TICK_S = 15.0
 PANIC_TICK_S = 2.0
@@ -161,11 +161,14 @@ def _is_frozen(memory: Memory, now_s: float) -> bool:
 
 
 def _woken(memory: Memory, scene: Scene, rules: Rules) -> Decision:
-    waiting = scene.fleet.held + scene.fleet.queued
+    fleet = scene.fleet
+    short = fleet.traffic.get(SHORT_S)
+    served = sum(group.streams for group in fleet.groups.values()) + (short.arrivals if short else 0)
+    waiting = fleet.held + fleet.queued + served  # a group that is still being emptied may serve some
     if not waiting:
         return Decision(0, "Steady", "nothing is asked for")
-    implied = scene.fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
-    return Decision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests wait for a group")
+    implied = fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
+    return Decision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests want a group")
 
 
 def _is_idle(scene: Scene, rules: Rules) -> bool:

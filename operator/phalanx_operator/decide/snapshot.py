@@ -22,6 +22,8 @@ class ObservedPod:
     ip: str = ""
     leaving: bool = False
     """It is being deleted: somebody evicted it, or its group goes."""
+    hurried: bool = False
+    """Its grace is short already."""
     marked: bool = False
     """Routers that watch are told that its group is being emptied."""
 
