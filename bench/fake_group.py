@@ -60,7 +60,7 @@ class Pacer:
     """An EngineGateway whose requests all get a token in each step."""
 
     def __init__(self, clock: StepClock) -> None:
-        self.moves = MoveRelay(lambda order: None)
+        self.moves = MoveRelay(lambda order: None, lambda handle: None)
         self._clock = clock
         self._assets = bench_assets()
         self._running: dict[int, tuple[wire.Request, Sink, int]] = {}

@@ -37,7 +37,7 @@ class FakeEngine:
         self._next: dict[int, int] = {}
         self.ordered: list[MoveOrder] = []
         self.moved: dict[int, str] = {}
-        self.moves = MoveRelay(self.ordered.append)
+        self.moves = MoveRelay(self.ordered.append, lambda handle: self.abort([handle]))
 
     def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
         handle = 1000 + len(self._next)

@@ -23,6 +23,11 @@ async def test_handles_are_the_engines_and_addresses_are_those_at_which_the_rout
         assert told.addresses == [moves.PageAddress("127.0.0.1", 7001), moves.PageAddress("10.0.0.9", 7002)]
         engine.moves.tell(moves.Frozen("m1", 0, 3, 4))
         assert await receive(connection, moves.Frozen) == moves.Frozen("m1", 0, 3, 4)
+        await connection.send(wire.encode(moves.Release("m1")))
+        await until(lambda: engine.aborted == [handle])
+        await connection.send(wire.encode(wire.Abort([5])))
+        await connection.send(wire.encode(moves.Cancel("m2")))
+        await until(lambda: engine.ordered[-1] == moves.Cancel("m2"))
 
 
 async def test_the_start_of_a_moved_request_names_its_move() -> None:

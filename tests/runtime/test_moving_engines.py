@@ -14,6 +14,7 @@ import torch
 from bench.mover import Mover, Stream
 from phalanx_api import moves, wire
 from phalanx_api.seeds import mix
+from phalanx_runtime.model.source import Level
 from tests.runtime.corrupting import Corrupting
 from tests.runtime.moving_engines import Field, running_field
 from tests.runtime.ranks import PAGE_SIZE, Build
@@ -92,9 +93,13 @@ def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Mover, mod
     router.settle()
 
 
-@pytest.mark.parametrize(("pods", "stages"), [([2], 1), ([1, 1], 2)], ids=["tp2", "pp2 in two pods"])
-def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int], stages: int) -> None:
-    build = Build(dtype=torch.float64, num_pages=120, stages=stages)
+@pytest.mark.parametrize(
+    ("pods", "stages", "level"),
+    [([2], 1, "auto"), ([1, 1], 2, "auto"), ([1], 1, "transformers")],
+    ids=["tp2", "pp2 in two pods", "by transformers"],
+)
+def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int], stages: int, level: Level) -> None:
+    build = Build(dtype=torch.float64, num_pages=120, stages=stages, level=level)
     with running_field(model, [pods, pods], build) as field:
         router = field.mover
         requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "schema")]

@@ -92,7 +92,7 @@ class EngineClient:
         self._subscribers: list[Callable[[], None]] = []
         self._followers: list[Follower] = []
         self._pages = PageKeys()
-        self.moves = MoveRelay(self._send_order)
+        self.moves = MoveRelay(self._send_order, lambda handle: self._drop([handle], "moved"))
 
     def state(self) -> wire.State:
         """Whether the group serves, and its incarnation."""
@@ -216,7 +216,10 @@ class EngineClient:
 
     def abort(self, handles: list[int]) -> None:
         """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""
-        known = self._forget(handles, "abort")
+        self._drop(handles, "abort")
+
+    def _drop(self, handles: list[int], reason: str) -> None:
+        known = self._forget(handles, reason)
         if known:
             self._send(wire.Abort(known))
 

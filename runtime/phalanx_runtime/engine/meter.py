@@ -36,7 +36,8 @@ class Meter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request that is over. `reason`: stop, length, abort (nobody wants it any more), or error (refused, or engine lost)."""
+    """One request that is over. `reason`: stop, length, abort (nobody wants it any more), moved (it runs in another group), or
+    error (refused, or engine lost)."""
 
     reason: str
     prompt_tokens: int

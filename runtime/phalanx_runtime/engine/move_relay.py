@@ -14,10 +14,16 @@ HearRescue = Callable[[moves.AskRescue], None]
 
 
 class MoveRelay:
-    """Belongs to one engine client. `send` gives a frame to the engine, if there is one. Handles are the engine's."""
+    """Belongs to one engine client. `send` gives a frame to the engine, if there is one. Handles are the engine's.
 
-    def __init__(self, send: Callable[[MoveOrder], None]) -> None:
+    `let_go` ends a request that runs elsewhere now, whatever the engine made of its move.
+    """
+
+    def __init__(self, send: Callable[[MoveOrder], None], let_go: Callable[[int], None]) -> None:
         self._send = send
+        self._let_go = let_go
+        self._leaving: dict[str, int] = {}
+        """The request of each move out."""
         self._hears: dict[str, Hear] = {}
         self._rescues: list[HearRescue] = []
 
@@ -25,23 +31,29 @@ class MoveRelay:
         """Gives a router's frame to the engine; `hear` is called with what the engine says of a move that this one began."""
         if isinstance(frame, wire.Prepare | moves.MoveOut):
             self._hears.setdefault(frame.move, hear)
-        else:
-            self.over(frame.move)
+        if isinstance(frame, moves.MoveOut):
+            self._leaving[frame.move] = frame.handle
         self._send(frame)
+        if isinstance(frame, moves.Release) and frame.move in self._leaving:
+            self._let_go(self._leaving[frame.move])
+        if isinstance(frame, moves.Thaw | moves.Release | moves.Cancel):
+            self.over(frame.move)
 
     def over(self, move: str) -> None:
         """Nobody wants to hear of this move any more."""
         self._hears.pop(move, None)
+        self._leaving.pop(move, None)
 
     def leave(self, hear: Hear) -> None:
         """Whoever heard with this is gone. The moves go on until the engine ends them."""
-        self._hears = {move: other for move, other in self._hears.items() if other != hear}
+        for move in [move for move, other in self._hears.items() if other == hear]:
+            self.over(move)
 
     def tell(self, report: MoveReport) -> None:
         """Passes on what the engine says."""
         hear = self._hears.get(report.move)
         if isinstance(report, moves.MoveFailed):
-            self.over(report.move)
+            self._hears.pop(report.move, None)  # its Release may be on the way: it is committed, and the request is to end here
         if hear is not None:
             hear(report)
 
@@ -58,3 +70,4 @@ class MoveRelay:
     def clear(self) -> None:
         """The incarnation is over, and all moves with it."""
         self._hears.clear()
+        self._leaving.clear()
