@@ -1,0 +1,21 @@
+"""Two hundred moves at random indexes, forced by a router over real engines: greedy, seeded, JSON schema, n = 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import router_moves
+from tests.system.test_hung_rank import model
+
+__all__ = ["model"]
+pytestmark = pytest.mark.system
+
+
+def test_tokens_are_equal_however_often_streams_move(model: Path, tmp_path: Path) -> None:
+    told = tmp_path / "figures.json"
+    assert router_moves.main([str(model), "--moves", "200", "--rounds", "1", "--json", str(told)]) == 0, told.read_text()
+    figures = json.loads(told.read_text())
+    assert figures["wrong"] == []
+    assert figures["moves by end"]["moved"] >= 200 and figures["bytes"] > 0
+    assert {kind.split(",")[0] for kind in figures["moved by kind"]} == set(router_moves.KINDS)
