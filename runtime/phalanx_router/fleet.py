@@ -199,6 +199,7 @@ class Fleet:
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""
+        self._metrics.show_prefix_keys(self.links.outlook.prefixes.num_keys)
         self._metrics.show_states(Counter(view.state for view in self.balancing.views()))
         self.placing.dispatch()  # a group that tells nothing is open after a while: no event says so
         self.placing.tenants.routers = max(1, self.balancing.policy.routers)

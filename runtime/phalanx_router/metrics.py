@@ -32,6 +32,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
+        self._prefix_keys = Gauge("phalanx_router_prefix_keys", "Page keys of groups that are known here.", registry=registry)
         self._states = Gauge("phalanx_router_groups", "Groups by how old their reports are.", ["state"], registry=registry)
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that take requests now.", registry=registry)
         self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by why.", ["why"], registry=registry)
@@ -102,6 +103,10 @@ class RouterMetrics:
         """Shows how many groups are in each state."""
         for state in get_args(Freshness):
             self._states.labels(state).set(states.get(state, 0))
+
+    def show_prefix_keys(self, keys: int) -> None:
+        """Shows how large the prefix index is."""
+        self._prefix_keys.set(keys)
 
     def show_streams(self, streams: int) -> None:
         """Shows how many streams are open."""
