@@ -13,7 +13,7 @@ COMPONENT = "phalanx.dev/component"
 POD_INDEX = "apps.kubernetes.io/pod-index"
 """Label that the StatefulSet controller sets on its pods; the leader's is "0". Read by routers and the scale subresource."""
 DRAINING = "phalanx.dev/draining"
-"""Annotation on a group's StatefulSet: since when and why it is being emptied before it goes; and on its leader pod, for routers
+"""Annotation on a group's StatefulSet: since when, what for and why it is being emptied; and on its leader pod, for routers
 that watch: only since when. Set and taken off by the operator."""
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Label on every child, with the value `MANAGER`."""

@@ -116,8 +116,8 @@ class Hands:
 
     async def _note(self, action: DrainGroup | KeepGroup, service: InferenceService, now: str) -> bool:
         """Notes on the group that it is being emptied, or takes that off. It is remembered until the informer has told."""
-        draining = Draining(now, action.why) if isinstance(action, DrainGroup) else None
-        note = f"{draining.since} {draining.why}" if draining else None
+        draining = Draining(now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
+        note = f"{draining.since} {draining.purpose} {draining.why}" if draining else None
         patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: note}}}
         try:
             await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -15,6 +15,7 @@ from phalanx_operator.decide.snapshot import (
     ObservedNode,
     ObservedPod,
     ObservedRouter,
+    Purpose,
     ReplicasWriter,
     Snapshot,
 )
@@ -124,8 +125,10 @@ def draining_of(metadata: Mapping[str, Any]) -> Draining | None:
     note = _annotations(metadata).get(labels.DRAINING)
     if note is None:
         return None
-    since, _, why = note.partition(" ")
-    return Draining(since, why)
+    since, _, rest = note.partition(" ")
+    purpose, _, why = rest.partition(" ")
+    known: Purpose | None = next((word for word in get_args(Purpose) if word == purpose), None)
+    return Draining(since, why, known) if known else Draining(since, rest)
 
 
 def trim_name(body: Mapping[str, Any]) -> ObservedName:

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.draining import left_s, marks, to_empty, why_over
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.lost import to_end, why_lost
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
 from phalanx_operator.errors import Conflict
 from phalanx_operator.kube import PODS
+from phalanx_operator.observe import draining_of
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group, summary
@@ -113,7 +115,7 @@ async def test_scale_in_empties_a_group_before_it_is_deleted() -> None:
     await world.change(replicas=2)
     writes = await world.look()
     (victim,) = world.draining()
-    assert world.draining()[victim] == f"{NOW} 3 groups, 2 wanted"
+    assert world.draining()[victim] == f"{NOW} surplus 3 groups, 2 wanted"
     assert [w for w in writes if "events" not in w and "status" not in w] == [
         f"merge statefulsets {victim}",
         f"merge pods {victim}-0",
@@ -215,6 +217,53 @@ async def test_a_rollout_empties_one_group_after_the_other() -> None:
         world.cluster.start_pods()
     assert not old & world.groups and len(world.groups) == 3
     assert [reason for _, reason in world.notes()].count("GroupDraining") == 3
+
+
+def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:
+    return Hotspot(name, "straggler", 2.5, 1.0, since_s, action)
+
+
+async def test_a_straggler_is_replaced_and_stays_given_up_when_routers_say_no_more_of_it() -> None:
+    world = await world_with_routers(replicas=2)
+    victim, other = sorted(world.groups)
+    world.routers.says = summary(hotspots=[slow(victim), slow(other)])
+    await world.look()
+    assert list(world.draining()) == [victim]
+    assert world.draining()[victim] == f"{NOW} straggler far slower than its equals for 60 s"
+    world.routers.says = summary()
+    for _ in range(3):
+        await world.look()
+    assert list(world.draining()) == [victim]
+    world.routers.says = summary(emptied=[victim], hotspots=[slow(other)])
+    await world.look()
+    assert world.deleted() == {victim} and len(world.groups) == 3
+    world.now = "2026-01-01T00:09:00Z"  # the successor is minutes old
+    world.cluster.start_pods()
+    await world.look()
+    assert world.draining() == {}
+
+
+@pytest.mark.parametrize(
+    "hotspot", [slow("x", since_s=59.0), slow("x", action="weigh"), Hotspot("x", "kv", 1.0, 0.5, 99.0, "migrate")]
+)
+async def test_nothing_else_replaces_a_group_that_serves(hotspot: Hotspot) -> None:
+    world = await world_with_routers(replicas=2)
+    told = {name: getattr(hotspot, name) for name in hotspot.__struct_fields__}
+    world.routers.says = summary(hotspots=[Hotspot(**told | {"group": name}) for name in world.groups])
+    await world.look()
+    assert world.draining() == {}
+
+
+@pytest.mark.parametrize(
+    ("note", "draining"),
+    [
+        ("2026-01-02T03:04:00Z straggler too slow", Draining("2026-01-02T03:04:00Z", "too slow", "straggler")),
+        ("2026-01-02T03:04:00Z by hand", Draining("2026-01-02T03:04:00Z", "by hand")),
+        ("", Draining("", "")),
+    ],
+)
+def test_notes_of_people_are_read_too(note: str, draining: Draining) -> None:
+    assert draining_of({"annotations": {"phalanx.dev/draining": note}}) == draining
 
 
 async def test_routers_of_a_group_that_loses_a_pod_are_told_to_take_its_streams() -> None:

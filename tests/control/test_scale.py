@@ -98,6 +98,7 @@ def test_streams_of_a_group_fit_the_itl_target_and_the_pages() -> None:
     assert most_streams(asked, ABILITY, Targets(itl_s=0.001)) == 1
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 50.0), st.floats(1.0, 3.0))
 def test_more_load_never_needs_fewer_groups(busy: float, times: float) -> None:
     assert demand(load(busy * times), ABILITY, TARGETS).groups >= demand(load(busy), ABILITY, TARGETS).groups

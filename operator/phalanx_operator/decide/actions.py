@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx_api.status import Status
+from phalanx_operator.decide.snapshot import Purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class DrainGroup:
     uid: str
     why: str
     successor: str = ""
+    purpose: Purpose = "surplus"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A group may go when every router says that it holds no stream of it and the grou
 could hold one; or when its time is over. What is noted on the group is all that this rests on, so a new operator goes on with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx_operator.decide.actions import DrainGroup, EndPod, GroupAction, KeepGroup, MarkLeader
@@ -16,16 +16,35 @@ LAST_S = 10
 """Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""
 
 
+STRAGGLER_S, SETTLED_S = 60.0, 600.0
+"""For how long a group must be far too slow, and for how long no group may be younger: replacing one must not become a habit."""
+
+
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str) -> tuple[ObservedGroup, ...]:
     """The groups with what routers say of them: tokens in their pages, and whether those that are being emptied may go."""
+    groups = tuple(groups)
+    slow = _stragglers(groups, fleet, now)
     return tuple(
         replace(
             group,
             tokens=_tokens(group, fleet),
+            slow=slow.get(group.name, ""),
             drained=why_over(group, fleet, timeout_s, now) if group.draining else "",
         )
         for group in groups
     )
+
+
+def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, now: str) -> dict[str, str]:
+    """Why groups should be replaced that routers want to see evacuated, by name."""
+    ages = [age_s(group.created, now) for group in groups]
+    if any(age is None or age < SETTLED_S for age in ages):
+        return {}
+    return {
+        hotspot.group: f"far slower than its equals for {STRAGGLER_S:.0f} s"
+        for hotspot in fleet.hotspots
+        if hotspot.cause == "straggler" and hotspot.action == "evacuate" and hotspot.since_s >= STRAGGLER_S
+    }
 
 
 def _tokens(group: ObservedGroup, fleet: Fleet) -> int:

@@ -9,6 +9,7 @@
     too few                   -> create the rest, of the newest revision
     old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability
     old groups, ready         -> empty one, if that leaves no more than one group unavailable (delete first, no surge)
+    far too slow groups       -> likewise, after the old ones
 
 A group that is being emptied still has its devices, so its successor is made when it is deleted, in the same step: the new pods
 wait in the scheduler for what the old ones give back. It never counts as available, so no second one is emptied beside it.
@@ -19,9 +20,11 @@ from dataclasses import dataclass, replace
 
 from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
 from phalanx_operator.decide.groups import Desired, free_names, in_order_of_deletion, live, staying
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup, Purpose
 
 MAX_UNAVAILABLE = 1
+Leaving = tuple[ObservedGroup, str, Purpose]
+"""A group that is to leave now, why, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,13 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | Non
     kept = {action.uid for action in keep}
     if surplus > 0:
         why = f"{len(stays)} groups, {desired.replicas} wanted"
-        leaving, successor = [(group, why) for group in in_order_of_deletion(stays, desired.revision)[:surplus]], ""
+        victims = in_order_of_deletion(stays, desired.revision)[:surplus]
+        leaving: list[Leaving] = [(group, why, "surplus") for group in victims]
+        successor = ""
     else:
-        leaving, successor = _outdated(desired, stays, len(kept)), next(iter(free_names(desired, groups, 1)), "")
-    drain = tuple(DrainGroup(group.name, group.uid, why, successor) for group, why in leaving if group.ready)
-    delete = tuple(DeleteGroup(group.name, group.uid, why) for group, why in leaving if not group.ready)
+        leaving, successor = _replaced(desired, stays, len(kept)), next(iter(free_names(desired, groups, 1)), "")
+    drain = tuple(DrainGroup(g.name, g.uid, why, successor, purpose) for g, why, purpose in leaving if g.ready)
+    delete = tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in leaving if not g.ready)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g in here if g.uid not in kept and (why := _why_gone(g)))
     left = len(here) - len(delete)
     create = tuple(
@@ -64,7 +69,8 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | Non
 
 def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:
     """Groups that are being emptied and are wanted again."""
-    going = [group for group in here if group.draining and group.ready and not group.lost and group.revision == desired.revision]
+    leaving = [group for group in here if group.draining and not group.draining.is_final and not group.lost]
+    going = [group for group in leaving if group.ready and group.revision == desired.revision]
     oldest_first = sorted(going, key=lambda group: (group.created, group.name))
     why = f"{desired.replicas} groups are wanted again"
     return [KeepGroup(group.name, group.uid, why) for group in oldest_first[: max(missing, 0)]]
@@ -81,13 +87,18 @@ def _why_gone(group: ObservedGroup) -> str:
     return f"{group.draining.why}; {group.drained}" if group.drained else ""
 
 
-def _outdated(desired: Desired, stays: list[ObservedGroup], kept: int) -> list[tuple[ObservedGroup, str]]:
-    """The groups of an old revision that may leave now, with the reason."""
+def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int) -> list[Leaving]:
+    """The groups of an old revision, and the far too slow ones, that may leave now, with the reason."""
     old = [group for group in in_order_of_deletion(stays, desired.revision) if group.revision != desired.revision]
-    broken = [(g, f"revision {g.revision} is old, and the group is not ready") for g in old if not g.ready]
+    broken: list[Leaving] = [
+        (g, f"revision {g.revision} is old, and the group is not ready", "revision") for g in old if not g.ready
+    ]
     budget = MAX_UNAVAILABLE - (desired.replicas - kept - sum(group.ready for group in stays))
-    ready = [group for group in old if group.ready][: max(budget, 0)]
-    return broken + [(g, f"revision {g.revision} is old, {desired.revision} is wanted") for g in ready]
+    ready: list[Leaving] = [
+        (g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old if g.ready
+    ]
+    slow: list[Leaving] = [(g, g.slow, "straggler") for g in stays if g.slow and g.ready and g not in old]
+    return broken + (ready + slow)[: max(budget, 0)]
 
 
 def run_to_end(
@@ -115,7 +126,7 @@ def carry_out(step: Step, desired: Desired, groups: tuple[ObservedGroup, ...], m
     """The groups right after a step: those given up are being emptied or deleted, new groups are not ready."""
     size = groups[0].size if groups else 1
     kept = {action.uid for action in step.keep}
-    drained = {action.uid: Draining(f"{moment:06}", action.why) for action in step.drain}
+    drained = {action.uid: Draining(f"{moment:06}", action.why, action.purpose) for action in step.drain}
     doomed = {action.uid for action in step.delete}
     left = tuple(
         replace(

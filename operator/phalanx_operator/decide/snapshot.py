@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from phalanx_api.status import Status
 
@@ -38,12 +39,22 @@ class ObservedNode:
     cordoned: bool = False
 
 
+Purpose = Literal["surplus", "revision", "straggler"]
+"""What a group is emptied for: there are too many, its revision is old, it is far slower than its equals."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """A group is being emptied before it goes: since when, and why."""
+    """A group is being emptied before it goes: since when, what for, and why."""
 
     since: str
     why: str
+    purpose: Purpose = "surplus"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it goes even if as many groups are wanted again."""
+        return self.purpose == "straggler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,8 @@ class ObservedGroup:
     """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
 
     lost: why it is given up for one elsewhere, if so. cordoned: a node of it takes no new pods. tokens: in its KV pages.
-    drained: why it may go now, although it was being emptied: it holds no stream, or its time is over.
+    drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
+    replaced although it serves.
     """
 
     name: str
@@ -64,6 +76,7 @@ class ObservedGroup:
     draining: Draining | None = None
     drained: str = ""
     lost: str = ""
+    slow: str = ""
     cordoned: bool = False
     tokens: int = 0
 
