@@ -52,6 +52,7 @@ class Placing:
         self._clock = clock
         self._runs: dict[int, Run] = {}
         self._tickets = 0
+        self._seen: dict[tuple[str | None, str | None], Sequence[GroupView]] = {}
         self._known = Known(self._views_of, self._hits_of, lambda waiting: frozenset(self._runs[waiting.ticket].excluded))
         links.heard.append(self.dispatch)
 
@@ -60,9 +61,10 @@ class Placing:
         if run.waiting is None or run.waiting.ticket not in self._runs:
             self._enqueue(run)
         self.dispatch()
-        if run.link is not None:
-            return True
-        await self._wait(run, self._may_wait_s(run))
+        if run.link is None and run.broken is None:
+            await self._wait(run, self._may_wait_s(run))
+        if run.broken is not None:
+            raise run.broken
         return run.link is not None
 
     def forget(self, run: Run) -> None:
@@ -81,20 +83,27 @@ class Placing:
         """Sends what can be sent now."""
         now = self._clock()
         while len(self.queue):
+            self._seen.clear()
             found = next_dispatch(self.queue, self._known, now, self._draw())
             if found is None:
                 return
             run = self._runs[found.waiting.ticket]
             self.queue.remove(found.waiting.ticket)
-            self._send(run, found.choice, now)
+            try:
+                self._send(run, found.choice, now)
+            except Exception as error:  # a request that cannot be sent: whoever asked for this look must not suffer for it
+                run.broken = error
+                run.stream.nudge()
+                if run.came is not None and not run.came.done():
+                    run.came.set_result(None)
             del self._runs[found.waiting.ticket]
             self._show()
 
     def submit(self, run: Run, key: str, link: LeaderLink, hit_tokens: int = 0) -> None:
         """Gives the stream to the group of this key, from what its journal holds."""
         request = run.stream.journal.replay()
-        run.link, run.group, run.model_hash = link, key, link.told.served.model_hash
         run.handle = link.submit(request, run.stream, hit_tokens=hit_tokens)
+        run.link, run.group, run.model_hash = link, key, link.told.served.model_hash
         if request.delivered or run.moves:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
@@ -104,6 +113,7 @@ class Placing:
         sat = {run.waiting.ticket: run for run in runs if run.waiting is not None and run.is_unstarted}
         sats = [Sat(run.waiting, run.group, run.sent_at) for run in sat.values() if run.waiting is not None]
         self._runs.update(sat)
+        self._seen.clear()
         found = requeues(sats, self._known, self._clock())
         for taken in found:
             run = sat[taken.sat.waiting.ticket]
@@ -228,8 +238,13 @@ class Placing:
         return self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
 
     def _views_of(self, waiting: Waiting) -> Sequence[GroupView]:
-        links = self._eligible(self._runs[waiting.ticket])
-        return [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
+        """Looked at once for all requests that the same groups can take, until the next is sent."""
+        run = self._runs[waiting.ticket]
+        kind = run.tokenizer, run.model_hash if run.stream.journal.delivered else None
+        if kind not in self._seen:
+            links = self._eligible(run)
+            self._seen[kind] = [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
+        return self._seen[kind]
 
     def _hits_of(self, waiting: Waiting) -> Mapping[str, int]:
         run = self._runs[waiting.ticket]

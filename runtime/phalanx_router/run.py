@@ -79,6 +79,8 @@ class Run:
     sent_at: float = 0.0
     charged: int = 0
     is_held: bool = False
+    broken: Exception | None = None
+    """Why it cannot be sent to any group."""
     granted: Granted | None = None
     granted_at: float = 0.0
     deaths: int = 0

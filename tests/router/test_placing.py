@@ -165,3 +165,18 @@ async def test_old_reports_show_and_stop_nothing() -> None:
         for leader in leaders:
             leader.release()
         assert all(heard.tokens == expected([1, 2, 3], 16) for heard in await asyncio.gather(*streams))
+
+
+async def test_a_request_that_cannot_be_sent_harms_no_other() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader) as world:
+        await reported(world, leader, FULL)
+        bad = msgspec.structs.replace(make_request(id="\ud800"), tenant="bad")
+        streams = [asyncio.create_task(hear(world.fleet, bad)), start(world, "good")]
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 2)
+        leader.load = ROOM
+        with pytest.raises(UnicodeEncodeError):
+            await streams[0]
+        assert (await streams[1]).tokens == expected([1, 2, 3], 16)
+        assert world.metric("phalanx_router_links_lost_total") == 0
+        assert world.metric("phalanx_router_queued_requests") == 0
