@@ -2,7 +2,8 @@
 
 One rank in this process, on the device that a group would use, with its real pages; what pages hold does not matter to the time.
 Points come in another random order in each round, so that what else the machine does falls on all alike, and the load average
-is told beside. The times are those of the ranks; the engine's loop adds its own. The JSON is what `bench.simulate` reads.
+is told beside. With `--threads 1` on CPU a time is the CPU time of the one thread, which other programs hardly change.
+The times are those of the ranks; the engine's loop adds its own. The JSON is what a simulation reads.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -39,8 +40,9 @@ class Runner(Protocol):
 class Stepper:
     """Makes plans for points and times them."""
 
-    def __init__(self, runner: Runner, page_size: int) -> None:
+    def __init__(self, runner: Runner, page_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._runner = runner
+        self._clock = clock
         self._page_size = page_size
         self._step = 0
 
@@ -62,10 +64,10 @@ class Stepper:
         starts, counts = [start for start, _ in rows], [count for _, count in rows]
         draws = [(row, start + count - 1) for row, (start, count) in enumerate(rows)]
         plan = StepPlan(self._step, admitted, list(range(len(rows))), starts, counts, pages, [7] * sum(counts), draws)
-        began = time.perf_counter()
+        began = self._clock()
         self._runner.start(plan)
         self._runner.finish()
-        return time.perf_counter() - began
+        return self._clock() - began
 
 
 def measure(stepper: Stepper, points: Sequence[Point], rounds: int, limit_s: float, seed: int = 0) -> dict[Point, list[float]]:
@@ -107,6 +109,7 @@ def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        num_threads=arguments.threads,
     )
     system = System()
     prepare_process(spec, system)
@@ -131,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     runner, ready, about = open_engine(arguments)
     limits = (arguments.max_num_seqs, arguments.max_num_batched_tokens, ready.max_model_len)
     points = make_grid(Bounds(*limits, ready.num_pages, ready.page_size))
-    times_s = measure(Stepper(runner, ready.page_size), points, arguments.rounds, arguments.limit_s)
+    clock = time.thread_time if arguments.threads == 1 and about["device"] == "cpu" else time.perf_counter
+    about["clock"] = "CPU time of the thread" if clock is time.thread_time else "wall"
+    times_s = measure(Stepper(runner, ready.page_size, clock), points, arguments.rounds, arguments.limit_s)
     fitted = fit(times_s)
     about["load_average"] = {"before": load_before, "after": os.getloadavg()}
     about["processors"] = os.cpu_count()
@@ -156,6 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=1 << 30)
+    parser.add_argument("--threads", type=int, help="as many as the CPU limit allows when not given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=3.0, help="points whose step takes longer are left out")
     return parser.parse_args(argv)
