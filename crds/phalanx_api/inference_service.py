@@ -131,10 +131,20 @@ class Engine(Record):
     """Share of a device's memory that weights and KV cache may take, such as "0.90"."""
 
 
+class ApiKeys(Record):
+    """A Secret with the keys of clients. One that is changed is read again."""
+
+    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    key: str = Field(default="keys", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
+    """Key in the Secret: JSON, or a line `name key [priority]` for each client."""
+
+
 class Router(Record):
     """The front door."""
 
     replicas: int = Field(default=1, ge=1, le=32)
+    api_keys: ApiKeys | None = None
+    """Who may ask, and as which tenant; without it anyone may."""
 
 
 class Spec(Record):

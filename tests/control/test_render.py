@@ -121,6 +121,17 @@ def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
     assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
+def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
+    service = make_service(router={"apiKeys": {"name": "clients", "key": "list"}})
+    pod = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
+    folder = "/var/run/secrets/phalanx.dev-keys"
+    assert ["--api-keys-file", f"{folder}/list"] == pod["containers"][0]["args"][-2:]
+    assert {"name": "api-keys", "mountPath": folder, "readOnly": True} in pod["containers"][0]["volumeMounts"]
+    assert {"name": "api-keys", "secret": {"secretName": "clients", "defaultMode": 0o440}} in pod["volumes"]
+    assert "clients" not in str(pods.group(service, "g", "r", IMAGES))
+    assert revision(service) == revision(make_service())
+
+
 def test_ranks_hold_no_rights_in_the_cluster() -> None:
     group, door = all_pods()
     assert group["automountServiceAccountToken"] is False

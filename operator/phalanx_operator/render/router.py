@@ -10,6 +10,7 @@ from phalanx_operator.render.objects import Images, Object, child, child_labels,
 
 COMPONENT = "router"
 CONTAINER = "router"
+_KEYS = "api-keys"
 GRACE_S = 30
 """What a pod's grace period has beside the time of its open streams."""
 
@@ -61,6 +62,7 @@ def _deployment(service: InferenceService, images: Images) -> Object:
 
 
 def _pod(service: InferenceService, images: Images) -> Object:
+    keys = service.spec.router.api_keys
     return {
         "serviceAccountName": names.router(service.name),
         "automountServiceAccountToken": True,
@@ -72,6 +74,7 @@ def _pod(service: InferenceService, images: Images) -> Object:
             {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
             {"name": "policy", "configMap": {"name": names.policy(service.name)}},
             {"name": "tmp", "emptyDir": {}},
+            *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
         ],
     }
 
@@ -85,6 +88,9 @@ def _container(service: InferenceService, images: Images) -> Object:
         *("--drain-s", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
     ]
+    keys = service.spec.router.api_keys
+    if keys:
+        arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{keys.key}"]
     return {
         "name": CONTAINER,
         "image": images.router,
@@ -100,5 +106,6 @@ def _container(service: InferenceService, images: Images) -> Object:
             {"name": "token", "mountPath": labels.TOKEN_DIR, "readOnly": True},
             {"name": "policy", "mountPath": labels.POLICY_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
+            *([{"name": _KEYS, "mountPath": labels.API_KEYS_DIR, "readOnly": True}] if keys else []),
         ],
     }
