@@ -317,6 +317,11 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a page, all ranks together; 0: not told."""
 
 
+Cause = Literal["", "outside", "alone"]
+"""Whose fault the end of an incarnation was: perhaps that of any request that ran; nobody's (a pod left); or, if anyone's, that
+of a request that was computed alone, and of no other."""
+
+
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost, and all pages.
 
@@ -329,6 +334,8 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     reason: str = ""
     draining: bool = False
     served: Served | None = None
+    cause: Cause = ""
+    """Why it stopped to serve, as far as it is known."""
 
 
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):

@@ -41,7 +41,7 @@ class Adopting:
         """There is no such stream."""
         self._nothing()
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
         """The leader is gone."""
         self._nothing()
 

@@ -29,6 +29,9 @@ from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost, Setback, Stream
 from phalanx_router.traffic import TrafficBook
 
+ALONE_AFTER = 2
+"""Deaths of groups under a request, after which it is computed alone."""
+
 
 class Fleet:
     """Implements `phalanx_frontend.backend.Backend`. Belongs to one running event loop. `runs`: the streams that are open."""
@@ -124,6 +127,7 @@ class Fleet:
             run.link, run.group, run.handle = adoption.link, adoption.key, adoption.handle
         if request.can_resume and request.epoch and (known := self.resuming.known(request.id)) is not None:
             run.model_hash, run.deaths = known.model_hash or None, known.deaths
+            run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
         return run
 
     def _leaving(self, why: str) -> BackendError:
@@ -192,10 +196,20 @@ class Fleet:
         why, is_leave = (setback.why, setback.is_leave) if isinstance(setback, Lost) else (setback.message, False)
         run.moves += 1
         run.losses += not is_leave
+        if isinstance(setback, Lost) and not is_leave:
+            self._count_death(run, setback)
         if run.losses > self._settings.max_replays:
             raise BackendError(503, "too_many_replays", f"the stream lost its group {run.losses} times; last: {why}")
         if run.moves > self._settings.max_moves:
             raise BackendError(503, "too_many_moves", f"the stream moved {run.moves} times; last: {why}")
+
+    def _count_death(self, run: Run, lost: Lost) -> None:
+        """Counts a group that died under the request, if that may be its fault: the third ends it. Raises BackendError."""
+        run.deaths += lost.cause == "" or (lost.cause == "alone" and run.stream.journal.is_alone)
+        run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
+        if run.deaths > ALONE_AFTER:
+            why = f"{run.deaths} groups died while they computed this request, the last one when it computed no other: {lost.why}"
+            raise BackendError(500, "groups_died", why)
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""

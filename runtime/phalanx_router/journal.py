@@ -32,6 +32,8 @@ class Journal:
         self._fresh = True
         """Whether nothing of this epoch was delivered yet."""
         self._prompt_told = 0
+        self.is_alone = request.alone
+        """Whether it is to be computed in steps of its own from now on."""
 
     @property
     def id(self) -> str:
@@ -97,7 +99,9 @@ class Journal:
         sampling = self._request.sampling
         if sampling.prompt_logprobs is not None and self._prompt_told >= len(self._request.prompt) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling)
+        return msgspec.structs.replace(
+            self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling, alone=self.is_alone
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -98,6 +98,7 @@ class LeaderLink:
         self._connections = 0
         self._next_handle = 0
         self._sinks: dict[int, tuple[Sink, int]] = {}
+        self._alone: set[int] = set()
         self._outbox: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._frames_seen = 0
@@ -128,6 +129,8 @@ class LeaderLink:
         handle = self._next_handle
         self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
         self._sinks[handle] = (sink, request.epoch)
+        if request.alone:
+            self._alone.add(handle)
         sent = sent_of(request, self.told.page_size, hit_tokens)
         self.told.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
@@ -184,14 +187,14 @@ class LeaderLink:
         settings = self._settings
         try:
             async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s) as connection:
-                why, is_leave = "this router closes the link", False
+                why, is_leave, is_outside = "this router closes the link", False, True
                 try:
                     why = await self._converse(connection)
                 except (LinkBroken, msgspec.DecodeError, ConnectionClosed, TimeoutError) as error:
                     why = explain(error)
-                    is_leave = self.state.draining and is_proper_end(error)
+                    is_leave, is_outside = self.state.draining and is_proper_end(error), self.endpoint.leaving
                 finally:
-                    self._lose(why, is_leave)
+                    self._lose(why, is_leave, is_outside)
                 return why
         except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
             return explain(error)
@@ -226,23 +229,26 @@ class LeaderLink:
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
 
-    def _lose(self, why: str, is_leave: bool) -> None:
+    def _lose(self, why: str, is_leave: bool, is_outside: bool) -> None:
         """Tells every stream, once, before the connection is closed: closing may take a second."""
         if not self.is_open:
             return
         self.is_open = False
         self.state = wire.State(False, self.state.incarnation, why)
         self._outbox.clear()
-        self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave)
+        self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave, "outside" if is_outside else "")
         self._listener.link_changed(self)
 
-    def _drop_streams(self, why: str, is_leave: bool) -> None:
+    def _drop_streams(self, why: str, is_leave: bool, cause: wire.Cause) -> None:
         lost, self._sinks = self._sinks, {}
+        if not cause and self._alone & lost.keys():
+            cause = "alone"
+        self._alone.clear()
         if lost:
             self._send(wire.Abort(list(lost)))
         for handle, (sink, epoch) in lost.items():
             self.told.ledger.ended(handle)
-            sink.lost(epoch, why, is_leave)
+            sink.lost(epoch, why, is_leave, cause)
 
     async def _read(self, connection: Connection) -> str:
         while True:
@@ -328,7 +334,7 @@ class LeaderLink:
         self.told.served = state.served or self.told.served
         if is_new or not (state.serving or state.draining):
             why = f"group {self.endpoint.group}: {state.reason or 'it started anew'}"
-            self._drop_streams(why, is_leave=before.draining and not is_new)
+            self._drop_streams(why, before.draining and not is_new, state.cause)
         self._listener.link_changed(self)
 
     async def _write(self, connection: Connection) -> str:

@@ -35,9 +35,9 @@ class FirstToken:
         """For the other sink."""
         self._sink.refused(refused)
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
         """For the other sink."""
-        self._sink.lost(epoch, why, is_leave)
+        self._sink.lost(epoch, why, is_leave, cause)
 
 
 class Warming:
@@ -64,6 +64,6 @@ class Warming:
         """The group does not compute it."""
         self._refused(refused.code, refused.message)
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
         """The group is lost."""
         self._refused("target_lost", why)

@@ -51,9 +51,10 @@ class Placing:
         self._draw = draw
         self._clock = clock
         self._runs: dict[int, Run] = {}
+        self._alone: set[Run] = set()
         self._tickets = 0
         self._seen: dict[tuple[str | None, str | None], Sequence[GroupView]] = {}
-        self._known = Known(self._views_of, self._hits_of, lambda waiting: frozenset(self._runs[waiting.ticket].excluded))
+        self._known = Known(self._views_of, self._hits_of, self._excluded_of)
         links.heard.append(self.dispatch)
 
     async def place(self, run: Run) -> bool:
@@ -104,6 +105,8 @@ class Placing:
         request = run.stream.journal.replay()
         run.handle = link.submit(request, run.stream, hit_tokens=hit_tokens)
         run.link, run.group, run.model_hash = link, key, link.told.served.model_hash
+        if request.alone:
+            self._alone.add(run)
         if request.delivered or run.moves:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
@@ -236,6 +239,17 @@ class Placing:
 
     def _eligible(self, run: Run) -> dict[str, LeaderLink]:
         return self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
+
+    def _excluded_of(self, waiting: Waiting) -> frozenset[str]:
+        """Groups that failed or refused it; for one that is computed alone also those that have another such of this router.
+
+        If a group dies, it must be known under which of them.
+        """
+        run = self._runs[waiting.ticket]
+        if not run.stream.journal.is_alone:
+            return frozenset(run.excluded)
+        self._alone = {other for other in self._alone if other.link is not None}
+        return frozenset(run.excluded | {other.group for other in self._alone if other is not run})
 
     def _views_of(self, waiting: Waiting) -> Sequence[GroupView]:
         """Looked at once for all requests that the same groups can take, until the next is sent."""

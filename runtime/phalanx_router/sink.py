@@ -28,6 +28,6 @@ class Sink(Protocol):
         """The request does not run there."""
         ...
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
-        """The group no longer works on it; a leave is what a group that drained does in order."""
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
+        """The group no longer works on it; a leave is what a group that drained does in order. `cause` of its end, if known."""
         ...

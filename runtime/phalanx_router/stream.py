@@ -16,11 +16,12 @@ from phalanx_router.journal import Journal, Verdict
 class Lost:
     """The stream's group no longer works on it; prompt and delivered tokens are in the journal.
 
-    `is_leave`: the group had said that it would stop, and stopped in order.
+    `is_leave`: the group had said that it would stop, and stopped in order. `cause`: of its end, as far as is known.
     """
 
     why: str
     is_leave: bool = False
+    cause: wire.Cause = ""
 
 
 Setback = Lost | wire.Refused
@@ -55,13 +56,13 @@ class Stream:
                 self._details.append(detail)
             self._wake()
         elif verdict is Verdict.GAP:
-            self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did")
+            self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did", cause="outside")
 
     def prompt_told(self, told: wire.PromptDetails) -> None:
         """What was asked about tokens of the prompt: they leave with the next token, so nobody wakes for them."""
         new = self.journal.accept_prompt(told)
         if new is None:
-            self.lost(told.epoch, f"details of the prompt before token {told.start} never came")
+            self.lost(told.epoch, f"details of the prompt before token {told.start} never came", cause="outside")
         else:
             self._prompt_details += new
 
@@ -82,10 +83,10 @@ class Stream:
         if refused.epoch == self.journal.epoch:
             self._set_back(refused)
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
         """The group that had the stream in this epoch is gone, or left in order."""
         if epoch == self.journal.epoch:
-            self._set_back(Lost(why, is_leave))
+            self._set_back(Lost(why, is_leave, cause))
 
     def _set_back(self, setback: Setback) -> None:
         if self._setback is None and self._end is None:

@@ -50,7 +50,8 @@ class Script:
     `release`. refuse: the answer to every Submit. echo: every frame is sent this often. stale: every frame is preceded by
     one of an older epoch with wrong tokens. skip: indices that are left out once. silent: no load reports.
     first: what comes before Welcome. finish: whether ends are told. draw: what the token at an index is. endless_from:
-    requests for so many tokens or more never get past their fifth.
+    requests for so many tokens or more never get past their fifth. kills: requests under which the group dies, within
+    three tokens.
     """
 
     die_after: int | None = None
@@ -67,6 +68,7 @@ class Script:
     tell_assets: bool = True
     draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
     endless_from: int = 10**9
+    kills: Callable[[wire.Request], bool] = lambda request: False
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class FakeLeader:
         self.aborted: list[int] = []
         self.fetched = 0
         self.steps = 0
+        self.deaths = 0
         self.seen = asyncio.Event()
         self._released = asyncio.Event()
         self._running: dict[ServerConnection, dict[int, _Running]] = {}
@@ -236,6 +239,11 @@ class FakeLeader:
                 await connection.send(wire.encode(wrong))
             for _ in range(script.echo):
                 await connection.send(wire.encode(frame))
+            if any(
+                script.kills(e.submit.request) and e.next_index > len(e.submit.request.delivered) + 2 for e in running.values()
+            ):
+                self.deaths += 1
+                self.cut()
             if script.die_after is not None and self.steps >= script.die_after:
                 self.cut()
 

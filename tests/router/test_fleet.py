@@ -110,7 +110,7 @@ async def test_a_running_stream_ends_with_the_reason_when_no_group_comes() -> No
 
 async def test_a_stream_is_replayed_a_bounded_number_of_times() -> None:
     leaders = [FakeLeader(name, Script(die_after=1)) for name in "abcd"]
-    async with running_world(*leaders, settings=make_settings(max_replays=3)) as world:
+    async with running_world(*leaders, settings=make_settings(max_replays=1)) as world:
         for leader in leaders:
             leader.script.die_after = 1
             leader.steps = 0

@@ -70,7 +70,7 @@ class Router:
     def refused(self, refused: wire.Refused) -> None:
         self.ended += 1
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False) -> None:
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
         self.ended += 1
 
 

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -231,6 +232,24 @@ async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(r
     assert changes == [wire.State(False, 2, "rank 1 was killed"), wire.State(True, 2)]
 
 
+async def test_a_loss_says_whose_fault_it_may_be(rig: Rig) -> None:
+    rig.client.submit(msgspec.structs.replace(make_request(), alone=True), ListSink())
+    assert rig.client.has_alone
+    rig.client.lose(2, "rank 1 was killed")
+    assert (rig.client.state().cause, rig.client.has_alone) == ("alone", False)
+    rig.client.lose(3, "pod 1 left", is_outside=True)
+    assert rig.client.state().cause == "outside"
+
+
+async def test_a_request_can_be_handed_to_another_sink(rig: Rig) -> None:
+    first, second = ListSink(), ListSink()
+    handle = rig.client.submit(make_request(), first)
+    rig.client.hand_over([handle, handle + 1], second)
+    await rig.engine.take_submit()
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [1], []))
+    assert await second.next() == wire.Tokens([handle], [0], [0], [1], [])
+
+
 async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
@@ -364,7 +383,7 @@ async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
     rig.client.refuse("gone")
-    assert rig.client.state() == wire.State(False, 1, "gone")
+    assert rig.client.state() == wire.State(False, 1, "gone", cause="outside")
     with pytest.raises(BackendError, match="gone") as caught:
         await running
     assert (caught.value.status, caught.value.code) == (503, "shutting_down")

@@ -32,6 +32,7 @@ LOADING = Group(2, phase="loading", hosts=HERE)
 HALF_READY = replace(LOADING, ready=frozenset({0}))
 SERVING = replace(LOADING, phase="serving", ready=frozenset({0, 1}), serving_since=100.0)
 DRAINING = replace(SERVING, leaving=frozenset({1}))
+ALONE = RanksFailed(1, 1, "oom", is_charged=False)
 BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
 
 
@@ -52,9 +53,11 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         (SERVING, RanksFailed(1, 1, "oom"), "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
         (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
         (SERVING, RanksFailed(1, 0, "late"), "serving", 1, []),
-        (SERVING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
-        (LOADING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
-        (SERVING, Joined(1, "c"), "loading", 2, [Stop(1, "pod 1 left: it came back anew"), Start(2, ("a", "c"))]),
+        (SERVING, RanksFailed(1, 1, "reset", is_echo=True), "loading", 2, [Stop(1, "pod 1: reset", True), Start(2, ("a", "b"))]),
+        (replace(SERVING, failures=3), ALONE, "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
+        (SERVING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
+        (LOADING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
+        (SERVING, Joined(1, "c"), "loading", 2, [Stop(1, "pod 1 left: it came back anew", True), Start(2, ("a", "c"))]),
         (BACKOFF, BackoffOver(5), "loading", 5, [Start(5, ("a", "b"))]),
         (BACKOFF, BackoffOver(4), "backoff", 5, []),
         (SERVING, BackoffOver(1), "serving", 1, []),
@@ -63,12 +66,12 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         (replace(BACKOFF, hosts=((0, "a"),)), Joined(1, "b"), "backoff", 5, []),
         (SERVING, Leaving(1, "told to"), "serving", 1, [Drain(1, "pod 1 is leaving: told to")]),
         (DRAINING, Leaving(0, "told to"), "serving", 1, []),
-        (DRAINING, Drained(1), "gathering", 2, [Stop(1, "pod 1 is leaving")]),
+        (DRAINING, Drained(1), "gathering", 2, [Stop(1, "pod 1 is leaving", True)]),
         (DRAINING, Drained(0), "serving", 1, []),
         (SERVING, Drained(1), "serving", 1, []),
-        (DRAINING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset")]),
+        (DRAINING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
         (DRAINING, RanksFailed(0, 1, "oom"), "gathering", 2, [Stop(1, "pod 0: oom")]),
-        (LOADING, Leaving(1, "told to"), "gathering", 2, [Stop(1, "pod 1 is leaving: told to")]),
+        (LOADING, Leaving(1, "told to"), "gathering", 2, [Stop(1, "pod 1 is leaving: told to", True)]),
         (BACKOFF, Leaving(1, "told to"), "backoff", 5, []),
         (HALF, Leaving(0, "told to"), "gathering", 1, []),
     ],
@@ -87,6 +90,8 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         "ranks fail while serving, for the first time",
         "ranks fail while serving, again and again",
         "ranks of an earlier incarnation fail",
+        "ranks fail after another rank, or pod",
+        "ranks fail while a request was computed alone",
         "a pod is lost while serving",
         "a pod is lost while loading",
         "a pod comes back before its loss was noticed",

@@ -3,6 +3,8 @@
     decodes   every running request that misses one token and is in no plan in flight; its page may cost the last one its pages
     prompts   at most a share each while others have prompt tokens; what is left over goes to those that were cut
 
+    alone     a request under which groups died has every other step for itself, with no plan in flight beside it
+
 A newcomer that does not fit now stops admission: nobody overtakes it but running requests. How many tokens: module `budget`.
 """
 
@@ -27,10 +29,50 @@ class Composer:
         self._queue = queue
         self._seats = seats
         self._sharing = sharing
+        self._was_alone = False
 
     def draft(self, step: int, model: StepModel | None, now: float) -> Draft:
         """The step; empty when nothing can be computed now."""
         self._seats.sort(lambda request: self._place(request, now))
+        lone = self._lone(now)
+        if lone is None:
+            return self._together(step, model, now)
+        if any(request.alone and request.in_flight for request in self._seats.running):
+            return Draft(step)
+        was_alone, self._was_alone = self._was_alone, False
+        if was_alone and (others := self._together(step, model, now)).chunks:
+            return others
+        if any(request.in_flight for request in self._seats.running):
+            return Draft(step)
+        alone = self._by_itself(step, lone, model, now)
+        self._was_alone = bool(alone.chunks)
+        return alone if alone.chunks or was_alone else self._together(step, model, now)
+
+    def _lone(self, now: float) -> Request | None:
+        """The request whose turn it is to be computed alone: one that runs, else the first of the queue."""
+        for request in self._seats.running:
+            if request.alone and not (request.gone or request.is_frozen):
+                return request
+        first = self._queue.first(now)
+        return first if first is not None and first.alone else None
+
+    def _by_itself(self, step: int, request: Request, model: StepModel | None, now: float) -> Draft:
+        """A step of this request and no other; empty when it does not fit."""
+        draft = Draft(step, budget=prefill_tokens(self._limits, model, 0, 0, 0))
+        draft.whole = draft.budget
+        put_off: list[Request] = []
+        if request.row is None:
+            self._admit(request, draft, put_off)
+        elif request.missing > 1:
+            self._go_on(request, draft)
+        elif self._has_slot(request, now):
+            self._sharing.note_written(draft.add(request, 1), draft)
+        for late in put_off:
+            self._queue.push(late, now)
+        return draft
+
+    def _together(self, step: int, model: StepModel | None, now: float) -> Draft:
+        """A step of all requests that share steps; empty when none of them can be computed now."""
         draft = Draft(step)
         before = self.num_preemptions
         elsewhere = self._add_decodes(draft, now)
@@ -45,7 +87,7 @@ class Composer:
 
     def _add_decodes(self, draft: Draft, now: float) -> int:
         """Adds running requests that miss one token; gives back how many others do, which are in plans in flight."""
-        decodes = [one for one in self._seats.running if one.missing == 1 and not (one.gone or one.is_frozen)]
+        decodes = [one for one in self._seats.running if one.missing == 1 and not (one.gone or one.is_frozen or one.alone)]
         ready = [request for request in decodes if not request.in_flight]
         for request in ready[: decode_share(self._limits, len(decodes))]:
             if request.row is not None and self._has_slot(request, now):
@@ -73,12 +115,14 @@ class Composer:
 
     def _add_prompts(self, draft: Draft, now: float, may_admit: bool) -> None:
         """Fills the budget with prompt tokens of running requests and newcomers."""
-        running = [r for r in self._seats.running if r.missing > 1 and not (r.in_flight or r.gone or r.is_frozen)]
+        running = [r for r in self._seats.running if r.missing > 1 and not (r.in_flight or r.gone or r.is_frozen or r.alone)]
         running.reverse()
         draft.whole, draft.others = draft.budget, len(running) + self._queue.num_ready - 1
         put_off: list[Request] = []
         while draft.budget > 0:
             newcomer = self._queue.first(now) if may_admit else None
+            if newcomer is not None and newcomer.alone:
+                newcomer, may_admit = None, False
             if running and (newcomer is None or self._place(running[-1], now) < self._place(newcomer, now)):
                 self._go_on(running.pop(), draft)
             elif newcomer is None:

@@ -42,7 +42,8 @@ class Request:
     value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
     `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
     `has_drawn`: whether a token was drawn for it here; from then on `cached_tokens` stays.
-    `is_frozen`: no further step for now, pages and row stay; `num_losses`: how often it lost its pages.
+    `alone`: it shares no step with others. `is_frozen`: no further step for now, pages and row stay. `num_losses`: how often it
+    lost its pages.
     [0, found) of `tokens` are in pages that were found by key, computed or to be computed by others. `waits_since_s`: since when
     it waits for a row, or waited.
     """
@@ -71,6 +72,7 @@ class Request:
     told: int = 0
     has_drawn: bool = False
     is_frozen: bool = False
+    alone: bool = False
     num_losses: int = 0
     found: int = 0
     waits_since_s: float = 0.0
@@ -110,6 +112,7 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         tokens=asked.prompt + asked.delivered,
         max_len=min(len(asked.prompt) + sampling.max_tokens, max_model_len),
         stop_token_ids=frozenset(sampling.stop_token_ids),
+        alone=asked.alone,
         wishes=Wishes(
             asked.priority,
             asked.tenant,

@@ -66,6 +66,7 @@ class _Open:
     last: float = 0.0
     tokens: int = 0
     cached_tokens: int = 0
+    is_alone: bool = False
 
     def end(self, reason: str, now: float) -> Ended:
         """What is told of it."""
@@ -156,14 +157,20 @@ class EngineClient:
         self._change(wire.State(True, self._state.incarnation, served=served))
         self._drain()
 
-    def lose(self, next_incarnation: int, reason: str) -> None:
+    @property
+    def has_alone(self) -> bool:
+        """Whether a request is here that is computed alone, because groups died under it."""
+        return any(request.is_alone for request in self._open.values())
+
+    def lose(self, next_incarnation: int, reason: str, is_outside: bool = False) -> None:
         """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
+        cause: wire.Cause = "outside" if is_outside else "alone" if self.has_alone else ""
         self._close_socket()
         self._forget(list(self._open), "error")
         self._load, self._pages = NO_LOAD, PageKeys()
         self.moves.clear()
         self._meter.load(NO_LOAD)
-        self._change(wire.State(False, next_incarnation, reason))
+        self._change(wire.State(False, next_incarnation, reason, cause=cause))
 
     def tell(self, next_incarnation: int, reason: str) -> None:
         """Says anew why the group does not serve."""
@@ -182,7 +189,7 @@ class EngineClient:
     def refuse(self, reason: str) -> None:
         """Ends all requests and takes no more, whatever becomes of the incarnation: the process is stopping."""
         self._stops = reason
-        self.lose(self._state.incarnation, reason)
+        self.lose(self._state.incarnation, reason, is_outside=True)
         self._is_leaving = True
 
     def close(self) -> None:
@@ -205,7 +212,7 @@ class EngineClient:
         self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
         if move:
             self.moves.over(move)
-        self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock())
+        self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock(), is_alone=request.alone)
         return handle
 
     def hand_over(self, handles: Iterable[int], sink: Sink) -> None:

@@ -47,12 +47,16 @@ class RanksReady:
 
 @dataclass(frozen=True, slots=True)
 class RanksFailed:
-    """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one."""
+    """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one.
+
+    Without `is_charged` the group is not to blame: a request ran alone under which groups die, and the next start need not wait.
+    """
 
     pod: int
     incarnation: int
     why: str
     is_echo: bool = False
+    is_charged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,11 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Every pod kills the ranks of this incarnation; its requests are lost."""
+    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request can have been the cause."""
 
     incarnation: int
     why: str
+    is_outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +169,14 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
         case Joined(pod, host):
             return _joined(group, pod, host, now)
         case Left(pod, why):
-            return _lost(_without(group, frozenset({pod})), f"pod {pod} left: {why}")
+            return _lost(_without(group, frozenset({pod})), f"pod {pod} left: {why}", is_outside=True)
         case Leaving(pod, why):
             return _leaving(group, pod, why)
         case Drained(incarnation):
             if incarnation != group.incarnation or not group.leaving:
                 return group, []
             pods = ", ".join(str(pod) for pod in sorted(group.leaving))
-            return _lost(group, f"pod {pods} is leaving")
+            return _lost(group, f"pod {pods} is leaving", is_outside=True)
         case RanksReady(pod, incarnation, memory):
             if group.phase != "loading" or incarnation != group.incarnation or pod in group.ready:
                 return group, []
@@ -203,7 +208,7 @@ def _joined(group: Group, pod: int, host: str, now: float) -> tuple[Group, list[
 
 def _leaving(group: Group, pod: int, why: str) -> tuple[Group, list[Action]]:
     if group.phase != "serving":
-        return _lost(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}")
+        return _lost(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}", is_outside=True)
     first = not group.leaving
     group = replace(group, leaving=group.leaving | {pod})
     return group, [Drain(group.incarnation, f"pod {pod} is leaving: {why}")] if first else []
@@ -220,9 +225,12 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     if event.incarnation != group.incarnation or group.phase not in ("loading", "serving"):
         return group, []
     since = group.serving_since
+    before = group.failures
     failures = 1 if since is not None and now - since >= STABLE_S else group.failures + 1
     delay_s = backoff_s(failures, has_served=since is not None)
-    group, actions = _lost(group, why)
+    if not event.is_charged:
+        failures, delay_s = before, 0.0
+    group, actions = _lost(group, why, event.is_echo)  # an echo: of a rank or of a whole pod that is gone, which is not known yet
     group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
     if delay_s == 0:
         group, more = _start_if_all_here(group)
@@ -237,12 +245,12 @@ def backoff_s(failures: int, has_served: bool) -> float:
     return min(MAX_BACKOFF_S, 2.0 ** (min(failures, 10) - 1))
 
 
-def _lost(group: Group, why: str) -> tuple[Group, list[Action]]:
+def _lost(group: Group, why: str, is_outside: bool = False) -> tuple[Group, list[Action]]:
     """Ends the incarnation that runs, if one does; a group that waits goes on waiting. Pods that are leaving count no more."""
     group = _without(group, group.leaving)
     if group.phase not in ("loading", "serving"):
         return group, []
-    stopped = Stop(group.incarnation, why)
+    stopped = Stop(group.incarnation, why, is_outside)
     group = replace(
         group,
         phase="gathering",

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -139,6 +139,8 @@ class LeaderSupervisor:
         self._happened(inc.RanksFailed(0, launch.incarnation, why, is_echo))
 
     def _happened(self, event: inc.Event) -> None:
+        if isinstance(event, inc.RanksFailed) and self._client.has_alone:
+            event = replace(event, is_charged=False)
         before = self._group
         self._group, actions = inc.advance(before, event, self._clock())
         for action in actions:
@@ -160,9 +162,9 @@ class LeaderSupervisor:
                 log.info("group drains: %s", why, extra={"incarnation": incarnation})
                 self._client.pause(why)
                 self._look_whether_drained(incarnation)
-            case inc.Stop(incarnation, why):
+            case inc.Stop(incarnation, why, is_outside):
                 log.warning("group stopped: %s", why, extra={"incarnation": incarnation})
-                self._client.lose(incarnation + 1, why)
+                self._client.lose(incarnation + 1, why, is_outside)
                 self._pod.stop()
                 self._rendezvous.send(say.Stop(incarnation, why))
             case inc.WakeAfter(incarnation, delay_s):

@@ -1,0 +1,85 @@
+"""A request under which groups die is computed alone, and then ended; the streams beside it go on."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from tests.router.fakes import FakeLeader, Heard, Script, expected, hear, make_request, make_settings, running_world
+
+POISON = [6, 6, 6]
+
+
+def is_poison(request: wire.Request) -> bool:
+    return request.prompt == POISON
+
+
+def leaders(names: str) -> list[FakeLeader]:
+    return [FakeLeader(name, Script(kills=is_poison)) for name in names]
+
+
+def was_asked(group: FakeLeader, stream: asyncio.Task[Heard]) -> bool:
+    return bool(group.submitted) or stream.done()
+
+
+async def test_a_request_that_kills_groups_ends_after_the_third_and_takes_no_stream_along() -> None:
+    groups = leaders("abcd")
+    async with running_world(*groups) as world:
+        streams = [make_request([i, 1], max_tokens=60, id=f"r{i}") for i in range(6)]
+        others = [asyncio.create_task(hear(world.fleet, request)) for request in streams]
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request(POISON, max_tokens=60, id="poison"))
+        heard = await asyncio.gather(*others)
+        assert (caught.value.status, caught.value.code) == (500, "groups_died")
+        assert "3 groups died while they computed this request" in caught.value.message
+        assert [h.tokens for h in heard] == [expected(r.prompt, 60) for r in streams]
+        assert sum(group.deaths for group in groups) == 3
+    sent = [submit.request for group in groups for submit in group.submitted if is_poison(submit.request)]
+    assert sorted((request.epoch, request.alone) for request in sent) == [(0, False), (1, False), (2, True)]
+    last = next(group for group in groups for submit in group.submitted if is_poison(submit.request) and submit.request.alone)
+    others_alone = [s.request for s in last.submitted if s.request.alone and not is_poison(s.request)]
+    assert all(request.epoch >= 2 for request in others_alone)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_counted"), [("", True), ("outside", False), ("alone", False)], ids=["unknown", "outside", "another's"]
+)
+async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_counted: bool) -> None:
+    groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
+    async with running_world(*groups, settings=make_settings(max_replays=5)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for group in groups[:3]:
+            await world.until(partial(was_asked, group, stream))
+            await group.tell(wire.State(False, 2, "rank 1 died", cause=cause))
+        if is_counted:
+            with pytest.raises(BackendError, match="3 groups died"):
+                await stream
+        else:
+            assert (await stream).tokens == expected([1, 2, 3], 16)
+        sent = [submit.request.alone for group in groups for submit in group.submitted]
+        assert sent == ([False, False, True] if is_counted else [False] * 4)
+
+
+async def test_a_leader_that_leaves_the_list_did_not_die() -> None:
+    groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
+    async with running_world(*groups) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for count, group in enumerate(groups[:3], 1):
+            await world.until(partial(was_asked, group, stream))
+            world.source.change(*(other.endpoint() for other in groups[count:]))
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert not any(submit.request.alone for group in groups for submit in group.submitted)
+
+
+async def test_of_two_that_are_computed_alone_each_has_a_group_of_its_own() -> None:
+    groups = [FakeLeader(name, Script(hold_at=2)) for name in "ab"]
+    for group in groups:
+        group.release()
+    async with running_world(*groups) as world:
+        asked = [make_request([i, 1], max_tokens=30, id=f"r{i}") for i in range(2)]
+        alone = [wire.Request(r.id, 1, r.prompt, [], r.sampling, alone=True) for r in asked]
+        heard = await asyncio.gather(*(hear(world.fleet, request) for request in alone))
+        assert [h.tokens for h in heard] == [expected(r.prompt, 30) for r in alone]
+    assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]

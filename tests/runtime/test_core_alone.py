@@ -1,0 +1,75 @@
+"""A request under which groups died shares no step with others, and neither side starves."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.scheduler import Scheduler
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+
+def asked(handle: int, is_alone: bool, prompt: int = 5, output: int = 6) -> wire.Request:
+    return msgspec.structs.replace(make_request(prompt, output, seed=handle), alone=is_alone)
+
+
+class Watch:
+    """Which requests hold which rows, by the plans."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._rows: dict[int, int] = {}
+
+    def handles(self, plan: StepPlan) -> set[int]:
+        fresh = [row for row in plan.rows if row in {new.row for new in plan.admitted}]
+        self._rows |= dict(zip(fresh, self._scheduler.admitted(), strict=True))
+        return {self._rows[row] for row in plan.rows}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kinds=st.lists(st.tuples(st.booleans(), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=7),
+    in_flight=st.sampled_from([1, 2]),
+    pages=st.sampled_from([12, 64]),
+)
+def test_nobody_is_computed_beside_it_and_all_end(kinds: list[tuple[bool, int, int]], in_flight: int, pages: int) -> None:
+    runner = FakeRunner(pages, 4)
+    scheduler = Scheduler(Limits(40, 4, 16, 8, plans_in_flight=in_flight), runner.pool)
+    requests = {i: asked(i, *kind) for i, kind in enumerate(kinds)}
+    for handle, request in requests.items():
+        assert scheduler.submit(handle, request) is None
+    watch, flights, output = Watch(scheduler), [], {handle: [] for handle in requests}  # type: ignore[var-annotated]
+    for _ in range(2000):
+        plan = scheduler.schedule() if len(flights) < in_flight else None
+        if plan is not None:
+            handles = watch.handles(plan)
+            if any(requests[handle].alone for handle in handles):
+                assert len(handles) == 1 and not flights
+            assert not any(requests[handle].alone for _, held in flights for handle in held)
+            flights.append((plan, handles))
+            continue
+        if not flights:
+            break
+        frame = scheduler.commit(runner.run(flights.pop(0)[0]))
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            output[handle].append(token)
+        assert scheduler.check() == []
+    assert scheduler.is_idle()
+    assert output == {handle: expected_output(request, max_model_len=40) for handle, request in requests.items()}
+
+
+@pytest.mark.parametrize("order", [[True, False], [False, True]])
+def test_steps_alternate_while_both_have_work(order: list[bool]) -> None:
+    runner = FakeRunner(64, 4)
+    scheduler = Scheduler(Limits(128, 4, 16, 8), runner.pool)
+    for handle, is_alone in enumerate(order):
+        scheduler.submit(handle, asked(handle, is_alone, 3, 20))
+    watch, seen = Watch(scheduler), []
+    while (plan := scheduler.schedule()) is not None:
+        seen.append(watch.handles(plan))
+        scheduler.commit(runner.run(plan))
+    assert all(len(handles) == 1 for handles in seen)
+    assert all(seen[i] != seen[i + 1] for i in range(2, 38))
