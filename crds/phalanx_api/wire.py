@@ -20,11 +20,12 @@ from phalanx_api import moves
 
 PROTOCOL_VERSION = 1
 """Version of the link. The handshake refuses a peer of another version."""
-
 LINK_PATH = "/link"
 """Path of the WebSocket on the leader's HTTP port. The upgrade carries `Authorization: Bearer <service token>`."""
 
 FinishReason = Literal["stop", "length"]
+Cause = Literal["", "outside", "alone"]
+"""Why an incarnation ended: perhaps any request that ran; nothing inside (a pod left); or, of all requests, only one alone."""
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -317,11 +318,6 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a page, all ranks together; 0: not told."""
 
 
-Cause = Literal["", "outside", "alone"]
-"""Whose fault the end of an incarnation was: perhaps that of any request that ran; nobody's (a pod left); or, if anyone's, that
-of a request that was computed alone, and of no other."""
-
-
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost, and all pages.
 
@@ -335,7 +331,6 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     draining: bool = False
     served: Served | None = None
     cause: Cause = ""
-    """Why it stopped to serve, as far as it is known."""
 
 
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):

@@ -30,9 +30,10 @@ from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.run import Run
 from phalanx_router.shelf import Shelf
 from phalanx_router.stream import Stream
+from tests.router.clients import chars, read
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, Leaders, make_request, make_settings
-from tests.router.test_resuming import BODY, KEYS, Engine, Router, chars, read, running_engines, undisturbed
+from tests.router.test_resuming import BODY, KEYS, Engine, Router, running_engines, undisturbed
 
 
 def make_run(id: str = "a") -> Run:
@@ -176,13 +177,13 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         for found in lists:
             found.change(Endpoint("b", address, "b"))
         await until(lambda: journals.peer is not None)
-        told = await read(first, body, stop=chars(20))
+        told = await read(first.url, body, stop=chars(20))
         await until(lambda: len(second.fleet.resuming.copies) == 2)
         for run in first.fleet.resuming.open_runs():
             await until(lambda run=run: copy_at(second, run.stream.journal.id) == run.stream.journal.delivered)
         dying.change(wire.State(False, 2, "rank 1 died"))
         await first.kill()
-        told = await read(third, body, told)
+        told = await read(third.url, body, told)
         assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
         assert other.num_submitted == 2
 
@@ -199,7 +200,7 @@ async def test_a_peer_that_is_gone_is_replaced() -> None:
         peers = Leaders()
         first, journals, _ = await stack.enter_async_context(running_router("a", leaders, peers))
         others = [await stack.enter_async_context(running_router(name, leaders, Leaders())) for name in "bc"]
-        reading = asyncio.create_task(read(first, BODY))
+        reading = asyncio.create_task(read(first.url, BODY))
         ends = [Endpoint(name, address, name) for name, (_, _, address) in zip("bc", others, strict=True)]
         peers.change(*ends)
         for place in range(2):

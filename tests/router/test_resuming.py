@@ -5,13 +5,11 @@ Real routers over real leaders' links, through HTTP; only the engines are script
 
 import asyncio
 import hashlib
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -23,6 +21,7 @@ from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.server.gateway import Sink
 from tests.frontend.fakes import plain_tokens, tiny_assets
+from tests.router.clients import Told, chars, read
 from tests.router.doors import FakeEngine, http_server, running_leader
 from tests.router.fakes import make_settings
 
@@ -109,70 +108,10 @@ async def running_engines(*engines: Engine) -> AsyncIterator[list[str]]:
                 run.cancel()
 
 
-@dataclass(slots=True)
-class Told:
-    """What a client got: texts and ends by choice, the last id, and the error, if one came."""
-
-    texts: dict[int, str]
-    ends: dict[int, str]
-    last: str = ""
-    error: Any = None
-    status: int = 200
-    is_done: bool = False
-
-    @property
-    def num_chars(self) -> int:
-        return sum(map(len, self.texts.values()))
-
-
-async def read(
-    router: Router,
-    body: Mapping[str, Any],
-    told: Told | None = None,
-    stop: Callable[[Told], bool] = lambda told: False,
-    key: str = "sk-1",
-) -> Told:
-    """Reads a stream to its end, or until `stop`; from where `told` came to, if it is given."""
-    headers = {"authorization": f"Bearer {key}"}
-    told = told or Told({}, {})
-    if told.last:
-        headers["last-event-id"] = told.last
-    async with (
-        asyncio.timeout(20),
-        httpx.AsyncClient(trust_env=False, timeout=20) as http,
-        http.stream("POST", f"{router.url}/v1/completions", json=dict(body), headers=headers) as answer,
-    ):
-        told.status = answer.status_code
-        if answer.status_code != 200:
-            told.error = json.loads(await answer.aread())["error"]
-            return told
-        id = ""
-        async for line in answer.aiter_lines():
-            if line.startswith("id: "):
-                id = line.removeprefix("id: ")
-            if line == "data: [DONE]":
-                told.is_done = True
-            elif line.startswith("data: "):
-                document = json.loads(line.removeprefix("data: "))
-                told.error = document.get("error")
-                for choice in document.get("choices", ()):
-                    told.texts[choice["index"]] = told.texts.get(choice["index"], "") + choice["text"]
-                    if choice["finish_reason"]:
-                        told.ends[choice["index"]] = choice["finish_reason"]
-                told.last = id or told.last
-                if stop(told):
-                    break
-    return told
-
-
 async def undisturbed(body: Mapping[str, Any]) -> Told:
     """The same request without any fault. Its seed is in the body."""
     async with running_engines(Engine()) as leaders, running_router(*leaders) as router:
-        return await read(router, body)
-
-
-def chars(count: int) -> Callable[[Told], bool]:
-    return lambda told: told.num_chars >= count
+        return await read(router.url, body)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -186,13 +125,13 @@ async def test_a_client_gets_the_rest_when_its_router_is_lost(which: str, n: int
         first = await stack.enter_async_context(running_router(*leaders))
         if which == "another router":
             second = await stack.enter_async_context(running_router(*leaders, name="router-2"))
-        told = await read(first, body, stop=chars(10 * n))
+        told = await read(first.url, body, stop=chars(10 * n))
         assert told.last and not told.is_done
         await first.kill()
         if which == "the next router":
             second = await stack.enter_async_context(running_router(*leaders))
         engine.hold = 10**9
-        told = await read(second, body, told)
+        told = await read(second.url, body, told)
     assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
     assert engine.num_submitted == n, "the streams were adopted, and not computed again"
     assert engine.aborted == []
@@ -203,9 +142,9 @@ async def test_a_client_that_was_cut_off_gets_the_rest_from_the_same_router() ->
     whole, engine = await undisturbed(body), Engine()
     engine.hold = 30
     async with running_engines(engine) as leaders, running_router(*leaders) as router:
-        told = await read(router, body, stop=chars(10))
+        told = await read(router.url, body, stop=chars(10))
         engine.hold = 10**9
-        told = await read(router, body, told)
+        told = await read(router.url, body, told)
         assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
         assert not router.fleet.runs
 
@@ -214,16 +153,16 @@ async def test_a_stream_that_ended_before_its_client_had_all_of_it_is_read_once_
     body = {**BODY, "seed": 77}
     engine = Engine()
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
-        whole = await read(first, body)
+        whole = await read(first.url, body)
         assert whole.is_done
         half = Told({0: whole.texts[0]}, {}, whole.last)
         for router in (first, None):
             if router is None:
                 await first.kill()
                 async with running_router(*leaders, name="router-2") as second:
-                    again = await read(second, body, replace(half))
+                    again = await read(second.url, body, replace(half))
             else:
-                again = await read(router, body, replace(half))
+                again = await read(router.url, body, replace(half))
             assert (again.texts, again.ends, again.is_done) == (whole.texts, whole.ends, True)
     assert engine.num_submitted == 1
 
@@ -233,11 +172,11 @@ async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
     whole, engine, other = await undisturbed(body), Engine(), Engine()
     engine.hold = 30
     async with running_engines(engine, other) as leaders, running_router(leaders[0]) as first:
-        told = await read(first, body, stop=chars(10))
+        told = await read(first.url, body, stop=chars(10))
         await first.kill()
         engine.change(wire.State(False, 2, "rank 1 died"))
         async with running_router(*leaders, name="router-2") as second:
-            told = await read(second, body, told)
+            told = await read(second.url, body, told)
             assert (told.texts, told.ends) == (whole.texts, whole.ends)
         assert other.num_submitted == 1
 
@@ -246,15 +185,15 @@ async def test_nobody_else_gets_a_stream() -> None:
     engine = Engine()
     engine.hold = 30
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
-        told = await read(first, BODY, stop=chars(10))
+        told = await read(first.url, BODY, stop=chars(10))
         await first.kill()
         async with running_router(*leaders, name="router-2") as second:
-            stolen = await read(second, BODY, replace(told), key="sk-2")
-            unknown = await read(second, BODY, Told({}, {}, "cmpl-" + "0" * 32 + ":3"))
+            stolen = await read(second.url, BODY, replace(told), key="sk-2")
+            unknown = await read(second.url, BODY, Told({}, {}, "cmpl-" + "0" * 32 + ":3"))
             assert (stolen.status, unknown.status) == (404, 404) and stolen.error == unknown.error
             assert stolen.error["code"] == "unknown_stream"
             engine.hold = 10**9
-            mine = await read(second, BODY, told)
+            mine = await read(second.url, BODY, told)
             assert (mine.status, mine.is_done) == (200, True)
 
 
@@ -263,11 +202,11 @@ async def test_a_router_that_leaves_names_the_id_to_resume_from() -> None:
     whole, engine = await undisturbed(body), Engine()
     engine.hold = 20
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
-        reading = asyncio.create_task(read(first, body))
+        reading = asyncio.create_task(read(first.url, body))
         while not first.fleet.runs or len(next(iter(first.fleet.runs)).stream.journal.delivered) < 20:
             await asyncio.sleep(0.002)
         first.fleet.refuse()
-        refused = await read(first, body)
+        refused = await read(first.url, body)
         assert (refused.status, refused.error["code"]) == (503, "router_leaving")
         first.fleet.close()
         told = await reading
@@ -276,5 +215,5 @@ async def test_a_router_that_leaves_names_the_id_to_resume_from() -> None:
         await first.kill()
         async with running_router(*leaders, name="router-2") as second:
             engine.hold = 10**9
-            told = await read(second, body, told)
+            told = await read(second.url, body, told)
     assert (told.texts, told.ends, told.error, engine.num_submitted) == (whole.texts, whole.ends, None, 1)
