@@ -65,7 +65,10 @@ class SaltedRunner(FakeRunner):
 
 
 class _Channel:
-    """Between leader and engine. `waits_s`: how long the engine wants to wait for the next message, after it found none."""
+    """Between leader and engine. `waits_s`: how long the engine wants to wait for the next message, after it found none.
+
+    What follows a Release comes in the next turn, so that it is seen what the engine makes of the Release alone.
+    """
 
     def __init__(self) -> None:
         self.said: list[bytes] = []
@@ -79,7 +82,8 @@ class _Channel:
         self.has_news.set()
 
     def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
-        messages, self.inbox = self.inbox, []
+        taken = next((i + 1 for i, message in enumerate(self.inbox) if _is_release(message)), len(self.inbox))
+        messages, self.inbox = self.inbox[:taken], self.inbox[taken:]
         self.would_wait = block and not messages
         self.waits_s = timeout_s
         return messages
@@ -89,6 +93,10 @@ class _Channel:
 
     def wake(self) -> None:
         self.has_news.set()
+
+
+def _is_release(message: bytes) -> bool:
+    return message[2:9] == b"release"
 
 
 class Group(Process):
@@ -184,6 +192,8 @@ class Group(Process):
                     released.append(move)
                 case _:
                     pass
+            if _is_release(message):
+                break
         return released
 
     def _goes_on(self, move: str) -> bool:
