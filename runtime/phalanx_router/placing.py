@@ -142,7 +142,8 @@ class Placing:
         self._tickets += before is None
         ticket, arrived_at = (self._tickets, self._clock()) if before is None else (before.ticket, before.arrived_at)
         has_begun = bool(run.group or journal.delivered or journal.epoch)
-        waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun)
+        kind = f"{run.tokenizer}/{run.model_hash if journal.delivered else None}"  # what `_eligible` looks at
+        waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun, kind)
         if not has_begun:
             self._admit(waiting)
             self.tenants.begin(run)

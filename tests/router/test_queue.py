@@ -14,8 +14,10 @@ from phalanx_router.route.view import GroupView
 from tests.router.test_route import MODEL
 
 
-def waiting(ticket: int, tenant: str = "", priority: int = 0, begun: bool = False, prompt: int = 100, at: float = 0.0) -> Waiting:
-    return Waiting(ticket, Newcomer(prompt, 50), at, tenant, priority, begun)
+def waiting(
+    ticket: int, tenant: str = "", priority: int = 0, begun: bool = False, prompt: int = 100, at: float = 0.0, kind: str = ""
+) -> Waiting:
+    return Waiting(ticket, Newcomer(prompt, 50), at, tenant, priority, begun, kind)
 
 
 def group(
@@ -138,6 +140,21 @@ def test_what_waits_goes_where_there_is_room() -> None:
     assert next_dispatch(queue, known(FULL, group("free"), excluded=["free"]), 0.0, 0.0) is None
     queue.add(waiting(2, begun=True))
     assert sent(next_dispatch(queue, known(FULL), 0.0, 0.0)) == (2, "full"), "a begun stream goes at once"
+
+
+def test_streams_whose_weights_are_gone_hold_up_nobody() -> None:
+    """They wait for minutes: the last group of an old revision died, and those of the new one have other weights."""
+    queue = RequestQueue()
+    for ticket in range(1, 101):
+        queue.add(waiting(ticket, tenant=str(ticket % 40), begun=ticket <= 50, kind="old" if ticket <= 50 else "new"))
+    queue.add(waiting(200, begun=True, kind="new"))
+    views = Known(lambda entry: [group("new")] if entry.kind == "new" else [], lambda _: {}, lambda _: frozenset())
+    served = []
+    while (found := next_dispatch(queue, views, 0.0, 0.0)) is not None:
+        queue.remove(found.waiting.ticket)
+        served.append(found.waiting.ticket)
+    assert served == [200, *range(51, 101)]
+    assert (len(queue), queue.num_newcomers) == (50, 0)
 
 
 def test_it_pays_to_wait_a_second_for_the_group_that_holds_the_prompt() -> None:

@@ -22,7 +22,7 @@ ROOM_BACKLOG_S = 0.1
 BETTER, GAIN_S = 0.7, 0.25
 MAX_HELD_S = 1.0
 MAX_LOOKS = 16
-"""Requests that one look considers before it gives up."""
+"""Requests that one look considers before it gives up; those for which there is no group at all do not count."""
 REQUEUE_EVERY_S = 0.5
 MAX_REQUEUES = 4
 """Of one group in one tick."""
@@ -69,11 +69,15 @@ def has_room(view: GroupView) -> bool:
 def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) -> Dispatch | None:
     """The next request that leaves the queue, and where it goes. The caller sends it, and asks again with new views."""
     held: dict[str, int] = {}
-    for looked, waiting in enumerate(queue.in_turn()):
+    looked = 0
+    for waiting in queue.in_turn():
+        views = known.views_of(waiting)
+        if not views:
+            continue
         if looked >= MAX_LOOKS:
             return None
-        views = known.views_of(waiting)
-        if not waiting.has_begun and views and not any(map(is_open, views)):
+        looked += 1
+        if not waiting.has_begun and not any(map(is_open, views)):
             continue
         seen = [_burdened(view, held[view.key]) if view.key in held else view for view in views]
         choice = _choose(waiting, seen, known, now, draw)

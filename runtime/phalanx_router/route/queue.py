@@ -1,7 +1,7 @@
 """The requests that wait at the router, in the order in which they get their turn.
 
-    begun streams, first come first served · then band by band, the lowest priority number first · within a band the tenant whose
-    counter is smallest · within a tenant first come, first served
+    begun streams, first come first served, the first few of each kind · then band by band, the lowest priority number first ·
+    within a band the tenant whose counter is smallest · within a tenant first come, first served
 
     counter += 1 a prompt token, 2 an output token
 
@@ -18,13 +18,18 @@ from phalanx_router.route.cost import Newcomer
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 PER_TENANT = 4
 """Requests of one tenant that are offered in a row: the first may be one that no group takes just now."""
+PER_KIND = 8
+"""The same of begun streams that can go to the same groups: there may be none for that kind, or they refused the first ones."""
 MAX_TENANTS = 4096
 """Counters that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One request that waits. `ticket` orders requests by arrival. `has_begun`: a client has tokens of it, or a group had it."""
+    """One request that waits. `ticket` orders requests by arrival. `has_begun`: a client has tokens of it, or a group had it.
+
+    kind: which groups can take it; all of one kind can go to the same ones.
+    """
 
     ticket: int
     newcomer: Newcomer
@@ -32,6 +37,7 @@ class Waiting:
     tenant: str = ""
     priority: int = 0
     has_begun: bool = False
+    kind: str = ""
 
 
 class RequestQueue:
@@ -41,7 +47,8 @@ class RequestQueue:
         self.tokens = 0
         self.output_tokens = 0
         self._all: dict[int, Waiting] = {}
-        self._begun: dict[int, Waiting] = {}
+        self._begun: dict[str, dict[int, Waiting]] = {}
+        self._num_begun = 0
         self._bands: dict[int, dict[str, dict[int, Waiting]]] = {}
         self._counters: dict[str, float] = {}
         self._floor = 0.0
@@ -52,7 +59,7 @@ class RequestQueue:
     @property
     def num_newcomers(self) -> int:
         """Those that no group ever had."""
-        return len(self._all) - len(self._begun)
+        return len(self._all) - self._num_begun
 
     @property
     def bands(self) -> list[int]:
@@ -68,7 +75,8 @@ class RequestQueue:
         """Takes a request in. One that comes back goes where its ticket belongs."""
         self._all[waiting.ticket] = waiting
         if waiting.has_begun:
-            _insert(self._begun, waiting)
+            _insert(self._begun.setdefault(waiting.kind, {}), waiting)
+            self._num_begun += 1
             return
         self.tokens += waiting.newcomer.prompt_tokens
         self.output_tokens += waiting.newcomer.output_tokens
@@ -81,21 +89,23 @@ class RequestQueue:
         waiting = self._all.pop(ticket, None)
         if waiting is None:
             return False
-        if self._begun.pop(ticket, None) is None:
-            self.tokens -= waiting.newcomer.prompt_tokens
-            self.output_tokens -= waiting.newcomer.output_tokens
-            band = self._bands[waiting.priority]
-            lane = band[waiting.tenant]
-            del lane[ticket]
-            if not lane:
-                del band[waiting.tenant]
-            if not band:
-                del self._bands[waiting.priority]
+        if waiting.has_begun:
+            self._num_begun -= 1
+            _drop(self._begun, waiting.kind, ticket)
+            return True
+        self.tokens -= waiting.newcomer.prompt_tokens
+        self.output_tokens -= waiting.newcomer.output_tokens
+        band = self._bands[waiting.priority]
+        _drop(band, waiting.tenant, ticket)
+        if not band:
+            del self._bands[waiting.priority]
         return True
 
     def in_turn(self) -> Iterator[Waiting]:
-        """Who may be served now, the first first; of each tenant the first few."""
-        yield from self._begun.values()
+        """Who may be served now, the first first; of each kind of begun streams, and of each tenant, the first few."""
+        yield from sorted(
+            (begun for lane in self._begun.values() for begun in islice(lane.values(), PER_KIND)), key=lambda begun: begun.ticket
+        )
         for priority in self.bands:
             lanes = self._bands[priority]
             for tenant in sorted(lanes, key=lambda tenant: (self._counters.get(tenant, 0.0), next(iter(lanes[tenant])))):
@@ -148,3 +158,10 @@ def _insert(lane: dict[int, Waiting], waiting: Waiting) -> None:
         ordered = sorted(lane.items())
         lane.clear()
         lane.update(ordered)
+
+
+def _drop(lanes: dict[str, dict[int, Waiting]], name: str, ticket: int) -> None:
+    """Takes a request out of its lane; no lane stays empty."""
+    del lanes[name][ticket]
+    if not lanes[name]:
+        del lanes[name]
