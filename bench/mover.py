@@ -105,6 +105,7 @@ class Mover:
         self.ends = ends
         self.said: list[tuple[int, Frame]] = []
         self.loads: dict[int, wire.Load] = {}
+        self._of: dict[str, list[Frame]] = {}
         self._streams: dict[int, Stream] = {}
         self._frames: queue.SimpleQueue[tuple[int, float, Frame]] = queue.SimpleQueue()
         self._handles = 0
@@ -138,7 +139,7 @@ class Mover:
 
     def heard(self, kind: type[Said], move: str) -> list[Said]:
         """Frames of this kind about a move."""
-        return [frame for _, frame in self.said if isinstance(frame, kind) and getattr(frame, "move", None) == move]
+        return [frame for frame in self._of.get(move, ()) if isinstance(frame, kind)]
 
     def current(self, stream: Stream) -> wire.Request:
         """What a journal would replay now."""
@@ -221,5 +222,7 @@ class Mover:
                 self.loads[number] = frame
             case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.AskRescue():
                 self.said.append((number, frame))
+                if not isinstance(frame, moves.AskRescue):
+                    self._of.setdefault(frame.move, []).append(frame)
             case _:
                 return
