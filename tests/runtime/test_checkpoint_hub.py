@@ -12,9 +12,10 @@ import pytest
 
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.folder import made_once
-from phalanx_runtime.checkpoint.hub import Snapshot, download, wanted
-from phalanx_runtime.checkpoint.hub_file import Hub, HubFile, mismatch
+from phalanx_runtime.checkpoint.hub import Hub, download
 from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.remote import Snapshot, wanted
+from phalanx_runtime.checkpoint.remote_file import RemoteFile, Work, mismatch
 from phalanx_runtime.errors import ModelError
 from tests.runtime.gguf_files import TinyGguf
 from tests.runtime.hub import HubServer, running_hub
@@ -41,7 +42,7 @@ def server() -> Iterator[HubServer]:
 
 def hub_at(endpoint: str, token: str | None = None, progress: list[str] | None = None) -> Hub:
     told = [] if progress is None else progress
-    return Hub(endpoint, token, told.append, threading.Event(), backoff_s=0.0)
+    return Hub(endpoint, token, Work(told.append, threading.Event(), backoff_s=0.0))
 
 
 def fetch(server: HubServer, cache: Path, revision: str | None = None, token: str | None = None) -> Snapshot:
@@ -55,7 +56,7 @@ def names(folder: Path) -> set[str]:
 def test_only_what_serving_needs_is_fetched(server: HubServer, tmp_path: Path) -> None:
     commit = server.add(NAME, FILES)
     snapshot = fetch(server, tmp_path)
-    assert snapshot.commit == commit
+    assert snapshot.version == commit
     assert names(snapshot.dir) == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
     assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -80,7 +81,7 @@ def test_a_pinned_commit_is_fetched_and_then_needs_no_hub(server: HubServer, tmp
 
 def test_a_branch_with_a_slash_is_a_revision(server: HubServer, tmp_path: Path) -> None:
     commit = server.add(NAME, FILES, branch="feature/x")
-    assert fetch(server, tmp_path, revision="feature/x").commit == commit
+    assert fetch(server, tmp_path, revision="feature/x").version == commit
 
 
 def test_a_moved_branch_is_fetched_anew(server: HubServer, tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_bad_endpoint_is_told(tmp_path: Path, endpoint: str) -> None:
 def test_stop_ends_a_download(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     hub = hub_at(server.endpoint)
-    stopping = replace(hub, progress=lambda message: hub.stop.set())
+    stopping = replace(hub, work=replace(hub.work, progress=lambda message: hub.work.stop.set()))
     with pytest.raises(ModelError, match="stopped"):
         download(stopping, NAME, None, tmp_path)
     assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
@@ -263,7 +264,7 @@ def test_stop_ends_a_download(server: HubServer, tmp_path: Path) -> None:
 def test_stop_ends_the_wait_before_another_attempt(server: HubServer, tmp_path: Path) -> None:
     server.trouble["main"] = [503] * 9
     hub = hub_at(server.endpoint)
-    hub.stop.set()
+    hub.work.stop.set()
     with pytest.raises(ModelError, match="stopped"):
         download(hub, NAME, None, tmp_path)
     assert len(server.seen) == 1
@@ -302,8 +303,8 @@ def test_references_that_cannot_be_written_are_told(server: HubServer, tmp_path:
         fetch(server, tmp_path)
 
 
-def listed(*names: str) -> list[HubFile]:
-    return [HubFile(name) for name in names]
+def listed(*names: str) -> list[RemoteFile]:
+    return [RemoteFile(name, "") for name in names]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def listed(*names: str) -> list[HubFile]:
     ids=["one-file", "sharded", "odd-name", "companions"],
 )
 def test_wanted_files(files: list[str], expected: list[str]) -> None:
-    assert [file.name for file in wanted(listed(*files), None, "here")] == expected
+    assert [file.name for file in wanted(listed(*files), None, "here", "hf://org/name")] == expected
 
 
 def test_a_gguf_file_is_fetched_only_when_asked_for(server: HubServer, tmp_path: Path) -> None:
@@ -337,7 +338,7 @@ def test_a_gguf_file_is_fetched_only_when_asked_for(server: HubServer, tmp_path:
     assert names(snapshot.dir) == {"sub", "sub/a.gguf"}
     with pytest.raises(ModelError, match=r"has no file c.gguf"):
         download(hub_at(server.endpoint), NAME, None, tmp_path, "c.gguf")
-    with pytest.raises(ModelError, match=r"has no \*.safetensors; to serve a GGUF file, write hf://org/name/b.gguf"):
+    with pytest.raises(ModelError, match=r"has no \*.safetensors; to serve a GGUF file, write hf://org/tiny/b.gguf"):
         fetch(server, tmp_path)
 
 
@@ -348,7 +349,7 @@ def test_a_gguf_file_is_fetched_only_when_asked_for(server: HubServer, tmp_path:
 )
 def test_names_that_leave_the_folder_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="unsafe name"):
-        wanted(listed("model.safetensors", name), None, "here")
+        wanted(listed("model.safetensors", name), None, "here", "hf://org/name")
 
 
 def test_locate_downloads_from_the_endpoint_of_the_environment(
@@ -387,11 +388,12 @@ def test_a_gguf_file_of_a_repository_is_fetched_and_converted(
 def test_a_long_download_says_how_far_it_is(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     told: list[str] = []
-    download(replace(hub_at(server.endpoint, progress=told), report_every_s=0.0), NAME, None, tmp_path)
+    hub = hub_at(server.endpoint, progress=told)
+    download(replace(hub, work=replace(hub.work, report_every_s=0.0)), NAME, None, tmp_path)
     assert told[-1] == "downloading org/tiny: 1 of 1 MB"
 
 
 def test_a_file_of_which_the_hub_lists_no_hash_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"any")
-    assert mismatch(HubFile("x"), tmp_path / "x") is None
-    assert mismatch(HubFile("x", size=4), tmp_path / "x") == "3 bytes instead of 4"
+    assert mismatch(RemoteFile("x", ""), tmp_path / "x") is None
+    assert mismatch(RemoteFile("x", "", size=4), tmp_path / "x") == "3 bytes instead of 4"

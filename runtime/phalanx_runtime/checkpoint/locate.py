@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx_runtime.checkpoint.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.folder import check_model_folder
-from phalanx_runtime.checkpoint.hub import download
-from phalanx_runtime.checkpoint.hub_file import Hub
+from phalanx_runtime.checkpoint.hub import Hub, download
+from phalanx_runtime.checkpoint.remote_file import Work
 from phalanx_runtime.errors import ModelError
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -59,7 +59,7 @@ def locate(
     if separator and scheme not in ("file", "hf"):
         raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give a path, file:///path or hf://org/name")
     if scheme == "hf" and separator:
-        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, progress, stop)
+        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, Work(progress, stop))
         return _from_hub(hub, rest, revision, cache_dir)
     path = _file_path(model) if separator else Path(model).expanduser()
     if path.exists() or separator or not _REPOSITORY.fullmatch(model):
@@ -113,8 +113,8 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
     if not _REPOSITORY.fullmatch(repository) or (gguf is not None and not gguf.endswith(".gguf")):
         raise ModelError(f"model 'hf://{rest}': hf://org/name or hf://org/name/file.gguf is expected")
     snapshot = download(hub, repository, revision, cache_dir / "hub", gguf)
-    source = f"hf://{repository}@{snapshot.commit}"
+    source = f"hf://{repository}@{snapshot.version}"
     if gguf is not None:
-        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.progress, hub.stop)
+        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.work.progress, hub.work.stop)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source)

@@ -1,4 +1,4 @@
-"""One file from a model hub: continued after a cut, checked against the hash that the hub lists, retried within bounds."""
+"""One file over HTTP: continued after a cut, checked against the digest that its source lists, retried within bounds."""
 
 import hashlib
 import os
@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import httpx
 
+from phalanx_runtime.checkpoint.crc32c import Crc32c
 from phalanx_runtime.errors import ModelError
 
 _T = TypeVar("_T")
@@ -21,37 +22,43 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
-    """Where to fetch, with which token, and whom to tell. Setting `stop` ends everything within a second.
+class Work:
+    """Whom a download tells, and what ends it. Setting `stop` ends everything within a second.
 
     backoff_s: first wait after a failure; doubles, up to 10 s. report_every_s: least time between two lines of progress.
     """
 
-    endpoint: str
-    token: str | None
     progress: Callable[[str], None]
     stop: threading.Event
     backoff_s: float = 0.5
     report_every_s: float = 5.0
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of every call."""
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What the bytes of a file must add up to, in hexadecimal. The SHA-1 of git is that of a blob, not of a file."""
+
+    kind: Literal["SHA-256", "git SHA-1", "MD5", "CRC32C"]
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file as the hub lists it. Large files have a SHA-256, small ones the SHA-1 that git gives their blob."""
+class RemoteFile:
+    """A file as its source lists it: where it is, and how to know that it arrived. `headers` go with each request for it."""
 
     name: str
+    url: str
     size: int | None = None
-    sha256: str | None = None
-    git_sha1: str | None = None
+    digest: Digest | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Unreachable(ModelError):
+    """No answer, however often it was asked."""
 
 
 class Transient(Exception):
-    """The hub cannot answer now: another attempt may work."""
+    """The source cannot answer now: another attempt may work."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -64,7 +71,7 @@ class Tally:
 
     what: str
     total_bytes: int
-    hub: Hub
+    work: Work
     done_bytes: int = 0
     _reported_at: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -74,16 +81,16 @@ class Tally:
         with self._lock:
             self.done_bytes += num_bytes
             now = time.monotonic()
-            if now - self._reported_at < self.hub.report_every_s:
+            if now - self._reported_at < self.work.report_every_s:
                 return
             self._reported_at = now
-        self.hub.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
+        self.work.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
 
 
-def with_retries(hub: Hub, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
+def with_retries(work: Work, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
     """What `attempt` gives, tried again after a cut or a passing trouble, at most five times in a row without new bytes.
 
-    `progress_of` tells how many bytes there are. Raises ModelError when it gives up; other errors pass.
+    `progress_of` tells how many bytes there are. Raises Unreachable when it gives up, ModelError when stopped; other errors pass.
     """
     failures = 0
     while True:
@@ -93,10 +100,10 @@ def with_retries(hub: Hub, what: str, attempt: Callable[[], _T], progress_of: Ca
         except (httpx.RequestError, Transient) as error:
             failures = 1 if progress_of() > before else failures + 1
             if failures >= _MAX_FAILURES:
-                raise ModelError(f"{what}: gave up after {failures} attempts: {error or type(error).__name__}") from error
+                raise Unreachable(f"{what}: gave up after {failures} attempts: {error or type(error).__name__}") from error
             asked = error.retry_after_s if isinstance(error, Transient) else 0.0
-        wait_s = max(hub.backoff_s * 2 ** (failures - 1), asked)
-        if hub.stop.wait(min(wait_s, _LONGEST_BACKOFF_S)):
+        wait_s = max(work.backoff_s * 2 ** (failures - 1), asked)
+        if work.stop.wait(min(wait_s, _LONGEST_BACKOFF_S)):
             raise ModelError(f"{what}: stopped")
 
 
@@ -109,16 +116,15 @@ def raise_for_passing_trouble(response: httpx.Response) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Everything that fetching the files of one repository shares."""
+    """Everything that fetching the files of one source shares."""
 
-    hub: Hub
+    work: Work
     client: httpx.Client
-    base_url: str
     tally: Tally
     stopped: Callable[[], bool]
     refusal: Callable[[httpx.Response, str], ModelError]
 
-    def file(self, file: HubFile, target: Path) -> None:
+    def file(self, file: RemoteFile, target: Path) -> None:
         """`target`, whole and checked. What arrived before a cut stays in `<target>.incomplete`. Raises ModelError."""
         if target.is_file():
             return
@@ -130,38 +136,38 @@ class Fetch:
         self._whole(file, part)
         problem = mismatch(file, part)
         if problem and resumed:
-            part.unlink()
+            _discard(part)
             self._whole(file, part)
             problem = mismatch(file, part)
         if problem:
-            part.unlink()
+            _discard(part)
             raise ModelError(f"{self.tally.what}: {file.name} arrived wrong: {problem}")
         part.rename(target)
         _etag_path(part).unlink(missing_ok=True)
 
-    def _whole(self, file: HubFile, part: Path) -> None:
+    def _whole(self, file: RemoteFile, part: Path) -> None:
         def size() -> int:
             return part.stat().st_size if part.exists() else 0
 
         if file.size is None or size() != file.size:
-            with_retries(self.hub, f"{self.tally.what}: {file.name}", lambda: self._continue(file, part, size()), size)
+            with_retries(self.work, f"{self.tally.what}: {file.name}", lambda: self._continue(file, part, size()), size)
 
-    def _continue(self, file: HubFile, part: Path, offset: int) -> None:
-        headers = {"Accept-Encoding": "identity"}
+    def _continue(self, file: RemoteFile, part: Path, offset: int) -> None:
+        headers = {"Accept-Encoding": "identity"} | dict(file.headers)
         if offset:
             headers["Range"] = f"bytes={offset}-"
             if _etag_path(part).exists():
                 headers["If-Range"] = _etag_path(part).read_text()
-        with self.client.stream("GET", f"{self.base_url}/{file.name}", headers=headers) as response:
+        with self.client.stream("GET", file.url, headers=headers) as response:
             raise_for_passing_trouble(response)
             if response.status_code == 416:
                 part.unlink()
-                raise Transient("the hub's file is shorter than what was fetched before")
+                raise Transient("the source's file is shorter than what was fetched before")
             if response.status_code not in (200, 206):
                 raise self.refusal(response, file.name)
             continues = response.status_code == 206
             if continues and not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
-                raise Transient("the hub sent another range than was asked for")
+                raise Transient("the source sent another range than was asked for")
             if not continues:
                 self._remember_etag(part, response)
             self._append(response, part, os.O_APPEND if continues else os.O_TRUNC)
@@ -187,18 +193,39 @@ def _etag_path(part: Path) -> Path:
     return part.with_name(part.name + ".etag")
 
 
-def mismatch(file: HubFile, path: Path) -> str | None:
-    """How the file on disk differs from what the hub lists, or None when it does not, or the hub lists nothing."""
+def _discard(part: Path) -> None:
+    part.unlink()
+    _etag_path(part).unlink(missing_ok=True)
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def mismatch(file: RemoteFile, path: Path) -> str | None:
+    """How the file on disk differs from what the source lists, or None when it does not, or the source lists nothing."""
     size = path.stat().st_size
     if file.size is not None and size != file.size:
         return f"{size} bytes instead of {file.size}"
-    if file.sha256 is not None:
-        kind, hasher, expected = "SHA-256", hashlib.sha256(), file.sha256
-    elif file.git_sha1 is not None:
-        kind, hasher, expected = "git SHA-1", hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False), file.git_sha1
-    else:
+    if file.digest is None:
         return None
+    hasher = _hasher(file.digest, size)
     with open(path, "rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
             hasher.update(chunk)
-    return None if hasher.hexdigest() == expected else f"its {kind} is {hasher.hexdigest()}, not {expected}"
+    same = hasher.hexdigest() == file.digest.value
+    return None if same else f"its {file.digest.kind} is {hasher.hexdigest()}, not {file.digest.value}"
+
+
+def _hasher(digest: Digest, size: int) -> _Hasher:
+    match digest.kind:
+        case "SHA-256":
+            return hashlib.sha256()
+        case "git SHA-1":
+            return hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+        case "MD5":
+            return hashlib.md5(usedforsecurity=False)
+        case "CRC32C":
+            return Crc32c()
