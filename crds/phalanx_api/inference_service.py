@@ -2,7 +2,7 @@
 
 Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
 Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision;
-counts, scaling, rebalancing, drain and router never do.
+counts, scaling, rebalancing, drain, router and network policy never do.
 """
 
 import re
@@ -147,6 +147,13 @@ class Router(Record):
     """Who may ask, and as which tenant; without it anyone may."""
 
 
+class NetworkPolicy(Record):
+    """Who may connect to the pods."""
+
+    enabled: bool = True
+    """To groups: their routers, one another, the operator and Prometheus only; to routers: everyone, at their HTTP port."""
+
+
 class Spec(Record):
     """What the user wants."""
 
@@ -166,6 +173,7 @@ class Spec(Record):
     drain: Drain = Field(default_factory=Drain)
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     router: Router = Field(default_factory=Router)
+    network_policy: NetworkPolicy = Field(default_factory=NetworkPolicy)
     suspend: bool = False
     """Run no group, whatever `replicas` says."""
     pod_template: PodTemplate | None = None

@@ -23,6 +23,7 @@ from phalanx_operator.loop import Loop
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.reconcile import Reconciler
+from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.settings import Settings
 
@@ -79,7 +80,9 @@ async def _lead(
 ) -> None:
     """Starts all that a leader does. Nobody looks at a service before every first list is in."""
     children = Children()
-    hands = Hands(kube, children, Images(settings.runtime_image, settings.router_image), lambda: secrets.token_hex(32))
+    images = Images(settings.runtime_image, settings.router_image)
+    neighbours = Neighbours(settings.lease_namespace, settings.prometheus_namespace)
+    hands = Hands(kube, children, images, lambda: secrets.token_hex(32), neighbours=neighbours)
     asking = Asking(kube, http, lambda key: loop.wake(key))
     loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics, asking).reconcile, metrics)
     informers = [

@@ -28,6 +28,7 @@ from phalanx_operator.errors import Conflict, Gone
 from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
 from phalanx_operator.observe import Children
 from phalanx_operator.render import pods
+from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.shared import Shared
 from phalanx_operator.store import Key
@@ -45,11 +46,12 @@ class Hands:
         images: Images,
         draw_token: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._client = client
         self._children = children
         self._images = images
-        self._shared = Shared(client, children, images, draw_token, clock)
+        self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock)
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""

@@ -31,6 +31,7 @@ DEPLOYMENTS = Resource("apps/v1", "deployments")
 NODES = Resource("v1", "nodes")
 CONFIG_MAPS = Resource("v1", "configmaps")
 DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
+NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
 SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
@@ -42,6 +43,7 @@ RESOURCES = {
     ("v1", "Secret"): SECRETS,
     ("v1", "ConfigMap"): CONFIG_MAPS,
     ("policy/v1", "PodDisruptionBudget"): DISRUPTION_BUDGETS,
+    ("networking.k8s.io/v1", "NetworkPolicy"): NETWORK_POLICIES,
     ("v1", "ServiceAccount"): Resource("v1", "serviceaccounts"),
     ("rbac.authorization.k8s.io/v1", "Role"): Resource("rbac.authorization.k8s.io/v1", "roles"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"): Resource("rbac.authorization.k8s.io/v1", "rolebindings"),

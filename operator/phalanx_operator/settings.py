@@ -10,6 +10,7 @@ RUNTIME_IMAGE = "PHALANX_RUNTIME_IMAGE"
 ROUTER_IMAGE = "PHALANX_ROUTER_IMAGE"
 NAMESPACES = "PHALANX_NAMESPACES"
 LEASE_NAMESPACE = "PHALANX_LEASE_NAMESPACE"
+PROMETHEUS_NAMESPACE = "PHALANX_PROMETHEUS_NAMESPACE"
 POD_NAME = "POD_NAME"
 PORT = "PHALANX_OPERATOR_PORT"
 WORKERS = "PHALANX_OPERATOR_WORKERS"
@@ -27,7 +28,9 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; none means all. Fewer need fewer rights."""
     lease_namespace: str = "phalanx-system"
-    """Namespace of the Lease by which one operator leads. Two operators over the same services need the same."""
+    """Namespace of the operator and of the Lease by which one leads. Two operators over the same services need the same."""
+    prometheus_namespace: str = ""
+    """Namespace of the Prometheus that network policies let in; empty: any pod that is named so by its label."""
     pod_name: str = ""
     """Name of this pod, by which it leads: a container that starts again in it leads on at once. Empty: a random one."""
     port: int = 8080
@@ -47,6 +50,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     parser.add_argument("--runtime-image", help=RUNTIME_IMAGE)
     parser.add_argument("--router-image", help=ROUTER_IMAGE)
     parser.add_argument("--lease-namespace", help=f"{LEASE_NAMESPACE}; default: phalanx-system")
+    parser.add_argument("--prometheus-namespace", help=f"{PROMETHEUS_NAMESPACE}; default: any")
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
     parser.add_argument("--workers", help=f"{WORKERS}; default: 4")
     given = parser.parse_args(arguments)
@@ -58,14 +62,16 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         return value
 
     namespaces = given.namespaces or environment.get(NAMESPACES, "").replace(",", " ").split()
-    for namespace in namespaces:
-        if not re.fullmatch(_NAMESPACE_PATTERN, namespace):
-            raise BadSetting(f"{NAMESPACES}: {namespace!r} is no name of a namespace")
+    prometheus = given.prometheus_namespace or environment.get(PROMETHEUS_NAMESPACE, "")
+    for variable, namespace in [*((NAMESPACES, one) for one in namespaces), (PROMETHEUS_NAMESPACE, prometheus)]:
+        if not re.fullmatch(_NAMESPACE_PATTERN, namespace) and (namespace or variable == NAMESPACES):
+            raise BadSetting(f"{variable}: {namespace!r} is no name of a namespace")
     return Settings(
         runtime_image=text(given.runtime_image, RUNTIME_IMAGE),
         router_image=text(given.router_image, ROUTER_IMAGE),
         namespaces=tuple(namespaces),
         lease_namespace=text(given.lease_namespace, LEASE_NAMESPACE, "phalanx-system"),
+        prometheus_namespace=prometheus,
         pod_name=environment.get(POD_NAME, ""),
         port=_number(text(given.port, PORT, "8080"), PORT, 0, 65_535),
         workers=_number(text(given.workers, WORKERS, "4"), WORKERS, 1, 64),

@@ -12,7 +12,8 @@ from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
 from phalanx_operator.kube import SECRETS, Json, KubeClient, resource_of
 from phalanx_operator.observe import Children, owner_uid
-from phalanx_operator.render import disruption, router, services
+from phalanx_operator.render import disruption, network, router, services
+from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.store import Key
 
@@ -29,12 +30,14 @@ class Shared:
         client: KubeClient,
         children: Children,
         images: Images,
+        neighbours: Neighbours,
         draw_token: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
         self._client = client
         self._children = children
         self._images = images
+        self._neighbours = neighbours
         self._draw_token = draw_token
         self._clock = clock
         self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
@@ -48,6 +51,9 @@ class Shared:
         scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
         present = self._children.present((service.namespace, service.name), service.uid)
         await self._keep_token(service)
+        for body in network.policies(service, self._neighbours):
+            is_wanted = service.spec.network_policy.enabled
+            await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
         for body in [services.groups_service(service), *router.router_objects(service, self._images)]:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present

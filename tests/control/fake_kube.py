@@ -115,7 +115,7 @@ class FakeKube:
         body = self._there(resource, namespace, name)
         if body["metadata"]["uid"] != uid:
             raise Conflict("another object by now")
-        if grace_s == 0 or resource.plural == "poddisruptionbudgets":
+        if grace_s == 0 or resource.plural in ("poddisruptionbudgets", "networkpolicies"):
             del self.objects[resource.plural, namespace, name]
             return
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -19,8 +19,10 @@ async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
     world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2})
     writes = await world.look()
     groups = sorted(world.groups)
-    assert writes[:10] == [
+    assert writes[:12] == [
         "create secrets chat-token",
+        "apply networkpolicies chat-groups",
+        "apply networkpolicies chat-router",
         "apply services chat-groups",
         "apply serviceaccounts chat-router",
         "apply roles chat-router",
@@ -31,8 +33,8 @@ async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
         "apply deployments chat-router",
         "apply poddisruptionbudgets chat-groups",
     ]
-    assert sorted(writes[10:12]) == [f"create statefulsets {name}" for name in groups]
-    assert writes[12] == "apply inferenceservices/status chat"
+    assert sorted(writes[12:14]) == [f"create statefulsets {name}" for name in groups]
+    assert writes[14] == "apply inferenceservices/status chat"
     assert world.kube.of(SECRETS)["chat-token"]["stringData"] == {"token": "drawn"}
     await world.settle()
     assert world.ready == ("True", "Ready")

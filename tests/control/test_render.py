@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from phalanx_api.inference_service import MAX_NAME, FieldError, parse
-from phalanx_operator.render import names, pods, router, services
+from phalanx_operator.render import names, network, pods, router, services
+from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.overlay import merged
 from phalanx_operator.render.revision import revision
@@ -70,7 +71,11 @@ def test_golden_groups(name: str, golden: Check) -> None:
 
 def test_golden_shared_objects(golden: Check) -> None:
     service = make_service(servedNames=["a", "b"], router={"replicas": 2})
-    shared = [services.token_secret(service, "secret"), services.groups_service(service)]
+    shared = [
+        services.token_secret(service, "secret"),
+        *network.policies(service, Neighbours()),
+        services.groups_service(service),
+    ]
     golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES)))
 
 
@@ -175,12 +180,13 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         {"replicas": 5},
         {"router": {"replicas": 3}},
         {"suspend": True},
+        {"networkPolicy": {"enabled": False}},
         {"servedNames": ["chat"]},
         {"parallelism": {"tensor": 1, "gpusPerPod": 0}},
         {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
         {"engine": {"dtype": "auto"}},
     ],
-    ids=["replicas", "router", "suspend", "own name", "default shape", "default accelerator", "default dtype"],
+    ids=["replicas", "router", "suspend", "network policy", "own name", "default shape", "default accelerator", "default dtype"],
 )
 def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
     assert revision(make_service(**change)) == revision(make_service())

@@ -16,6 +16,11 @@ def groups_budget(service: str) -> str:
     return f"{service}-groups"
 
 
+def groups_network(service: str) -> str:
+    """The network policy of all groups."""
+    return f"{service}-groups"
+
+
 def policy(service: str) -> str:
     """The ConfigMap with the policy that routers start with."""
     return f"{service}-policy"
@@ -27,7 +32,7 @@ def token_secret(service: str) -> str:
 
 
 def router(service: str) -> str:
-    """The router's Deployment, ServiceAccount, Role and RoleBinding."""
+    """The router's Deployment, ServiceAccount, Role, RoleBinding, disruption budget and network policy."""
     return f"{service}-router"
 
 
