@@ -55,10 +55,13 @@ def schema() -> dict[str, Any]:
 
 
 def _fill_default(node: dict[str, Any]) -> None:
-    """Gives an object its default: all defaults inside it, for the API server checks it by the object's rules as it stands."""
+    """Gives an object its default: all defaults inside it, for the API server checks it by the object's rules as it stands.
+
+    An object with required fields is not there unless somebody writes it.
+    """
     children = node["properties"]
     for child in children.values():
-        if "properties" in child:
+        if "properties" in child and "required" not in child:
             _fill_default(child)
     node["default"] = {name: copy.deepcopy(child["default"]) for name, child in children.items() if "default" in child}
 

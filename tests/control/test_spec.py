@@ -205,3 +205,17 @@ def test_defaults_of_objects_satisfy_their_rules() -> None:
 def test_reserved_volumes_are_named_in_the_rules(name: str) -> None:
     volumes = schema()["properties"]["spec"]["properties"]["podTemplate"]["properties"]["spec"]["properties"]["volumes"]
     assert f"'{name}'" in volumes["items"]["x-kubernetes-validations"][0]["rule"]
+
+
+def incomplete(node: dict[str, Any], path: str = "spec") -> list[str]:
+    """Objects whose default lacks a field that they require: the API server refuses such a definition."""
+    required = set(node.get("required", []))
+    found = [path] if required and required - set(node.get("default", required)) else []
+    for name, child in node.get("properties", {}).items():
+        found += incomplete(child, f"{path}.{name}")
+    return found
+
+
+def test_no_default_lacks_what_its_object_requires() -> None:
+    assert incomplete(schema()["properties"]["spec"]) == []
+    assert incomplete({"required": ["name"], "default": {"key": "keys"}, "properties": {}}) == ["spec"]
