@@ -1,7 +1,8 @@
 """The InferenceService: its spec, as pydantic models that are the single source of the CRD, and how a manifest is read.
 
 Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
-Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision;
+Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision, and so
+does `rollout.restartId`;
 counts, scaling, rebalancing, drain, router and network policy never do.
 """
 
@@ -17,7 +18,7 @@ from phalanx_api.group import GroupShape
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
 from phalanx_api.schema import Record, rule, rules, with_rules
-from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy
+from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy, Rollout
 
 GROUP = "phalanx.dev"
 VERSION = "v1alpha1"
@@ -169,6 +170,7 @@ class Spec(Record):
     """Groups wanted. The operator writes 1 here once if it is not given; after that it belongs to the scale subresource."""
     autoscaling: Autoscaling | None = None
     """Who decides how many groups run; without it `replicas` stays what it is."""
+    rollout: Rollout = Field(default_factory=Rollout)
     rebalancing: Rebalancing = Field(default_factory=Rebalancing)
     drain: Drain = Field(default_factory=Drain)
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)

@@ -14,7 +14,7 @@ POD_INDEX = "apps.kubernetes.io/pod-index"
 """Label that the StatefulSet controller sets on its pods; the leader's is "0". Read by routers and the scale subresource."""
 DRAINING = "phalanx.dev/draining"
 """Annotation on a group's StatefulSet: since when, what for and why it is being emptied; and on its leader pod, for routers
-that watch: only since when. Set and taken off by the operator."""
+that watch: only since when. Set and taken off by the operator; `kubectl phalanx drain` sets the first one too."""
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Label on every child, with the value `MANAGER`."""
 MANAGER = "phalanx-operator"
@@ -23,6 +23,9 @@ HTTP_PORT = 8000
 """Port of the HTTP process in every pod of a group, and of a router."""
 RENDEZVOUS_PORT = 8100
 """Port where the leader's supervisor meets the other pods of its group. Rank r listens on RENDEZVOUS_PORT + 1 + r."""
+
+GROUP_GAUGES = "phalanx_router_group_"
+"""What the names of a router's gauges of one group begin with. Set by routers, read by the kubectl plugin."""
 
 TOKEN_DIR = "/var/run/secrets/phalanx.dev"
 """Folder of the mounted Secret with the per-service token."""

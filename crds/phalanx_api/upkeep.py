@@ -1,4 +1,4 @@
-"""How groups that run are kept: `spec.rebalancing`, `spec.drain` and `spec.restartPolicy`."""
+"""How groups that run are kept: `spec.rollout`, `spec.rebalancing`, `spec.drain` and `spec.restartPolicy`."""
 
 from pydantic import Field
 
@@ -24,6 +24,13 @@ class Rebalancing(Record):
     mode: Mode = "Migrate"
     """Off: not at all. Route: new requests go elsewhere. Requeue: waiting ones too. Migrate: running ones too."""
     budgets: RebalancingBudgets = Field(default_factory=RebalancingBudgets)
+
+
+class Rollout(Record):
+    """How groups are replaced."""
+
+    restart_id: str = Field(default="", max_length=128)
+    """Any change replaces every group, one after another; what it says is up to you. In a new service it starts nothing."""
 
 
 class Drain(Record):

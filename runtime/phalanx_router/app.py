@@ -13,6 +13,7 @@ from phalanx_frontend.key_file import KeyFile
 from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
 from phalanx_router.fleet import Fleet
+from phalanx_router.group_gauges import GroupGauges
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.peer_door import PeerDoor
 from phalanx_router.peers import Peers
@@ -47,6 +48,7 @@ def make_router(
     journals = Peers(settings.link, fleet.resuming.open_runs)
     fleet.resuming.journals = journals if peers is not None else None
     summing = Summing(fleet, metrics, settings.link.router, time.monotonic)
+    registry.register(GroupGauges(summing.groups))
     summaries = SummaryDoor(settings.link.token, fleet.balancing.obey, summing.summary, summing.crossing)
     fleet.balancing.ticked.append(summaries.looked)
 

@@ -46,7 +46,7 @@ class Summing:
         waiting = [run for run in fleet.runs if run.link is None]
         return RouterSummary(
             router=self._name,
-            groups=self._groups(),
+            groups=self.groups(),
             traffic=traffic.windows(now),
             queued=len(waiting),
             queued_tokens=sum(run.stream.journal.num_tokens for run in waiting),
@@ -79,7 +79,8 @@ class Summing:
         """This router's streams by group."""
         return Counter(run.link.endpoint.group for run in self._fleet.runs if run.link is not None)
 
-    def _groups(self) -> list[GroupSummary]:
+    def groups(self) -> list[GroupSummary]:
+        """Each group as of now."""
         links = self._fleet.links.all()
         streams = self._streams()
         views = self._fleet.links.outlook.views(links)

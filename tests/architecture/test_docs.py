@@ -7,7 +7,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-HOMES = {"phalanx_api": "crds", "phalanx_operator": "operator"}
+HOMES = {"phalanx_api": "crds", "phalanx_kubectl": "operator", "phalanx_operator": "operator"}
 DOCUMENTS = [ROOT / n for n in ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
@@ -27,7 +27,7 @@ def exists(module: str) -> bool:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_named_modules_exist(document: pathlib.Path) -> None:
-    named = set(re.findall(r"`(phalanx_(?:api|operator|frontend|router|runtime)(?:\.\w+)+)", document.read_text()))
+    named = set(re.findall(r"`(phalanx_(?:api|kubectl|operator|frontend|router|runtime)(?:\.\w+)+)", document.read_text()))
     assert sorted(m for m in named if not exists(m)) == []
 
 

@@ -167,6 +167,7 @@ def test_names_of_groups_differ_by_service_revision_and_place_and_stay_the_same(
         {"resources": {"cpu": 1}},
         {"engine": {"maxModelLen": 1}},
         {"podTemplate": {"spec": {"tolerations": []}}},
+        {"rollout": {"restartId": "1"}},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -185,8 +186,19 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         {"parallelism": {"tensor": 1, "gpusPerPod": 0}},
         {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
         {"engine": {"dtype": "auto"}},
+        {"rollout": {"restartId": ""}},
     ],
-    ids=["replicas", "router", "suspend", "network policy", "own name", "default shape", "default accelerator", "default dtype"],
+    ids=[
+        "replicas",
+        "router",
+        "suspend",
+        "network policy",
+        "own name",
+        "default shape",
+        "default accelerator",
+        "default dtype",
+        "no restart",
+    ],
 )
 def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
     assert revision(make_service(**change)) == revision(make_service())

@@ -12,6 +12,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, Budgets, RouterSummary
 from phalanx_frontend.keys import ApiKey
+from phalanx_kubectl.gauges import read_router
 from phalanx_router.app import make_router
 from phalanx_router.fleet import Fleet
 from tests.router.doors import http_server
@@ -76,6 +77,19 @@ async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
         assert told.traffic[1].prompt == 3 and told.traffic[1].output == 8
         assert sum(told.ttft.counts) == 1 and sum(told.itl.counts) <= 7, "the first tokens may come together"
         assert told.queued == told.held == 0 and told.idle_s < 5
+
+
+async def test_people_see_each_group_at_metrics_as_the_plugin_reads_it() -> None:
+    busy = FakeLeader("b", Script(hold_at=3))
+    busy.load = HOT
+    async with running_router(FakeLeader("a"), busy) as router:
+        while not all(link.told.load for link in router.fleet.links.all()):
+            await asyncio.sleep(0.002)
+        read = read_router((await router.http.get("/metrics")).text)
+        told = {group.group: group for group in (await router.ask()).groups}
+    assert set(read.groups) == {"a", "b"}
+    assert read.groups["b"].waiting == told["b"].waiting == 1 and read.groups["b"].incarnation == 1
+    assert read.groups["b"].kv == min(1500 / (told["b"].total_pages * 16), 1.0) > read.groups["a"].kv == 0.0
 
 
 WRONG = {

@@ -39,8 +39,9 @@ class ObservedNode:
     cordoned: bool = False
 
 
-Purpose = Literal["surplus", "revision", "straggler"]
-"""What a group is emptied for: there are too many, its revision is old, it is far slower than its equals."""
+Purpose = Literal["surplus", "revision", "straggler", "asked"]
+"""What a group is emptied for: there are too many, its revision is old, it is far slower than its equals, a person
+asked for it by the annotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Draining:
     @property
     def is_final(self) -> bool:
         """Whether it goes even if as many groups are wanted again."""
-        return self.purpose == "straggler"
+        return self.purpose in ("straggler", "asked")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The revision: a hash of what changes a pod, and of nothing else."""
+"""The revision: a hash of what changes a pod, and of what asks for new ones."""
 
 import hashlib
 import json
 
 from phalanx_api.inference_service import InferenceService
 
-_PARTS = ("model", "parallelism", "resources", "engine", "pod_template")
+_PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "rollout")
 
 
 def revision(service: InferenceService) -> str:

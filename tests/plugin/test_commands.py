@@ -1,0 +1,180 @@
+"""The plugin from its command line to the calls of kubectl, with a program in kubectl's place."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from phalanx_kubectl.__main__ import main
+from phalanx_operator.observe import draining_of
+from tests.plugin.fake_kubectl import FakeKubectl
+from tests.plugin.test_show import METRICS, body
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAME = "inferenceservices.phalanx.dev"
+SET = {"metadata": {"uid": "uid-1", "labels": {"phalanx.dev/service": "chat"}}}
+READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
+@pytest.fixture
+def kubectl(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> FakeKubectl:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake = FakeKubectl(tmp_path)
+    fake.answer(f"get {NAME} chat", body())
+    fake.answer(f"get {NAME}", {"items": [body()]})
+    return fake
+
+
+def routers(kubectl: FakeKubectl) -> None:
+    pods = [{"metadata": {"name": name}, "status": status} for name, status in [("r-a", READY), ("r-b", READY), ("r-c", {})]]
+    kubectl.answer("get pods -l phalanx.dev/service=chat,phalanx.dev/component=router", {"items": pods})
+    kubectl.answer("get --raw /api/v1/namespaces/team/pods/http:r-a:8000/proxy/metrics", METRICS.replace("g-a", "chat-g-a"))
+
+
+def plugin(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_status_of_one_and_of_all(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("status", "chat") == 0
+    assert "Service:  team/chat" in capsys.readouterr().out
+    assert plugin("status") == 0
+    assert capsys.readouterr().out.startswith("NAME ")
+    assert plugin("status", "-A") == 0
+    assert capsys.readouterr().out.startswith("NAMESPACE ")
+    assert kubectl.calls == [
+        ["get", NAME, "chat", "-o", "json"],
+        ["get", NAME, "-o", "json"],
+        ["get", NAME, "--all-namespaces", "-o", "json"],
+    ]
+
+
+def test_contexts_and_rights_are_the_users(kubectl: FakeKubectl) -> None:
+    assert plugin("status", "chat", "-n", "team", "--context", "c", "--kubeconfig", "k", "--as", "eve") == 0
+    assert kubectl.calls[0][:4] == ["--namespace=team", "--context=c", "--kubeconfig=k", "--as=eve"]
+
+
+def test_groups_show_what_routers_see_and_who_was_not_heard(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    routers(kubectl)
+    assert plugin("groups", "chat") == 0
+    shown = capsys.readouterr()
+    assert ["chat-g-a", "r1", "Ready", "2/2", "2", "5", "n1,n2", "-"] in [line.split() for line in shown.out.splitlines()]
+    assert shown.err.startswith("warning: router r-b: Error from server") and "r-c" not in shown.err
+
+
+def test_groups_are_shown_without_any_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("groups", "chat") == 0
+    shown = capsys.readouterr()
+    assert "chat-g-a" in shown.out and "warning: " in shown.err
+
+
+def test_top_needs_a_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("top", "chat") == 1
+    assert "error: no router of chat answers" in capsys.readouterr().err
+    routers(kubectl)
+    assert plugin("top", "chat") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["chat-g-a", "5", "8", "0", "25%", "-"] in lines and ["r-a", "5", "2", "0"] in lines
+
+
+def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.answer("get statefulset chat-g-a", SET)
+    kubectl.answer("patch statefulset", "patched")
+    assert plugin("drain", "chat", "chat-g-a") == 0
+    assert "chat-g-a is being emptied" in capsys.readouterr().out
+    call = kubectl.calls[-1]
+    assert call[:5] == ["patch", "statefulset", "chat-g-a", "--type=merge", "-p"]
+    patch = json.loads(call[5])["metadata"]
+    note = draining_of(patch)
+    assert patch["uid"] == "uid-1" and note is not None and (note.purpose, note.is_final) == ("asked", True)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"metadata": {"uid": "u", "labels": {"phalanx.dev/service": "other"}}}, "chat-g-a is no group of chat"),
+        ({"metadata": {"uid": "u"}}, "chat-g-a is no group of chat"),
+        (
+            {"metadata": SET["metadata"] | {"annotations": {"phalanx.dev/draining": "t surplus w"}}},
+            "being emptied already: t surplus w",
+        ),
+    ],
+)
+def test_what_is_not_drained(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], found: object, words: str) -> None:
+    kubectl.answer("get statefulset chat-g-a", found)
+    assert plugin("drain", "chat", "chat-g-a") == 1
+    assert words in capsys.readouterr().err
+    assert not any("patch" in call for call in kubectl.calls)
+
+
+def test_restart_changes_the_id(kubectl: FakeKubectl) -> None:
+    kubectl.answer(f"patch {NAME} chat", "patched")
+    assert plugin("restart", "chat") == 0
+    assert set(json.loads(kubectl.calls[-1][-1])["spec"]["rollout"]) == {"restartId"}
+
+
+@pytest.mark.parametrize(
+    ("words", "selector", "flags"),
+    [
+        ([], "phalanx.dev/service=chat,phalanx.dev/component=group", ["--tail=-1"]),
+        (["--group", "g"], "phalanx.dev/service=chat,phalanx.dev/component=group,phalanx.dev/group=g", ["--tail=-1"]),
+        (
+            ["-f", "-p", "--tail", "5"],
+            "phalanx.dev/service=chat,phalanx.dev/component=group",
+            ["--tail=5", "--follow", "--previous"],
+        ),
+    ],
+)
+def test_logs_are_those_of_every_pod(
+    kubectl: FakeKubectl, capfd: pytest.CaptureFixture[str], words: list[str], selector: str, flags: list[str]
+) -> None:
+    kubectl.answer("get pods", {"items": [{"metadata": {"name": name}} for name in "abcdefg"]})
+    kubectl.answer("logs", "[pod/a/runtime] hello\n")
+    assert plugin("logs", "chat", *words) == 0
+    call = kubectl.calls[-1]
+    assert call[:6] == ["logs", "-l", selector, "-c", "runtime", "--prefix"] and set(flags) <= set(call)
+    assert "--max-log-requests=7" in call and capfd.readouterr().out == "[pod/a/runtime] hello\n"
+
+
+def test_logs_of_no_pod(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.answer("get pods", {"items": []})
+    assert plugin("logs", "chat", "--group", "g") == 1
+    assert "error: g has no pod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "words"), [("{", "printed no JSON"), ("[]", "printed no object")])
+def test_what_is_no_object_is_said(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], answer: str, words: str) -> None:
+    kubectl.answer("get statefulset", answer)
+    assert plugin("drain", "chat", "g") == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["status", "chat"], ["logs", "chat"]])
+def test_without_kubectl_it_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert plugin(*words) == 1
+    assert "kubectl cannot be run: No such file" in capsys.readouterr().err
+
+
+def test_kubectl_finds_it_by_its_name(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
+    """As pip installs it: an executable named kubectl-phalanx that calls the entry point."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["kubectl-phalanx"] == "phalanx_kubectl.__main__:main"
+    paths = [str(ROOT / "crds"), str(ROOT / "operator"), *sys.path]
+    plugin_file = tmp_path / "kubectl-phalanx"
+    plugin_file.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nfrom phalanx_kubectl.__main__ import main\nmain()\n"
+    )
+    plugin_file.chmod(0o755)
+    assert shutil.which("kubectl-phalanx", path=str(tmp_path)) == str(plugin_file)
+    done = subprocess.run([str(plugin_file), "status", "chat"], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "") and "Service:  team/chat" in done.stdout
