@@ -137,7 +137,7 @@ def _targets(snapshot: Snapshot) -> list[Target]:
 def _status_body(snapshot: Snapshot, status: Status) -> Json:
     """What is applied to the status subresource. The UID makes sure that it is still the same service."""
     metadata = {"namespace": snapshot.namespace, "name": snapshot.name, "uid": snapshot.uid}
-    written = status.model_dump(mode="json", by_alias=True)
+    written = status.model_dump(mode="json", by_alias=True, exclude_none=True)  # the API server takes null for a wrong type
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": written}
 
 

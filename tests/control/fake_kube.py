@@ -79,6 +79,8 @@ class FakeKube:
         return body if dry_run else self.put(resource, body)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        if _has_null(body):
+            raise ValueError(f"the API server takes null for a wrong type: {body}")
         metadata = body["metadata"]
         self._record("apply", resource, metadata["name"], subresource)
         where = (resource.plural, metadata["namespace"], metadata["name"])
@@ -202,3 +204,10 @@ class FakeCluster:
         self.children.deployments.replace(self.kube.of(DEPLOYMENTS).values())
         self.children.services.replace(self.kube.of(SERVICES).values())
         self.children.nodes.replace(self.kube.of(NODES).values())
+
+
+def _has_null(value: Any) -> bool:
+    """Whether null is anywhere in this body."""
+    if isinstance(value, Mapping):
+        return any(map(_has_null, value.values()))
+    return value is None or (isinstance(value, list) and any(map(_has_null, value)))
