@@ -24,7 +24,7 @@ class ServeSettings:
     """What one pod of a group serves, and how."""
 
     model: str
-    """A folder, a .gguf file, file:///path, hf://org/name, or org/name where no such path is."""
+    """A folder, a .gguf file, org/name where no such path is, or a URI of file, hf, s3, gs or oci."""
     revision: str | None
     """Branch, tag or commit of a model of the hub."""
     served_names: list[str]
@@ -163,7 +163,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = serve.add_argument
-    add("model", metavar="MODEL", help="folder, .gguf file, file:///path, hf://org/name or org/name")
+    add("model", metavar="MODEL", help="folder, .gguf file, org/name, or a URI of file, hf, s3, gs or oci (docs/models.md)")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
     add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share each layer")

@@ -20,6 +20,8 @@ class Seen:
     if_range: str | None
     authorization: str | None
     status: int
+    sent: int = 0
+    """Bytes of the answer, up to the cut."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class HubServer:
         return entry
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
 
@@ -80,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         fault = self.hub.next_fault(self.hub.trouble, path.rsplit("/", 1)[-1])
         if fault is not None:
-            self._answer(fault, b"", {"Retry-After": "0"})
+            self.answer(fault, b"", {"Retry-After": "0"})
             return
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"] and parts[4:5] == ["revision"]:
@@ -88,13 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[2:3] == ["resolve"]:
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
-            self._answer(404, b"")
+            self.answer(404, b"")
 
     def _refused(self, repository: str) -> bool:
         secret = self.hub.private.get(repository)
         if secret is None or self.headers.get("Authorization") == f"Bearer {secret}":
             return False
-        self._answer(403 if self.headers.get("Authorization") else 401, b"")
+        self.answer(403 if self.headers.get("Authorization") else 401, b"")
         return True
 
     def _list(self, repository: str, revision: str) -> None:
@@ -102,51 +104,51 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit = self.hub.branches.get((repository, revision), revision)
         if commit not in self.hub.repositories.get(repository, {}):
-            self._answer(404, b"")
+            self.answer(404, b"")
         else:
-            self._answer(200, self.hub.listing(repository, commit))
+            self.answer(200, self.hub.listing(repository, commit))
 
     def _file(self, repository: str, commit: str, name: str) -> None:
         redirected = self.headers.get("Host", "").startswith("localhost")
         if not redirected and self._refused(repository):
             return
         if self.hub.redirect_to and not redirected:
-            self._answer(302, b"", {"Location": self.hub.redirect_to + self.path})
+            self.answer(302, b"", {"Location": self.hub.redirect_to + self.path})
             return
         content = self.hub.repositories.get(repository, {}).get(commit, {}).get(name)
         if content is None:
-            self._answer(404, b"")
+            self.answer(404, b"")
             return
         if name in self.hub.wrong:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        self._send_range(name, content)
+        self.send_range(name, content)
 
-    def _send_range(self, name: str, content: bytes) -> None:
+    def send_range(self, name: str, content: bytes) -> None:
         version = len(self.hub.seen) if self.hub.new_etag_each_time else 0
         etag = f'"{hashlib.sha1(content).hexdigest()}-{version}"'
         headers = {} if self.hub.without_etag else {"ETag": etag}
         asked, condition = self.headers.get("Range"), self.headers.get("If-Range")
         if asked is None or condition not in (None, etag):
-            self._answer(200, content, headers, name)
+            self.answer(200, content, headers, name)
             return
         start = int(asked.removeprefix("bytes=").removesuffix("-"))
         if start >= len(content):
-            self._answer(416, b"")
+            self.answer(416, b"")
         else:
             span = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-            self._answer(206, content[start:], headers | span, name)
+            self.answer(206, content[start:], headers | span, name)
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
-        known = self.headers
-        seen = Seen(self.path, known.get("Range"), known.get("If-Range"), known.get("Authorization"), status)
-        self.hub.seen.append(seen)
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
+        cut = self.hub.next_fault(self.hub.cut_after, name) if name else None
+        known, body_sent = self.headers, b"" if self.command == "HEAD" else body[:cut]
+        asked = (known.get("Range"), known.get("If-Range"), known.get("Authorization"))
+        self.hub.seen.append(Seen(self.path, *asked, status, len(body_sent)))
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        cut = self.hub.next_fault(self.hub.cut_after, name) if name else None
-        self.wfile.write(body[:cut])
+        self.wfile.write(body_sent)
         self.close_connection = self.close_connection or cut is not None
 
 
@@ -154,13 +156,20 @@ class _Handler(BaseHTTPRequestHandler):
 def running_hub() -> Iterator[HubServer]:
     """A hub that listens on a free port until the block ends."""
     hub = HubServer()
-    handler = type("Handler", (_Handler,), {"hub": hub})
+    with listening(hub, HubHandler):
+        yield hub
+
+
+@contextmanager
+def listening(hub: HubServer, handler_class: type["HubHandler"]) -> Iterator[None]:
+    """Lets a handler answer for `hub` on a free port until the block ends."""
+    handler = type("Handler", (handler_class,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hub.endpoint = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield hub
+            yield
         finally:
             server.shutdown()
             thread.join()

@@ -98,7 +98,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, leave_out: tuple[str, ...]
         ("file://host/x", "a file URL has three slashes"),
         ("file://relative", "a file URL has three slashes"),
         ("pvc://claim/x", "pvc:// cannot be opened here"),
-        ("s3://bucket/x", "s3:// cannot be opened here"),
+        ("ftp://host/x", "ftp:// cannot be opened here"),
         ("hf://name", "hf://org/name or hf://org/name/file.gguf is expected"),
         ("hf://org/name/readme.md", "hf://org/name or hf://org/name/file.gguf is expected"),
         ("hf://../name", "hf://org/name or hf://org/name/file.gguf is expected"),

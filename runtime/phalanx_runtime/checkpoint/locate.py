@@ -5,7 +5,9 @@
 | a folder, `file:///folder` | itself |
 | `x.gguf`, `file:///x.gguf` | converted once into the cache, named by the file's content |
 | `hf://org/name`, `org/name` where no such path is | downloaded once into the cache, named by the commit |
-| `hf://org/name/x.gguf` | that one file downloaded, then converted |
+| `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded once into the cache, named by what is listed |
+| `oci://registry/repository:tag`, `@sha256:...` | downloaded once into the cache, named by the manifest's digest |
+| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | that one file downloaded, then converted |
 """
 
 import hashlib
@@ -17,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from phalanx_runtime.checkpoint import bucket, gcs, oci, s3
 from phalanx_runtime.checkpoint.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.folder import check_model_folder
 from phalanx_runtime.checkpoint.hub import Hub, download
+from phalanx_runtime.checkpoint.oci_auth import credentials_of
 from phalanx_runtime.checkpoint.remote_file import Work
 from phalanx_runtime.errors import ModelError
 
@@ -56,11 +60,17 @@ def locate(
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    if separator and scheme not in ("file", "hf"):
-        raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give a path, file:///path or hf://org/name")
-    if scheme == "hf" and separator:
-        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, Work(progress, stop))
+    work = Work(progress, stop)
+    if separator and scheme == "hf":
+        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work)
         return _from_hub(hub, rest, revision, cache_dir)
+    if separator and scheme in ("s3", "gs", "oci"):
+        if revision is not None:
+            raise ModelError(f"model {model!r}: --revision goes with hf:// only")
+        return _from_registry(rest, cache_dir, work) if scheme == "oci" else _from_bucket(scheme, rest, cache_dir, work)
+    if separator and scheme != "file":
+        forms = "a path, or a URI of file, hf, s3, gs or oci"
+        raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give {forms}")
     path = _file_path(model) if separator else Path(model).expanduser()
     if path.exists() or separator or not _REPOSITORY.fullmatch(model):
         return _from_path(path, cache_dir, progress, stop)
@@ -118,3 +128,23 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
         return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.work.progress, hub.work.stop)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source)
+
+
+def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalModel:
+    address = bucket.address(scheme, rest)
+    if scheme == "s3":
+        snapshot = s3.download(s3.store_of(os.environ), address, cache_dir, work)
+    else:
+        snapshot = gcs.download(gcs.store_of(os.environ), address, cache_dir, work)
+    source = f"{address.uri}@{snapshot.version}"
+    if address.gguf is not None:
+        return _from_gguf(snapshot.dir / address.gguf, f"{source}/{address.gguf}", cache_dir, work.progress, work.stop)
+    check_model_folder(snapshot.dir)
+    return LocalModel(snapshot.dir, source)
+
+
+def _from_registry(rest: str, cache_dir: Path, work: Work) -> LocalModel:
+    address = oci.address(rest)
+    snapshot = oci.download(address, credentials_of(os.environ, address.registry), cache_dir, work)
+    check_model_folder(snapshot.dir)
+    return LocalModel(snapshot.dir, f"{address.uri}@sha256:{snapshot.version}")

@@ -151,7 +151,7 @@ def _names(names: list[str], source: Source) -> list[str]:
 def _chosen(listing: Listing, file: str | None, source: Source) -> list[RemoteFile]:
     if listing.archives:
         _check_names(listing.files, source.where)
-        return [*listing.archives, *(entry for entry in listing.files if is_part_of_a_model(entry.name))]
+        return [*listing.archives, *(entry for entry in listing.files if "/" not in entry.name and _is_of_a_model(entry.name))]
     return wanted(listing.files, file, source.where, source.uri)
 
 
@@ -172,8 +172,8 @@ def _remember(folder: Path, label: str, version: str) -> None:
         raise ModelError(f"cannot write {folder}/refs: {error.strerror or error}") from error
 
 
-def is_part_of_a_model(name: str) -> bool:
-    """Whether a file of this name, in no folder, may be needed to serve."""
+def _is_of_a_model(name: str) -> bool:
+    """Whether a file of this name may be needed to serve, were it in no folder."""
     return name.endswith(".safetensors") or name == _INDEX or any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
 
 
