@@ -33,8 +33,14 @@ URI_PATTERN = (
     rf"^file:///{_PATH}+$"
     rf"|^pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?(/{_PATH}*)?$"
     r"|^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
+    rf"|^(s3|gs)://[a-z0-9][a-z0-9._-]*[a-z0-9](/{_PATH}*)?$"
+    r"|^oci://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+"
+    r"(:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}|@sha256:[0-9a-f]{64})$"
 )
-URI_FORMS = "must be file:///path, pvc://claim/path or hf://org/name, with letters, digits and ._/@+=:,~- only"
+URI_FORMS = (
+    "must be file:///path, pvc://claim/path, hf://org/name, s3://bucket/prefix, gs://bucket/prefix, "
+    "oci://registry/repository:tag or oci://registry/repository@sha256:..., with letters, digits and ._/@+=:,~- only"
+)
 _RESOURCE_NAME = r"^$|^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 ServedName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -50,7 +56,7 @@ class SecretRef(Record):
 
     name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
     key: str = Field(default="token", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
-    """Key in the Secret that holds the token."""
+    """Key in the Secret that holds the token, for hf:// and gs://. Other sources have keys of their own: see `secretRef`."""
 
 
 class Model(Record):
@@ -63,9 +69,14 @@ class Model(Record):
             ".revision",
         ),
         rule(
-            "!has(self.secretRef) || self.uri.startsWith('hf://')",
-            "secretRef is a hub's token: it goes with hf:// only",
+            "!has(self.secretRef) || self.uri.matches('^(hf|s3|gs|oci)://')",
+            "secretRef proves who asks: it goes with hf://, s3://, gs:// and oci:// only",
             ".secretRef",
+        ),
+        rule(
+            "!has(self.secretRef) || self.secretRef.key == 'token' || self.uri.matches('^(hf|gs)://')",
+            "key names a token: it goes with hf:// and gs:// only; Secrets for s3:// and oci:// have keys of their own",
+            ".secretRef.key",
         ),
     )
     uri: Annotated[str, AfterValidator(_known_uri)] = Field(
@@ -75,11 +86,14 @@ class Model(Record):
             rule(f"self.matches('{URI_PATTERN}')", URI_FORMS), rule("!self.matches('/[.][.](/|$)')", "a path must not hold '..'")
         ),
     )
-    """`file:///path` in the image or a mounted volume, `pvc://claim/path` in a claim, or `hf://org/name` on a hub."""
+    """`file:///path` in the image or a mounted volume, `pvc://claim/path` in a claim, `hf://org/name` on a hub,
+    `s3://bucket/prefix` or `gs://bucket/prefix` in a bucket, or `oci://registry/repository:tag` (or `@sha256:...`) in a
+    registry of images."""
     revision: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
     """Branch, tag or commit on the hub."""
     secret_ref: SecretRef | None = None
-    """Token for the hub."""
+    """Who asks. For hf:// and gs:// the token under `key`; for s3:// the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if
+    there is one, AWS_SESSION_TOKEN; for oci:// the key .dockerconfigjson, as `kubectl create secret docker-registry` makes it."""
 
 
 class Parallelism(Record):

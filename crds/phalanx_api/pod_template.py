@@ -19,10 +19,15 @@ TMP_VOLUME = "tmp"
 CACHE_VOLUME = "cache"
 SHM_VOLUME = "shm"
 MODEL_VOLUME = "model"
-RESERVED_VOLUMES = (TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, MODEL_VOLUME)
+REGISTRY_VOLUME = "registry"
+RESERVED_VOLUMES = (TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, MODEL_VOLUME, REGISTRY_VOLUME)
 """Volumes that the operator makes in each pod of a group."""
-RESERVED_PATHS = (labels.TOKEN_DIR, "/tmp", labels.CACHE_DIR, "/dev/shm", labels.MODEL_DIR)
+RESERVED_PATHS = (labels.TOKEN_DIR, "/tmp", labels.CACHE_DIR, "/dev/shm", labels.MODEL_DIR, labels.REGISTRY_DIR)
 """Where those volumes are mounted."""
+S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Variables of the runtime, and keys of the Secret, that prove who asks for a model in S3."""
+MODEL_VARIABLES = (*S3_VARIABLES, "GOOGLE_OAUTH_ACCESS_TOKEN", "DOCKER_CONFIG")
+"""Variables of the container `runtime` that come from the Secret of the model."""
 
 _MAP: JsonDict = {"maxProperties": 64}
 _KEYED: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
@@ -72,6 +77,11 @@ class ContainerOverlay(OpenRecord):
             f"self.name != '{RUNTIME_CONTAINER}' || (!has(self.command) && !has(self.args) && !has(self.image))",
             "command, args and image of the container runtime come from spec.engine and spec.model",
             ".name",
+        ),
+        rule(
+            f"self.name != '{RUNTIME_CONTAINER}' || !has(self.env) || self.env.all(e, !(e.name in [{_quoted(MODEL_VARIABLES)}]))",
+            "give the credentials of the model by spec.model.secretRef",
+            ".env",
         ),
     )
     name: Name

@@ -42,6 +42,19 @@ def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
         ({"rebalancing": {"budgets": {"movesPerGroup": 0}}}, "movesPerGroup"),
         ({"drain": {"timeoutSeconds": -1}}, "timeoutSeconds"),
         ({"restartPolicy": {"nodeLostSeconds": 0}}, "nodeLostSeconds"),
+        ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri: .*s3://bucket/prefix"),
+        ({"model": {"uri": "oci://registry.example/tiny"}}, "spec.model.uri: .*oci://registry/repository:tag"),
+        ({"model": {"uri": "s3://models/../x"}}, "spec.model.uri: .*a path must not hold"),
+        ({"model": {"uri": "s3://models/x", "revision": "main"}}, "spec.model.revision: .*it goes with hf:// only"),
+        ({"model": {"uri": "pvc://models/x", "secretRef": {"name": "a"}}}, "spec.model.secretRef: .*secretRef proves who asks"),
+        (
+            {"model": {"uri": "s3://models/x", "secretRef": {"name": "a", "key": "b"}}},
+            "spec.model.secretRef.key: .*key names a token",
+        ),
+        (
+            {"podTemplate": {"spec": {"containers": [{"name": "runtime", "env": [{"name": "DOCKER_CONFIG", "value": "/x"}]}]}}},
+            r"spec.podTemplate.spec.containers\[0\].env: .*spec.model.secretRef",
+        ),
     ],
 )
 def test_a_rule_refuses_what_it_is_for(cluster: Cluster, namespace: str, spec: dict[str, Any], words: str) -> None:
@@ -55,3 +68,9 @@ def test_what_the_rules_allow_is_taken_with_its_defaults(cluster: Cluster, names
     assert made["autoscaling"]["mode"] == "Internal"
     assert made["drain"] == {"preStopSeconds": 0, "timeoutSeconds": 300}
     assert made["rebalancing"]["mode"] == "Migrate"
+
+
+@pytest.mark.parametrize("uri", ["s3://models/tiny", "gs://models/tiny", "oci://registry.example/tiny:v1"])
+def test_each_remote_source_is_taken_with_its_secret(cluster: Cluster, namespace: str, uri: str) -> None:
+    made = json.loads(dry_run(cluster, namespace, {"model": {"uri": uri, "secretRef": {"name": "a"}}}))["spec"]
+    assert made["model"] == {"uri": uri, "secretRef": {"name": "a", "key": "token"}}

@@ -51,6 +51,9 @@ SPECS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "s3": {"model": {"uri": "s3://models/team/tiny", "secretRef": {"name": "bucket-key"}}},
+    "gs": {"model": {"uri": "gs://models/team/tiny", "secretRef": {"name": "bucket-token", "key": "access"}}},
+    "oci": {"model": {"uri": "oci://registry.example/team/tiny:v1", "secretRef": {"name": "registry"}}},
     "file": {"model": {"uri": "file:///opt/model"}},
 }
 
@@ -93,6 +96,8 @@ def container(**spec: Any) -> dict[str, Any]:
         ("pvc://models/", "/models"),
         ("pvc://models/a/b", "/models/a/b"),
         ("hf://org/name", "hf://org/name"),
+        ("s3://models/tiny", "s3://models/tiny"),
+        ("oci://registry.example/tiny:v1", "oci://registry.example/tiny:v1"),
     ],
 )
 def test_the_model_argument(uri: str, argument: str) -> None:

@@ -1,9 +1,9 @@
-"""Where a group finds its model: the argument of the runtime, and the volume or token that it needs."""
+"""Where a group finds its model: the argument of the runtime, and the volume or credentials that it needs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Model
+from phalanx_api.inference_service import Model, SecretRef
 from phalanx_operator.render.objects import Object
 
 
@@ -29,7 +29,32 @@ def model_source(model: Model) -> ModelSource:
         mount = {"name": pod_template.MODEL_VOLUME, "mountPath": labels.MODEL_DIR, "readOnly": True}
         return ModelSource(f"{labels.MODEL_DIR}/{path}".rstrip("/"), volumes=(volume,), mounts=(mount,))
     flags = ("--revision", model.revision) if model.revision else ()
-    env: tuple[Object, ...] = ()
-    if secret := model.secret_ref:
-        env = ({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}},)
-    return ModelSource(model.uri, flags=(*flags, "--download-dir", labels.CACHE_DIR), env=env)
+    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", labels.CACHE_DIR))
+    return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
+
+
+def _with_credentials(source: ModelSource, scheme: str, secret: SecretRef) -> ModelSource:
+    """What the runtime reads its credentials from: variables, or for a registry the file that registries' clients read."""
+    match scheme:
+        case "s3":
+            names = pod_template.S3_VARIABLES
+            return replace(source, env=tuple(_variable(name, secret.name, name, name == "AWS_SESSION_TOKEN") for name in names))
+        case "oci":
+            item = {"key": ".dockerconfigjson", "path": "config.json"}
+            content = {"secretName": secret.name, "defaultMode": 0o440, "items": [item]}
+            mount = {"name": pod_template.REGISTRY_VOLUME, "mountPath": labels.REGISTRY_DIR, "readOnly": True}
+            return replace(
+                source,
+                env=({"name": "DOCKER_CONFIG", "value": labels.REGISTRY_DIR},),
+                volumes=({"name": pod_template.REGISTRY_VOLUME, "secret": content},),
+                mounts=(mount,),
+            )
+        case "gs":
+            return replace(source, env=(_variable("GOOGLE_OAUTH_ACCESS_TOKEN", secret.name, secret.key),))
+        case _:
+            return replace(source, env=(_variable("HF_TOKEN", secret.name, secret.key),))
+
+
+def _variable(name: str, secret: str, key: str, optional: bool = False) -> Object:
+    reference = {"name": secret, "key": key} | ({"optional": True} if optional else {})
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
