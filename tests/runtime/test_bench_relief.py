@@ -1,10 +1,10 @@
-"""bench.relief reads what programs show, and sums it up."""
+"""bench.relief reads what programs show, sums it up and judges it."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.client import Answer
-from bench.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, Round, bodies, parser, summed
+from bench.relief import GAP, LONGEST_OUTPUT, MOVES, PREEMPTIONS, RATE, TPOT, TTFT, Round, bodies, joined, judge, parser
 from phalanx_router.metrics import RouterMetrics
 
 
@@ -27,15 +27,43 @@ def test_what_programs_show_is_found() -> None:
     assert PREEMPTIONS.findall('vllm:num_preemptions_total{model_name="m"} 7.0\n') == ["7.0"]
 
 
-def test_figures_are_means_over_rounds_of_whole_answers() -> None:
+def test_figures_are_of_all_whole_answers_of_all_rounds() -> None:
     first = Round([answer(1.0, 1.1, 1.4), answer(9.0, error="gone")], 2.0, 6.0, {"hotspot moved": 3.0})
     second = Round([answer(2.0, 2.1, 2.2)], 2.0, 2.0, {})
-    figures = summed({"Off": [first, second]})["Off"]
-    assert figures["preemptions"] == 4 and figures["failed"] == 0.5 and figures["tokens/s"] == 1.5
-    assert figures["longest gap p99, ms"] == pytest.approx(200) and figures["ttft p99, ms"] == pytest.approx(1500)
-    assert figures["moves hotspot moved"] == 1.5
+    figures = joined([first, second]).figures()
+    assert (figures["requests"], figures["failed"], figures["preemptions"]) == (3, 1, 8)
+    assert figures[RATE] == pytest.approx(6 / 4)
+    assert figures[GAP] == pytest.approx(298) and figures[TTFT] == pytest.approx(1990)
+    assert figures["moves hotspot moved"] == 3
+
+
+def one(first_s: float, gap_s: float, preempted: float = 0.0) -> Round:
+    return Round([answer(first_s, first_s + gap_s)], 1.0, preempted, {})
+
+
+@pytest.mark.parametrize(
+    ("on", "met"),
+    [
+        ([one(1.0, 0.5, 1.0), one(1.0, 0.6, 2.0)], [True, True]),
+        ([one(1.0, 1.5, 1.0), one(1.0, 0.6, 2.0)], [True, False]),
+        ([one(1.0, 0.5, 3.0), one(1.0, 0.6, 2.0)], [False, True]),
+    ],
+)
+def test_with_skew_moves_have_to_lower_preemptions_and_gaps(on: list[Round], met: list[bool]) -> None:
+    claims = judge("skewed", {"Off": [one(1.0, 1.0, 2.0), one(1.0, 1.2, 2.0)], "Migrate": on})
+    assert [claim.what for claim in claims] == ["preemptions", GAP] and [claim.is_met for claim in claims] == met
+    assert claims[0].ratio is None and claims[1].ratio is not None and claims[1].ratio.num_pairs == 2
+
+
+@pytest.mark.parametrize(
+    ("on", "met"),
+    [(one(1.04, 1.04), [True, True, True]), (one(1.06, 1.0), [False, True, True]), (one(1.0, 1.06), [True, False, True])],
+)
+def test_an_even_load_has_to_stay_as_it_is(on: Round, met: list[bool]) -> None:
+    claims = judge("even", {"Off": [one(1.0, 1.0)], "Migrate": [on]})
+    assert [claim.what for claim in claims] == [TTFT, TPOT, RATE] and [claim.is_met for claim in claims] == met
 
 
 def test_the_command_line_has_defaults() -> None:
-    args = parser().parse_args(["model"])
-    assert (args.groups, args.rounds, args.even) == (4, 3, False)
+    args = parser().parse_args([])
+    assert (args.groups, args.rounds, args.loads, args.model) == (4, 6, ["skewed", "even"], None)
