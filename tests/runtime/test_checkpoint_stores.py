@@ -293,6 +293,9 @@ def test_a_checksum_of_s3_is_checked(kind: Kind) -> None:
     kind.store.head = {"x-amz-checksum-sha256": base64.b64encode(hashlib.sha256(b"other").digest()).decode()}
     with pytest.raises(ModelError, match=r"arrived wrong: its SHA-256 is"):
         kind.locate()
+    kind.store.head = {"x-amz-checksum-sha256": "?"}
+    with pytest.raises(ModelError, match="tells a SHA-256 that is none"):
+        kind.locate()
 
 
 @each("gs")

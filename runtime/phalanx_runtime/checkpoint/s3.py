@@ -159,7 +159,10 @@ def _decoded(kind: str, value: str | None) -> Digest | None:
     """A checksum header: base64, with `-` and the number of parts where it is not one of the whole file."""
     if value is None or "-" in value:
         return None
-    return Digest("SHA-256" if kind == "SHA-256" else "CRC32C", base64.b64decode(value).hex())
+    try:
+        return Digest("SHA-256" if kind == "SHA-256" else "CRC32C", base64.b64decode(value, validate=True).hex())
+    except ValueError as error:
+        raise ModelError(f"S3 tells a {kind} that is none: {value!r}") from error
 
 
 def _code(response: httpx.Response) -> str:
