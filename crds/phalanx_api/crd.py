@@ -8,7 +8,18 @@ from phalanx_api.schema import structural
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
-_PARENTS = ("parallelism", "resources", "engine", "rollout", "rebalancing", "drain", "restartPolicy", "router", "networkPolicy")
+_PARENTS = (
+    "parallelism",
+    "resources",
+    "engine",
+    "rollout",
+    "rebalancing",
+    "drain",
+    "restartPolicy",
+    "router",
+    "networkPolicy",
+    "monitoring",
+)
 """Objects that exist even when the manifest leaves them out, so that defaults and rules inside them apply."""
 
 

@@ -169,6 +169,13 @@ class NetworkPolicy(Record):
     """To groups: their routers, one another, the operator and Prometheus only; to routers: everyone, at their HTTP port."""
 
 
+class Monitoring(Record):
+    """What Prometheus's operator is told."""
+
+    service_monitor: Literal["Auto", "Off"] = "Auto"
+    """Auto: a ServiceMonitor and a PrometheusRule where the cluster knows these kinds."""
+
+
 class Spec(Record):
     """What the user wants."""
 
@@ -190,6 +197,7 @@ class Spec(Record):
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     router: Router = Field(default_factory=Router)
     network_policy: NetworkPolicy = Field(default_factory=NetworkPolicy)
+    monitoring: Monitoring = Field(default_factory=Monitoring)
     suspend: bool = False
     """Run no group, whatever `replicas` says."""
     pod_template: PodTemplate | None = None

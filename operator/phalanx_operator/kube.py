@@ -32,6 +32,8 @@ NODES = Resource("v1", "nodes")
 CONFIG_MAPS = Resource("v1", "configmaps")
 DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
 NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
+SERVICE_MONITORS = Resource("monitoring.coreos.com/v1", "servicemonitors")
+PROMETHEUS_RULES = Resource("monitoring.coreos.com/v1", "prometheusrules")
 SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
@@ -44,6 +46,8 @@ RESOURCES = {
     ("v1", "ConfigMap"): CONFIG_MAPS,
     ("policy/v1", "PodDisruptionBudget"): DISRUPTION_BUDGETS,
     ("networking.k8s.io/v1", "NetworkPolicy"): NETWORK_POLICIES,
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITORS,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): PROMETHEUS_RULES,
     ("v1", "ServiceAccount"): Resource("v1", "serviceaccounts"),
     ("rbac.authorization.k8s.io/v1", "Role"): Resource("rbac.authorization.k8s.io/v1", "roles"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"): Resource("rbac.authorization.k8s.io/v1", "rolebindings"),

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from phalanx_api.inference_service import InferenceService
 from phalanx_operator.decide.snapshot import Snapshot
-from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
+from phalanx_operator.errors import Conflict, Denied, Gone, Rejected, Retry
 from phalanx_operator.kube import SECRETS, Json, KubeClient, resource_of
 from phalanx_operator.observe import Children, owner_uid
-from phalanx_operator.render import disruption, network, router, services
+from phalanx_operator.render import disruption, monitoring, network, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.store import Key
@@ -40,6 +40,7 @@ class Shared:
         self._neighbours = neighbours
         self._draw_token = draw_token
         self._clock = clock
+        self._unknown_until: dict[str, float] = {}
         self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
 
     def forget(self, key: Key) -> None:
@@ -60,12 +61,27 @@ class Shared:
             await self._keep(service, body, is_missing or (scaled and body["kind"] == "Deployment"))
         budget = disruption.group_budget(service)
         await (self._keep(service, budget, is_missing=False) if groups > 1 else self._drop(service, budget))
+        for body in monitoring.objects(service):
+            await self._keep_monitor(service, body)
 
     async def _keep(self, service: InferenceService, body: Json, is_missing: bool) -> None:
         if self._is_due(service, body, _digest(body), is_missing):
             await self._refuse_strangers(service, body)
             await self._client.apply(resource_of(body), body)
             self._remember(service, body, _digest(body))
+
+    async def _keep_monitor(self, service: InferenceService, body: Json) -> None:
+        """Makes what Prometheus's operator reads, where the cluster knows it. Without it the service serves all the same."""
+        if self._clock() < self._unknown_until.get(body["kind"], 0.0):
+            return
+        is_wanted = service.spec.monitoring.service_monitor == "Auto"
+        try:
+            await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
+        except Gone:
+            self._unknown_until[body["kind"]] = self._clock() + APPLY_AGAIN_S
+        except (Rejected, Denied) as error:
+            log.warning("not monitored", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
+            self._remember(service, body, _digest(body) if is_wanted else _ABSENT)
 
     async def _drop(self, service: InferenceService, body: Json) -> None:
         """Deletes the object if it is there and ours."""

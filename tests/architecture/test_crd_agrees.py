@@ -8,6 +8,7 @@ import yaml
 
 from phalanx_api.inference_service import InferenceService, parse
 from phalanx_operator.__main__ import crd_text
+from phalanx_operator.kube import RESOURCES
 from phalanx_operator.render.revision import revision
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,3 +50,17 @@ def test_the_operator_can_replace_no_group_start_no_pod_and_list_no_secret() -> 
     assert verbs["nodes"] == {"get", "list", "watch"}
     assert verbs["secrets"] == {"get", "create"}
     assert not any("*" in verb for verb in verbs.values())
+
+
+def test_the_operator_may_make_every_kind_that_it_renders_and_take_away_what_may_be_switched_off() -> None:
+    verbs = {
+        (group, resource): set(rule["verbs"])
+        for rule in rules("ClusterRole")
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    held = {one.plural: verbs[one.api_version.rpartition("/")[0], one.plural] for one in RESOURCES.values()}
+    assert [kind for kind, has in held.items() if not {"get", "create"} <= has] == []
+    assert [kind for kind, has in held.items() if "patch" not in has] == ["secrets"]
+    removable = {"poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules"}
+    assert {kind for kind, has in held.items() if "delete" in has} == removable | {"statefulsets"}

@@ -45,10 +45,14 @@ class FakeRouters:
 
 
 class FakeKube:
-    """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call."""
+    """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call.
+
+    `unknown`: kinds whose CRDs are not there.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[Where, Json] = {}
+        self.unknown = {"servicemonitors", "prometheusrules"}
         self.calls: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
@@ -82,6 +86,8 @@ class FakeKube:
         if _has_null(body):
             raise ValueError(f"the API server takes null for a wrong type: {body}")
         metadata = body["metadata"]
+        if resource.plural in self.unknown:
+            raise Gone("404 page not found")
         self._record("apply", resource, metadata["name"], subresource)
         where = (resource.plural, metadata["namespace"], metadata["name"])
         if where not in self.objects and subresource:
@@ -117,7 +123,7 @@ class FakeKube:
         body = self._there(resource, namespace, name)
         if body["metadata"]["uid"] != uid:
             raise Conflict("another object by now")
-        if grace_s == 0 or resource.plural in ("poddisruptionbudgets", "networkpolicies"):
+        if grace_s == 0 or resource.plural in ("poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules"):
             del self.objects[resource.plural, namespace, name]
             return
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from phalanx_api.inference_service import MAX_NAME, FieldError, parse
-from phalanx_operator.render import names, network, pods, router, services
+from phalanx_operator.render import monitoring, names, network, pods, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.overlay import merged
@@ -79,7 +79,7 @@ def test_golden_shared_objects(golden: Check) -> None:
         *network.policies(service, Neighbours()),
         services.groups_service(service),
     ]
-    golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES)))
+    golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES), *monitoring.objects(service)))
 
 
 def container(**spec: Any) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""What Prometheus's operator is told of a service: where to scrape, and when to alert. Applied only where its CRDs are."""
+
+from phalanx_api import labels
+from phalanx_api.inference_service import InferenceService
+from phalanx_operator.render.objects import Object, child
+
+API_VERSION = "monitoring.coreos.com/v1"
+COMPONENT = "monitoring"
+INTERVAL = "15s"
+_SERVICE_LABEL = "phalanx_dev_service"
+"""How Prometheus writes the label `phalanx.dev/service`."""
+
+
+def objects(service: InferenceService) -> list[Object]:
+    """The ServiceMonitor of routers and groups, and the PrometheusRule."""
+    monitor = {
+        "selector": {"matchLabels": {labels.SERVICE: service.name}},
+        "targetLabels": [labels.SERVICE],
+        "podTargetLabels": [labels.COMPONENT, labels.GROUP],
+        "endpoints": [{"port": "http", "path": "/metrics", "interval": INTERVAL}],
+    }
+    rules = {"groups": [{"name": f"phalanx-{service.namespace}-{service.name}", "rules": _rules(service)}]}
+    return [
+        child(service, API_VERSION, "ServiceMonitor", service.name, COMPONENT, spec=monitor),
+        child(service, API_VERSION, "PrometheusRule", service.name, COMPONENT, spec=rules),
+    ]
+
+
+def _rules(service: InferenceService) -> list[Object]:
+    of = f'{{namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"}}'
+    known, ready = f"max(phalanx_router_groups_known{of})", f"max(phalanx_router_groups_ready{of})"
+    name = f"{service.namespace}/{service.name}"
+    return [
+        _rule("PhalanxNoReadyGroup", f"{known} > 0 and {ready} == 0", "critical", f"no group of {name} takes requests"),
+        _rule("PhalanxNoRouter", f"absent(phalanx_router_groups_known{of})", "critical", f"no router of {name} is scraped"),
+        _rule(
+            "PhalanxFleetSaturated",
+            f"max(phalanx_router_fleet_saturated{of}) == 1",
+            "warning",
+            f"more than half of the groups of {name} are in trouble",
+        ),
+        _rule(
+            "PhalanxShedding",
+            f"sum(rate(phalanx_router_shed_total{of}[5m])) > 0",
+            "warning",
+            f"{name} answers 429 for want of room",
+        ),
+    ]
+
+
+def _rule(name: str, expression: str, severity: str, summary: str) -> Object:
+    return {
+        "alert": name,
+        "expr": expression,
+        "for": "10m",
+        "labels": {"severity": severity},
+        "annotations": {"summary": summary},
+    }

@@ -1,0 +1,71 @@
+"""What Prometheus's operator is told: only where its kinds are known, and never at the cost of serving."""
+
+import re
+
+from prometheus_client import CollectorRegistry
+
+from phalanx_operator.errors import Denied
+from phalanx_operator.kube import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS
+from phalanx_operator.render import monitoring, router, services
+from phalanx_operator.render.objects import Images
+from phalanx_operator.shared import APPLY_AGAIN_S
+from phalanx_router.metrics import RouterMetrics
+from tests.control.builders import make_service
+from tests.control.worlds import World
+
+SERVICE = make_service()
+
+
+def made(world: World) -> list[int]:
+    return [len(world.kube.of(kind)) for kind in (SERVICE_MONITORS, PROMETHEUS_RULES)]
+
+
+async def test_without_the_kinds_nothing_is_made_and_nothing_is_asked_again_for_a_while() -> None:
+    world = World()
+    await world.settle()
+    assert world.ready[0] == "True" and made(world) == [0, 0]
+    world.kube.unknown = set()
+    await world.look()
+    assert made(world) == [0, 0]
+    world.clock += APPLY_AGAIN_S + 1
+    await world.look()
+    assert made(world) == [1, 1], "the CRDs were installed later"
+
+
+async def test_with_the_kinds_they_are_made_and_go_when_switched_off() -> None:
+    world = World()
+    world.kube.unknown = set()
+    await world.settle()
+    assert made(world) == [1, 1] and await world.look() == []
+    await world.change(monitoring={"serviceMonitor": "Off"})
+    await world.settle()
+    assert made(world) == [0, 0]
+
+
+async def test_a_right_that_is_missing_stops_no_service() -> None:
+    world = World()
+    world.kube.unknown = set()
+    world.kube.failures["apply servicemonitors chat"] = Denied("servicemonitors is forbidden")
+    await world.settle()
+    assert world.ready[0] == "True" and len(world.kube.of(STATEFUL_SETS)) == 1 and made(world) == [0, 1]
+
+
+def test_the_monitor_selects_the_services_of_routers_and_groups_by_a_port_that_they_have() -> None:
+    monitor = monitoring.objects(SERVICE)[0]["spec"]
+    images = Images("runtime:1", "router:1")
+    found = [
+        body for body in [services.groups_service(SERVICE), *router.router_objects(SERVICE, images)] if body["kind"] == "Service"
+    ]
+    assert len(found) == 2
+    for service in found:
+        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert [port["name"] for port in service["spec"]["ports"]] == [monitor["endpoints"][0]["port"]]
+
+
+def test_alerts_rest_on_metrics_that_routers_have() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    known = {family.name for family in registry.collect()}
+    rules = monitoring.objects(SERVICE)[1]["spec"]["groups"][0]["rules"]
+    named = {name.removesuffix("_total") for rule in rules for name in re.findall(r"phalanx_router_\w+", rule["expr"])}
+    assert len(rules) == 4 and len(named) == 4 and named <= known
