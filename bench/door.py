@@ -51,7 +51,7 @@ class Steps:
             await self._next_step()
             yield Delta(index, [40 + index % 50], "length" if index == last else None)
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
         return {}
 
     async def awake(self) -> None:

@@ -76,6 +76,10 @@ class Pacer:
         for handle in handles:
             self._running.pop(handle, None)
 
+    def has(self, handle: int) -> bool:
+        """Whether this request still runs."""
+        return handle in self._running
+
     def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
         for handle in handles:
             request, _, index = self._running[handle]

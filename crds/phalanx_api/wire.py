@@ -108,10 +108,11 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Give me, under this handle, the stream of this request id, whose router was lost. Answers: Adopted, Refused with 404."""
+    """Give me, under this handle, this tenant's stream of this id, whose router was lost. Answers: Adopted, Refused with 404."""
 
     handle: int
     request_id: str
+    tenant: str = ""
 
 
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag="adopted"):

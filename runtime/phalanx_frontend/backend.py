@@ -67,8 +67,9 @@ class Backend(Protocol):
         """
         ...
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
-        """Those of these streams that may be resumed, by id. `generate` goes on with such a request where it stands."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+        """Those of these streams of this tenant that may be resumed, by id: whoever had them has them no more, and `generate`
+        goes on with such a request where it stands. Those of other tenants notice nothing."""
         ...
 
     async def awake(self) -> None:

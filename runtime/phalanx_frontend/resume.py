@@ -51,7 +51,7 @@ def unknown_stream() -> ApiError:
 
 async def begun_before(backend: Backend, event_id: EventId, asked: Sequence[wire.Request]) -> list[tuple[wire.Request, Past]]:
     """The requests as they go on, each with what its client has. Raises ApiError 404 or 400."""
-    found = await backend.find([request.id for request in asked])
+    found = await backend.find([request.id for request in asked], asked[0].tenant)
     if not found or any(found[request.id].request.tenant != request.tenant for request in asked if request.id in found):
         raise unknown_stream()
     if len(asked) != len(event_id.indices):

@@ -125,7 +125,11 @@ class Fleet:
         run = Run(Stream(request) if adoption is None else adoption.stream, self.links.tokenizer(), keys)
         if adoption is not None:
             run.link, run.group, run.handle = adoption.link, adoption.key, adoption.handle
-        if request.can_resume and request.epoch and (known := self.resuming.known(request.id)) is not None:
+        if (
+            request.can_resume
+            and (adoption is not None or request.epoch)
+            and (known := self.resuming.known(request.id)) is not None
+        ):
             run.model_hash, run.deaths = known.model_hash or None, known.deaths
             run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
         return run
@@ -133,11 +137,11 @@ class Fleet:
     def _leaving(self, why: str) -> BackendError:
         return BackendError(503, "router_leaving", why, self._settings.retry_after_s, can_resume=True)
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
-        """Those of these streams that may go on, wherever they began. Raises BackendError when the router leaves."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+        """Those of these streams of this tenant that may go on. Raises BackendError when the router leaves."""
         if self._refuses:
             raise self._leaving("the router takes no more requests: it is leaving")
-        return await self.resuming.find(ids)
+        return await self.resuming.find(ids, tenant)
 
     def refuse(self) -> None:
         """Takes no more requests; those that are open go on."""

@@ -135,11 +135,11 @@ class LeaderLink:
         self.told.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
 
-    def adopt(self, request_id: str, adopting: Adopting) -> int:
+    def adopt(self, request_id: str, tenant: str, adopting: Adopting) -> int:
         """The handle under which a stream is to come that lost its router; `adopting` hears whether it does."""
         self._next_handle += 1
         self._sinks[self._next_handle] = (adopting, 0)
-        self._send(wire.Adopt(self._next_handle, request_id))
+        self._send(wire.Adopt(self._next_handle, request_id, tenant))
         return self._next_handle
 
     def abort(self, handle: int) -> None:
@@ -281,13 +281,15 @@ class LeaderLink:
                     raise LinkBroken("the leader said Welcome twice")
 
     def _adopted(self, frame: wire.Adopted) -> None:
-        """Lets the stream hear that asked for this; what nobody waits for any more was aborted."""
+        """Lets the stream hear that asked for this; what nobody waits for any more is aborted."""
         adopting, _ = self._sinks.pop(frame.handle, (None, 0))
         stream = adopting.adopted(frame) if isinstance(adopting, Adopting) else None
         if stream is not None:
             self._sinks[frame.handle] = (stream, frame.request.epoch)
             sent = sent_of(frame.request, self.told.page_size, len(frame.request.prompt))
             self.told.ledger.dispatch(frame.handle, sent, asyncio.get_running_loop().time())
+        elif frame.runs:
+            self._send(wire.Abort([frame.handle]))
 
     def _give_tokens(self, frame: wire.Tokens) -> None:
         """The hot loop of a router: once per token of all its streams."""

@@ -80,6 +80,7 @@ class Resuming:
         self._clock = clock
         self._open: dict[str, Run] = {}
         self._adopted: dict[str, Adoption] = {}
+        self._finding: set[asyncio.Task[Mapping[str, Begun]]] = set()
 
     def opened(self, run: Run) -> None:
         """A stream begins here."""
@@ -103,17 +104,27 @@ class Resuming:
         """The streams that are open here."""
         return list(self._open.values())
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
-        """What is known of these streams."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+        """What is known of these streams of this tenant. It is found to the end even if its client leaves meanwhile: what leaders
+        gave would be lost else."""
+        finding = asyncio.create_task(self._find(ids, tenant))
+        self._finding.add(finding)
+        finding.add_done_callback(self._finding.discard)
+        return await asyncio.shield(finding)
+
+    async def _find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
         for id in ids:
-            self._adopted.pop(id, None)  # for a door that did not take it up: the leader gives it once more
-            if (run := self._open.get(id)) is not None:
+            if (adoption := self._adopted.get(id)) is not None and adoption.stream.journal.tenant == tenant:
+                del self._adopted[id]  # for a door that did not take it up: the leader gives it once more
+            if (run := self._open.get(id)) is not None and run.stream.journal.tenant == tenant:
                 self._take_over(run)
-        best = {copy.request.id: copy for copy in self.copies.find(ids)}
+        best = {copy.request.id: copy for copy in self.copies.find(ids) if copy.request.tenant == tenant}
         missing = [id for id in ids if id not in best or best[id].finish is None]
-        told, adopted = await asyncio.gather(self._ask_peers(missing), self._adopt(missing))
+        told, adopted = await asyncio.gather(self._ask_peers(missing), self._adopt(missing, tenant))
         for copy in (*told, *(copy for copy, _ in adopted)):
             id = copy.request.id
+            if copy.request.tenant != tenant:
+                continue
             if id not in best or _worth(copy) >= _worth(best[id]):
                 best[id] = copy
         for copy, adoption in adopted:
@@ -162,8 +173,8 @@ class Resuming:
     async def _ask_peers(self, ids: Sequence[str]) -> Iterable[Copy]:
         return await self.journals.ask(ids) if ids and self.journals is not None else []
 
-    async def _adopt(self, ids: Sequence[str]) -> list[Found]:
-        """What leaders have of these streams. All leaders are asked, those that are not linked yet as soon as they are."""
+    async def _adopt(self, ids: Sequence[str], tenant: str) -> list[Found]:
+        """What leaders have of these streams of this tenant. All are asked, those that are not linked yet once they are."""
         found: list[Found] = []
         asked: set[str] = set()
         deadline = self._clock() + FIND_S
@@ -171,7 +182,7 @@ class Resuming:
             links = [link for link in self._links.open_links() if link.key not in asked]
             asked |= {link.key for link in links}
             left_s = deadline - self._clock()
-            answers = await asyncio.gather(*(_ask(link, id, left_s) for link in links for id in ids))
+            answers = await asyncio.gather(*(_ask(link, id, tenant, left_s) for link in links for id in ids))
             found += [answer for answer in answers if answer is not None]
             if self._links.all_open() or left_s <= 0:
                 break
@@ -179,10 +190,10 @@ class Resuming:
         return found
 
 
-async def _ask(link: LeaderLink, id: str, timeout_s: float) -> Found | None:
+async def _ask(link: LeaderLink, id: str, tenant: str, timeout_s: float) -> Found | None:
     """What this leader has of a stream, which is ours from then on; None when it has nothing or does not answer in time."""
     adopting = Adopting()
-    handle = link.adopt(id, adopting)
+    handle = link.adopt(id, tenant, adopting)
     try:
         async with asyncio.timeout(timeout_s):
             told = await adopting.told

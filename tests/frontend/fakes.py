@@ -181,7 +181,7 @@ class FakeBackend:
             if not has_ended:
                 self.aborts.put_nowait(request.id)
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
         """Those of the streams that `begun` holds."""
         return {id: self.begun[id] for id in ids if id in self.begun}
 

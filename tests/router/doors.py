@@ -46,6 +46,9 @@ class FakeEngine:
         self._next[handle] = len(request.delivered)
         return handle
 
+    def has(self, handle: int) -> bool:
+        return handle in self.submitted
+
     def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
         for handle in handles:
             self.submitted[handle] = (self.submitted[handle][0], sink)

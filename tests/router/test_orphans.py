@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import TOKEN, expected, make_request
 
@@ -201,3 +201,51 @@ async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
         assert engine.aborted == []
         engine.step()
         assert engine.aborted == [1000]
+
+
+async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:
+    mine = msgspec.structs.replace(resumable(), tenant="alice")
+    async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
+        await first.send(wire.encode(wire.Submit(5, mine)))
+        await until(lambda: len(engine.submitted) == 1)
+        await second.send(wire.encode(wire.Adopt(7, "a", "bob")))
+        told = await answer(second)
+        assert isinstance(told, wire.Refused) and (told.handle, told.status) == (7, 404)
+        engine.step()
+        assert await tokens_of(first, 5, 1) == expected([1, 2, 3], 1), "its router still has it"
+        first.transport.abort()
+        await second.send(wire.encode(wire.Adopt(8, "a", "bob")))
+        assert isinstance(await answer(second), wire.Refused)
+        await second.send(wire.encode(wire.Adopt(9, "a", "alice")))
+        assert isinstance(await answer(second), wire.Adopted)
+
+
+async def test_a_router_that_lost_a_stream_moves_it_no_more(engine: FakeEngine) -> None:
+    out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
+    async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
+        await first.send(wire.encode(wire.Submit(5, resumable())))
+        await first.send(wire.encode(out))
+        await until(lambda: len(engine.ordered) == 1)
+        await second.send(wire.encode(wire.Adopt(7, "a")))
+        assert isinstance(await answer(second), wire.Adopted)
+        assert engine.ordered[1:] == [moves.Thaw("m")]
+        await first.send(wire.encode(moves.Release("m")))  # the first router had committed the move before it heard
+        await until(lambda: engine.ordered[-1] == moves.Release("m"))
+        engine.step()
+        assert await tokens_of(second, 7, 1) == expected([1, 2, 3], 1)
+        assert engine.aborted == []
+
+
+async def test_what_was_moved_is_no_orphan(engine: FakeEngine) -> None:
+    out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
+    async with running_leader(engine) as (address, door):
+        async with dialled(address) as first:
+            await first.send(wire.encode(wire.Submit(5, resumable())))
+            for frame in (out, moves.Release("m")):
+                await first.send(wire.encode(frame))
+            await until(lambda: engine.aborted == [1000])
+            first.transport.abort()  # before the Abort that follows a Release
+        await until(lambda: door.routers == 0)
+        async with dialled(address, "router-2") as second:
+            await second.send(wire.encode(wire.Adopt(7, "a")))
+            assert isinstance(await answer(second), wire.Refused), "nobody waits for a stream that runs elsewhere"

@@ -197,6 +197,47 @@ async def test_nobody_else_gets_a_stream() -> None:
             assert (mine.status, mine.is_done) == (200, True)
 
 
+@pytest.mark.parametrize("which", ["its own router", "another router"])
+async def test_a_key_that_is_not_the_streams_own_ends_nothing(which: str) -> None:
+    engine = Engine()
+    engine.hold = 20
+    async with running_engines(engine) as leaders, running_router(*leaders) as first, running_router(*leaders) as second:
+        seen, came = Told({}, {}), asyncio.Event()
+
+        def stop(told: Told) -> bool:
+            seen.last = told.last
+            came.set()
+            return engine.hold > 20 and told.num_chars >= 30
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read(first.url, BODY, stop=stop))
+            await came.wait()
+            thief = first if which == "its own router" else second
+            stolen = await read(thief.url, BODY, Told({}, {}, seen.last), key="sk-2")
+            assert (stolen.status, stolen.error["code"]) == (404, "unknown_stream")
+            engine.hold = 10**9
+        assert reading.result().error is None and reading.result().num_chars >= 30
+        assert engine.num_submitted == 1
+
+
+async def test_an_adopted_stream_keeps_its_weights() -> None:
+    engine = Engine()
+    engine.present = wire.State(True, 1, served=wire.Served("weights-1"))
+    engine.hold = 30
+    async with running_engines(engine) as leaders, running_router(*leaders) as first:
+        told = await read(first.url, BODY, stop=chars(10))
+        await first.kill()
+        async with running_router(*leaders, name="router-2") as second:
+            async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(read(second.url, BODY, told))
+                while not second.fleet.runs:
+                    await asyncio.sleep(0.01)
+                [run] = second.fleet.runs
+                assert (run.model_hash, run.stream.journal.epoch) == ("weights-1", 0)
+                engine.hold = 10**9
+            assert reading.result().is_done
+
+
 async def test_a_router_that_leaves_names_the_id_to_resume_from() -> None:
     body = {**BODY, "seed": 77}
     whole, engine = await undisturbed(body), Engine()

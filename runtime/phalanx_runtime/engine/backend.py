@@ -88,7 +88,7 @@ class LocalBackend:
             del self._mailboxes[handle]
             self._client.abort([handle])
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Begun]:
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
         """None: what runs here ends with its connection, and only routers keep journals."""
         return {}
 

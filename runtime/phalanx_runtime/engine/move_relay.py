@@ -39,6 +39,12 @@ class MoveRelay:
         if isinstance(frame, moves.Thaw | moves.Release | moves.Cancel):
             self.over(frame.move)
 
+    def stay(self, handle: int) -> None:
+        """This request is another router's now: whoever moves it does so no more, and a Release that comes late ends nothing."""
+        for move in [move for move, leaving in self._leaving.items() if leaving == handle]:
+            self._send(moves.Thaw(move))
+            self.over(move)
+
     def over(self, move: str) -> None:
         """Nobody wants to hear of this move any more."""
         self._hears.pop(move, None)

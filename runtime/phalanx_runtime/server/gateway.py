@@ -43,6 +43,10 @@ class EngineGateway(Protocol):
         """Forgets these requests; unknown handles are no error."""
         ...
 
+    def has(self, handle: int) -> bool:
+        """Whether a request is still in the engine: one that was moved has left it without a word."""
+        ...
+
     def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
         """Lets another sink hear of these requests from now on."""
         ...

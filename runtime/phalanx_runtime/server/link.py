@@ -64,12 +64,12 @@ class LinkDoor:
             self.routers -= 1
         log.info("link ended", extra={"router": hello.router, "why": why})
 
-    def _find(self, id: str) -> Kept | None:
-        """The request of this id: an orphan, or one of a router that was lost and has not been missed yet."""
+    def _find(self, id: str, tenant: str) -> Kept | None:
+        """The request of this id and tenant: an orphan, or one of a router that was lost and has not been missed yet."""
         for link in self._links:
-            if (kept := link.give_up(id)) is not None:
+            if (kept := link.give_up(id, tenant)) is not None:
                 return kept
-        return self._orphans.adopt(id)
+        return self._orphans.adopt(id, tenant)
 
     async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
         """The router's first frame, or None after the connection was closed with the reason."""

@@ -65,7 +65,7 @@ class OpenLink:
         settings: LinkSettings,
         router: tuple[str, str],
         orphans: Orphans,
-        find: Callable[[str], Kept | None],
+        find: Callable[[str, str], Kept | None],
     ) -> None:
         self.router = router
         self._find = find
@@ -146,10 +146,14 @@ class OpenLink:
         self._kept.forget(engine_handle)
         return handle
 
-    def give_up(self, id: str) -> Kept | None:
-        """The running request of this id, which another link takes over; this router is told that it has it no more."""
-        kept = self._kept.find(id)
+    def give_up(self, id: str, tenant: str) -> Kept | None:
+        """The running request of this id and tenant, which another link takes over; this router is told that it has it no more.
+        Nor may it move it any more. One that it has moved already is not here."""
+        kept = self._kept.find(id, tenant)
         if kept is not None and kept.handle is not None:
+            if not self._gateway.has(kept.handle):
+                return None
+            self._gateway.moves.stay(kept.handle)
             handle = self._forget(kept.handle)
             self._send(wire.Refused(handle, kept.request().epoch, 409, "adopted", "another router has taken this stream over"))
         return kept
@@ -157,7 +161,7 @@ class OpenLink:
     def _adopt(self, frame: wire.Adopt) -> str | None:
         if frame.handle in self._engines:
             return f"handle {frame.handle} is in use"
-        kept = self._find(frame.request_id)
+        kept = self._find(frame.request_id, frame.tenant)
         if kept is None:
             self._send(wire.Refused(frame.handle, 0, 404, "unknown_stream", "there is no stream of this id here"))
             return None

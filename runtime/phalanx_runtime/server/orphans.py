@@ -30,6 +30,10 @@ class Engine(Protocol):
         """Forgets these requests; unknown handles are no error."""
         ...
 
+    def has(self, handle: int) -> bool:
+        """Whether a request is still in the engine: one that was moved has left it without a word."""
+        ...
+
     def hand_over(self, handles: Iterable[int], sink: "Orphans") -> None:
         """Lets `sink` hear of these requests from now on."""
         ...
@@ -57,6 +61,7 @@ class Kept:
     handle: int | None
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     finish: wire.FinishReason | None = None
+    tenant: str = ""
 
     @property
     def size(self) -> int:
@@ -83,7 +88,7 @@ class KeptRequests:
         """Keeps a request that came with this message, if it may be resumed."""
         if request.can_resume:
             size = len(request.prompt) + len(request.delivered)
-            self._kept[handle] = Kept(request.id, message, size, self._router, handle)
+            self._kept[handle] = Kept(request.id, message, size, self._router, handle, tenant=request.tenant)
 
     def adopted(self, kept: Kept) -> None:
         """Keeps a request that another link or none had."""
@@ -113,15 +118,17 @@ class KeptRequests:
         """Keeps none."""
         self._kept.clear()
 
-    def find(self, id: str) -> Kept | None:
-        """The request of this id, if it is here."""
-        return next((kept for kept in self._kept.values() if kept.id == id), None)
+    def find(self, id: str, tenant: str) -> Kept | None:
+        """The request of this id and tenant, if it is here."""
+        return next((kept for kept in self._kept.values() if (kept.id, kept.tenant) == (id, tenant)), None)
 
     def leave(self, open_handles: Iterable[int]) -> list[int]:
         """Makes orphans of those that are open; the handles of the other open ones, which nobody will ask for."""
         handles = list(open_handles)
         self._orphans.take([self._kept[handle] for handle in handles if handle in self._kept])
-        return [handle for handle in handles if handle not in self._kept]
+        others = [handle for handle in handles if handle not in self._kept]
+        self._kept.clear()  # whoever asks for one finds it among the orphans
+        return others
 
 
 class Orphans:
@@ -142,7 +149,7 @@ class Orphans:
 
     def take(self, orphans: Iterable[Kept]) -> None:
         """Keeps requests whose link has ended."""
-        taken = list(orphans)
+        taken = [kept for kept in orphans if kept.handle is not None and self._engine.has(kept.handle)]
         running = {kept.handle: kept for kept in taken if kept.handle is not None}
         self._engine.hand_over(running, self)
         self._running |= running
@@ -154,10 +161,12 @@ class Orphans:
         """Keeps requests that have ended while they had a router."""
         self._keep(ended)
 
-    def adopt(self, id: str) -> Kept | None:
-        """The request of this id, which is the caller's from now on; None: there is none here. One that ended stays."""
+    def adopt(self, id: str, tenant: str) -> Kept | None:
+        """The request of this id, which is the caller's from now on; None: this tenant has none here. One that ended stays."""
         kept = self._kept.get(id)
-        if kept is not None and kept.handle is not None:
+        if kept is None or kept.tenant != tenant:
+            return None
+        if kept.handle is not None:
             del self._running[kept.handle]
             self._drop(kept)
         return kept
