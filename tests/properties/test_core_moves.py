@@ -243,3 +243,14 @@ def test_a_crowd_moves_there_and_back_and_shares_what_the_other_side_has() -> No
     world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True)).run()
     assert world.num_moved >= 8
     assert world.num_held > 0
+
+
+def test_a_request_that_waits_for_its_grammar_stays_frozen_whoever_thaws_it() -> None:
+    scheduler = make_scheduler(Limits(64, 4, 24), FakeRunner(16, 4).pool, Rules())
+    asked = make_request(5, 6)
+    assert isinstance(scheduler.reservations.reserve("m", asked, len(asked.prompt) + 16), Reservation)
+    assert scheduler.submit(1, asked, move="m", is_held=True) is None
+    scheduler.thaw(1)  # a move away from here that came to nothing
+    assert scheduler.must_wait() and scheduler.schedule() is None
+    scheduler.release(1)
+    assert scheduler.schedule() is not None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_router.route.admit import QueueBounds, drain_s, refusal
@@ -47,6 +47,7 @@ def test_the_order_of_turns() -> None:
     assert [entry.ticket for entry in queue.in_turn()] == [5, 6, 4, 2, 3, 1], "one that comes back has its old place"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), min_size=1, max_size=120))
 def test_tenants_get_equal_shares_while_they_wait(events: list[tuple[str, int, bool]]) -> None:
     """Counters of two tenants that both waited all the time differ by at most the largest request (Sheng et al., theorem)."""

@@ -72,6 +72,8 @@ class Request:
     told: int = 0
     has_drawn: bool = False
     is_frozen: bool = False
+    is_held: bool = False
+    """Came with its pages and waits for its grammar: frozen until `release`, whoever thaws it."""
     alone: bool = False
     num_losses: int = 0
     found: int = 0

@@ -108,7 +108,7 @@ class Scheduler:
         self.sharing.begin(request, asked)
         if move and self.reservations.take(move, request):
             self._policy.arrive(request, self._queue.lanes())
-            request.is_frozen = is_held
+            request.is_frozen = request.is_held = is_held
         elif is_held:
             self._queue.hold(request)
         else:
@@ -120,7 +120,8 @@ class Scheduler:
         request = self._queue.release(handle)
         if request is not None:
             self._enter(request, now)
-        else:
+        elif handle in self._requests:
+            self._requests[handle].is_held = False
             self.thaw(handle)
 
     def freeze(self, handle: int) -> bool:
@@ -132,10 +133,10 @@ class Scheduler:
         return True
 
     def thaw(self, handle: int) -> None:
-        """Lets a frozen request go on. One that is gone is no error."""
+        """Lets a frozen request go on, unless it is held too. One that is gone is no error."""
         request = self._requests.get(handle)
         if request is not None:
-            request.is_frozen = False
+            request.is_frozen = request.is_held
 
     def held_by(self, handle: int) -> Held | None:
         """What a running request has in its pages; None when it waits or is gone."""

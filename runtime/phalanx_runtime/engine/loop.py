@@ -115,6 +115,8 @@ class EngineLoop:
         self._is_stuck = not self._flights
         if self._flights:
             self._finish(self._flights.popleft())
+        elif not must_wait and self._clock() >= self._load_due:
+            self._report(self._clock())  # what waits can't start yet: routers must not take silence for death
         return True
 
     def _receive(self, must_wait: bool) -> list[bytes] | None:
