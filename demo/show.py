@@ -46,9 +46,9 @@ def samples(url: str, name: str) -> list[float]:
     return [s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
 
 
-def router_replays(url: str) -> float:
-    """How many streams went on in another group so far."""
-    return sum(samples(url, "phalanx_router_replays_total"))
+def taken_over(url: str) -> float:
+    """How many streams went on in another group so far: replayed there, or moved with their pages."""
+    return sum(samples(url, "phalanx_router_replays_total") + samples(url, "phalanx_router_moves_total"))
 
 
 def answering_pod(namespace: str) -> str | None:
@@ -71,7 +71,7 @@ def stream_answer(url: str, namespace: str) -> None:
         "max_tokens": 160,
         "temperature": 0,
     }
-    chunks, finish, before = 0, None, router_replays(url)
+    chunks, finish, before = 0, None, taken_over(url)
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
         response.raise_for_status()
         for line in response.iter_lines():
@@ -93,7 +93,7 @@ def stream_answer(url: str, namespace: str) -> None:
                 print(f"\n   [deleted pod {pod} of the answering group]\n", flush=True)
     if finish is None:
         sys.exit("\nthe answer did not complete")
-    if router_replays(url) == before:
+    if taken_over(url) == before:
         sys.exit("\nthe answer was complete before the group was gone: nothing was shown")
     print(f"\n\n   [complete: another group continued it; finish_reason {finish}, {chunks} chunks]", flush=True)
 

@@ -56,13 +56,6 @@ class Fleet(Chat):
                 found[status] = found.get(status, 0.0) + float(line.rpartition(" ")[2])
         return found
 
-    def moved(self) -> float:
-        return self.router_metric("phalanx_router_moves_total")
-
-    def taken_over(self) -> float:
-        """Streams that went on in another group: replayed there, or moved by a group that still had a moment."""
-        return self.moved() + self.router_metric("phalanx_router_replays_total")
-
 
 @pytest.fixture(scope="module")
 def fleet(cluster: Cluster, operator: str, namespace: str) -> Iterator[Fleet]:

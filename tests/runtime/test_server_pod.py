@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_api import wire
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady
 from phalanx_runtime.server.pod import Launch, Pod
@@ -14,7 +15,8 @@ from phalanx_runtime.server.ranks import Ranks, RanksEnded, read_lines
 from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_spec, mark_of, until
 
-READY = RankReady(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_model_len=200)
+SERVED = wire.Served("a model", "a layout", 64)
+READY = RankReady(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_model_len=200, served=SERVED)
 
 
 @asynccontextmanager
