@@ -25,6 +25,7 @@ from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 MAX_TOKENS = 40
+LONG = 240
 GROUPS = "phalanx.dev/component=group"
 
 
@@ -59,6 +60,15 @@ class Chat:
 
     def router_metric(self, name: str) -> float:
         return svc.metric(httpx.get(f"{self.url}/metrics", timeout=10).text, name)
+
+    def busiest(self) -> str:
+        """The group that runs most requests now, by its leader's metrics."""
+        leaders = [pod for pod in self.pods().values() if pod["metadata"]["name"].endswith("-0")]
+        pages = {
+            p["metadata"]["name"]: httpx.get(f"http://{p['status']['podIP']}:8000/metrics", timeout=10).text for p in leaders
+        }
+        leader = max(pages, key=lambda name: svc.metric(pages[name], "vllm:num_requests_running"))
+        return str(leader).removesuffix("-0")
 
     def moved(self) -> float:
         return self.router_metric("phalanx_router_moves_total")
@@ -172,12 +182,21 @@ def test_a_seeded_stream_is_the_same_twice(deployed: Chat) -> None:
 def test_a_deleted_pod_loses_and_doubles_no_token(
     deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None]
 ) -> None:
-    before, broken = deployed.uids(), deployed.groups()[0]
+    before, broken = deployed.uids(), ""
+    longer = [{**body, "max_tokens": LONG} for body in bodies(expected[:8])]  # a deleted pod has two seconds, whatever is asked
+    undisturbed = asyncio.run(svc.stream_all(deployed.url, longer))
     over = deployed.taken_over()
-    killer = Once(8, lambda: deployed.kubectl("delete", "pod", f"{broken}-1", "--wait=false", "--grace-period=1"))
-    answers = asyncio.run(svc.stream_all(deployed.url, bodies(expected[:8]), killer))
+
+    def kill() -> None:
+        nonlocal broken
+        broken = deployed.busiest()
+        deployed.kubectl("delete", "pod", f"{broken}-1", "--wait=false", "--grace-period=1")
+
+    killer = Once(8, kill)
+    answers = asyncio.run(svc.stream_all(deployed.url, longer, killer))
     killer.join()
-    assert_equal(answers)
+    assert [(a.error, a.finish, a.usage) for a in answers] == [(None, "length", LONG)] * len(answers)
+    assert [a.text for a in answers] == [a.text for a in undisturbed]
     assert deployed.taken_over() > over
     svc.wait_for(
         lambda: deployed.uids().get(f"{broken}-1", before[f"{broken}-1"]) != before[f"{broken}-1"], 90, "the pod is back"
