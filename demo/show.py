@@ -68,7 +68,7 @@ def stream_answer(url: str, namespace: str) -> None:
         "model": "smollm2",
         "messages": [{"role": "user", "content": QUESTION}],
         "stream": True,
-        "max_tokens": 160,
+        "max_tokens": 320,
         "temperature": 0,
     }
     chunks, finish, before = 0, None, taken_over(url)
