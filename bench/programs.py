@@ -5,11 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,14 +62,29 @@ def serving(
     Raises RuntimeError with the end of its log when it leaves or is not ready in time.
     """
     log, whole = folder / f"{name}.log", {**os.environ, **(env or {})}
-    with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
-    program = Program(name, f"http://127.0.0.1:{port}", process, log)
-    try:
+    with ExitStack() as stack:
+        with _sigterm_waits(), open(log, "wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
+            stack.callback(end, process)
+        program = Program(name, f"http://127.0.0.1:{port}", process, log)
         _wait_ready(program, ready_path, ready_s)
         yield program
+
+
+@contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """A SIGTERM that comes within is handled right after, so that no program is started that nobody ends."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
+        yield
+        return
+    came = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
     finally:
-        end(process)
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _wait_ready(program: Program, path: str, ready_s: float) -> None:
