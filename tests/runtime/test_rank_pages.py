@@ -149,6 +149,18 @@ def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Ran
     assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
 
 
+def test_a_stranger_that_speaks_slowly_is_cut_as_one_that_is_silent() -> None:
+    told: list[Report] = []
+    door = PageDoor(0, SECRET, PAGE_SIZE, lambda: open_pages(make_caches(1)), lambda step: None, told.append, hello_s=0.1)
+    try:
+        with socket.create_connection(("localhost", door.port)) as link, pytest.raises(OSError):
+            for at in range(1000):  # a byte at a time, each soon after the one before
+                link.sendall((say.MAGIC + b"x" * 1000)[at : at + 1])
+                time.sleep(0.02)
+    finally:
+        door.close()
+
+
 @pytest.mark.parametrize("at", [200, 1000, 1800])
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
     target.door.obey(Expect("m1", KEY, 0, [5, 6, 7], 0))

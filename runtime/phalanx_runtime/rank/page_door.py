@@ -3,7 +3,8 @@
     any sender   the magic of `page_wire`, then the key of a move           ->  `Intake`
     our rank 0   the magic of orders, then both prove the group's token     ->  orders one way, reports the other
 
-Each connection has a thread of its own; a stranger costs one for at most `HELLO_S`, and no more than `MAX_STRANGERS` at once.
+Each connection has a thread of its own. Who has not proved anything yet is a stranger, for at most `HELLO_S`; there are no
+more than `MAX_STRANGERS` at once.
 """
 
 import logging
@@ -45,6 +46,30 @@ class Secret:
         return proof.proof(self.token, f"pages {role}", self.incarnation, (rank, 0), nonces)
 
 
+class _Stranger:
+    """A connection that has proved nothing yet: cut after `hello_s`, however slowly it speaks; it takes a place till then."""
+
+    def __init__(self, link: socket.socket, hello_s: float, places: threading.BoundedSemaphore) -> None:
+        self._link = link
+        self._places = places
+        self._once = threading.Lock()
+        self._timer = threading.Timer(hello_s, self._cut)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def proved(self) -> None:
+        """It is no stranger any more, or is gone. Only the first call counts."""
+        if self._once.acquire(blocking=False):
+            self._timer.cancel()
+            self._places.release()
+
+    def _cut(self) -> None:
+        try:
+            self._link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has just left by itself
+
+
 class PageDoor:
     """The port of one rank. `wait_for` returns when the rank has computed a step; `tell` hears reports, on any thread.
 
@@ -59,8 +84,10 @@ class PageDoor:
         open_pages: Callable[[], Pages],
         wait_for: Callable[[int], None],
         tell: Callable[[Report], None] | None = None,
+        hello_s: float = HELLO_S,
     ) -> None:
         self._rank = rank
+        self._hello_s = hello_s
         self._secret = secret
         self._told = tell
         self._intake = Intake(page_size, open_pages, wait_for, self.tell)
@@ -124,31 +151,33 @@ class PageDoor:
                 self.tell(Refused("too many at once"))
 
     def _greet(self, link: socket.socket) -> None:
+        stranger = _Stranger(link, self._hello_s, self._strangers)
         try:
             with link:
-                link.settimeout(HELLO_S)
+                link.settimeout(self._hello_s)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                why = self._serve(link, say.read_exactly(link, len(say.MAGIC)))
+                why = self._serve(link, say.read_exactly(link, len(say.MAGIC)), stranger.proved)
         except OSError:
             why = "silent"
         except Exception:
             log.exception("a connection for pages ended by a bug")
             why = "error"
         finally:
-            self._strangers.release()
+            stranger.proved()
         if why is not None:
             self.tell(Refused(why))
 
-    def _serve(self, link: socket.socket, magic: bytes) -> str | None:
+    def _serve(self, link: socket.socket, magic: bytes, proved: Callable[[], None]) -> str | None:
         """Serves one connection to its end; why it was turned away, if it was. Raises OSError."""
         if magic == say.MAGIC:
-            return self._intake.serve(link)
+            return self._intake.serve(link, proved)
         if magic != ORDERS_MAGIC:
             return "malformed"
         theirs, mine = say.read_exactly(link, proof.NONCE_BYTES), proof.make_nonce()
         link.sendall(mine + self._secret.proof("listen", self._rank, theirs + mine))
         if not proof.agrees(say.read_exactly(link, proof.PROOF_BYTES), self._secret.proof("dial", self._rank, theirs + mine)):
             return "token"
+        proved()
         link.settimeout(None)
         with self._saying:
             self._orders = link

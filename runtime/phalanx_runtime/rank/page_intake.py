@@ -62,8 +62,11 @@ class Intake:
             if expected.link is not None:
                 _shut(expected.link)
 
-    def serve(self, link: socket.socket) -> str | None:
-        """Takes the pages that a connection brings, after its magic; why it was turned away at the door, if it was."""
+    def serve(self, link: socket.socket, proved: Callable[[], None]) -> str | None:
+        """Takes the pages that a connection brings, after its magic; why it was turned away at the door, if it was.
+
+        proved: called once the connection's key was found good.
+        """
         try:
             hello = say.read_hello(link)
             expected, why = self._admit(hello, link)
@@ -73,6 +76,7 @@ class Intake:
             return "silent"
         if expected is None:
             return why
+        proved()
         move = expected.order.move
         try:
             link.settimeout(STALL_S)
