@@ -105,8 +105,10 @@ class Moving:
             if self._links.find(proposal.at.key) is None:
                 self._carry_out(self.board.link_lost(proposal.at.key, "the source is lost", now))
             target = self._links.find(proposal.target)
-            if target is None or not (target.is_serving or self.board.is_committed(proposal.move)):
+            if target is None:
                 self._carry_out(self.board.link_lost(proposal.target, "the target is lost", now))
+            elif not (target.is_serving or self.board.is_committed(proposal.move)):
+                self._carry_out(self.board.target_lost(proposal.move, "the target takes no requests any more", now))
 
     def stream_over(self, run: Run, why: str) -> None:
         """The stream ended, or leaves its group for another reason."""

@@ -214,6 +214,16 @@ def test_recompute_of_a_stream_that_is_gone_does_nothing() -> None:
     assert not frames(todo) and over(todo) == [("stream", "ended")]
 
 
+def test_a_target_that_takes_no_more_ends_the_moves_to_it_and_none_away_from_it() -> None:
+    board, _ = board_at("copy")
+    away = Proposal("r0:2", StreamAt(TARGET, 3, 1, 10), "c/1/1", "precopy", "drain", None)
+    board.start(away, make_request(), 0.1)
+    assert over(board.target_lost(MOVE, "it drains", 0.2)) == [("target", "target_lost")]
+    assert board.open() == [away]
+    assert board.target_lost("r0:3", "nobody knows it", 0.2) == []
+    assert over(board.link_lost(TARGET, "its link ended", 0.3)) == [("source", "source_lost")]
+
+
 def test_moves_that_are_over_are_forgotten() -> None:
     board, _ = board_at("token")
     board.tick(100.0)

@@ -112,6 +112,11 @@ class Board:
                 todo += _todo(move, move.source_lost(why, now))
         return todo
 
+    def target_lost(self, move: str, why: str, now: float) -> list[Todo]:
+        """The target of this one move takes no requests any more; moves away from it go on."""
+        one = self._moves.get(move)
+        return [] if one is None else _todo(one, one.target_lost(why, now))
+
     def stream_over(self, name: str, why: str, now: float) -> list[Todo]:
         """The stream of this move ended, or left its group otherwise."""
         move = self._moves.get(name)
