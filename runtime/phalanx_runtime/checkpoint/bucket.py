@@ -1,4 +1,4 @@
-"""What `s3://bucket/prefix` and `gs://bucket/prefix` have in common: the address, and a version made of what is listed."""
+"""What `s3://bucket/prefix` and `gs://bucket/prefix` have in common: address, names, and a version made of what is listed."""
 
 import hashlib
 import re
@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx_runtime.checkpoint.remote_file import RemoteFile
+import httpx
+
+from phalanx_runtime.checkpoint.remote_file import RemoteFile, Work
 from phalanx_runtime.errors import ModelError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
@@ -30,6 +32,31 @@ class Address:
         """Where its snapshots are kept: equal names at other endpoints are other models."""
         key = hashlib.sha256(f"{endpoint} {self.uri}".encode()).hexdigest()[:16]
         return cache_dir / self.scheme / f"{self.bucket[:60]}--{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What lies under one prefix of one bucket: what every such source says of itself."""
+
+    endpoint: str
+    address: Address
+    client: httpx.Client
+    work: Work
+
+    @property
+    def uri(self) -> str:
+        """The prefix as it is written."""
+        return self.address.uri
+
+    @property
+    def name(self) -> str:
+        """The same."""
+        return self.address.uri
+
+    @property
+    def where(self) -> str:
+        """The same, and who is asked."""
+        return f"{self.address.uri} at {self.endpoint}"
 
 
 def address(scheme: str, rest: str) -> Address:

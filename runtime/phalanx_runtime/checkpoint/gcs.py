@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.bucket import Address, version_of
+from phalanx_runtime.checkpoint.bucket import Address, Prefix, version_of
 from phalanx_runtime.checkpoint.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
 from phalanx_runtime.checkpoint.remote_file import Digest, RemoteFile, Work
 from phalanx_runtime.errors import ModelError
@@ -94,34 +94,17 @@ def store_of(environment: Mapping[str, str]) -> Store:
 def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Snapshot:
     """The files under the prefix, fetched unless they are there already. Raises ModelError."""
     with httpx.Client(timeout=TIMEOUT, auth=_Bearer(store.token)) as client:
-        source = _Prefix(store, address, client, work)
+        source = _Prefix(store.endpoint, address, client, work)
         return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.gguf)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix:
+class _Prefix(Prefix):
     """What lies under one prefix of one bucket."""
-
-    store: Store
-    address: Address
-    client: httpx.Client
-    work: Work
-
-    @property
-    def uri(self) -> str:
-        return self.address.uri
-
-    @property
-    def name(self) -> str:
-        return self.address.uri
-
-    @property
-    def where(self) -> str:
-        return f"{self.address.uri} at {self.store.endpoint}"
 
     @property
     def _objects(self) -> str:
-        return f"{self.store.endpoint}/storage/v1/b/{self.address.bucket}/o"
+        return f"{self.endpoint}/storage/v1/b/{self.address.bucket}/o"
 
     def listing(self) -> Listing:
         """The files right under the prefix, page by page. Raises Unreachable, ModelError."""
@@ -138,7 +121,7 @@ class _Prefix:
                 files += [self._file(entry, prefix) for entry in body.get("items", ()) if not entry["name"].endswith("/")]
                 after = str(body.get("nextPageToken") or "")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{self.store.endpoint} is no Cloud Storage: its answer is not understood") from error
+                raise ModelError(f"{self.endpoint} is no Cloud Storage: its answer is not understood") from error
             if not after:
                 break
         if not files:

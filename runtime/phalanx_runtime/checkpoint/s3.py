@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.bucket import Address, version_of
+from phalanx_runtime.checkpoint.bucket import Address, Prefix, version_of
 from phalanx_runtime.checkpoint.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
 from phalanx_runtime.checkpoint.remote_file import Digest, RemoteFile, Work
 from phalanx_runtime.checkpoint.sigv4 import AccessKey, SignatureV4
@@ -47,30 +47,16 @@ def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Sna
     """The files under the prefix, fetched unless they are there already. Raises ModelError."""
     auth = SignatureV4(store.key, store.region) if store.key else None
     with httpx.Client(timeout=TIMEOUT, auth=auth) as client:
-        source = _Prefix(store, address, client, work)
+        source = _Prefix(store.endpoint, address, client, work, store.region, store.key is not None)
         return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.gguf)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What lies under one prefix of one bucket."""
+class _Prefix(Prefix):
+    """What lies under one prefix of one bucket. `region` and `has_key`: how the store is asked."""
 
-    store: Store
-    address: Address
-    client: httpx.Client
-    work: Work
-
-    @property
-    def uri(self) -> str:
-        return self.address.uri
-
-    @property
-    def name(self) -> str:
-        return self.address.uri
-
-    @property
-    def where(self) -> str:
-        return f"{self.address.uri} at {self.store.endpoint}"
+    region: str
+    has_key: bool
 
     def listing(self) -> Listing:
         """The files right under the prefix, page by page. Raises Unreachable, ModelError."""
@@ -79,7 +65,7 @@ class _Prefix:
         query = {"delimiter": "/", "list-type": "2", "prefix": prefix}
         while True:
             words = "&".join(f"{name}={quote(query[name], safe='-_.~')}" for name in sorted(query))
-            url = f"{self.store.endpoint}/{self.address.bucket}?{words}"
+            url = f"{self.endpoint}/{self.address.bucket}?{words}"
             response = ask(self, "GET", url, self.where)
             if response.status_code != 200:
                 raise self.refusal(response, None)
@@ -104,12 +90,12 @@ class _Prefix:
             ]
             after = _text(root, space, "NextContinuationToken") if root.findtext(f"{space}IsTruncated") == "true" else None
         except (ET.ParseError, ValueError) as error:
-            raise ModelError(f"{self.store.endpoint} is no S3 service: its answer is not understood ({error})") from error
+            raise ModelError(f"{self.endpoint} is no S3 service: its answer is not understood ({error})") from error
         files = [self._file(key, prefix, size, etag) for key, size, etag in entries if key != prefix and not key.endswith("/")]
         return files, after
 
     def _file(self, key: str, prefix: str, size: int, etag: str) -> RemoteFile:
-        url = f"{self.store.endpoint}/{self.address.bucket}/{quote(key, safe='/-_.~')}"
+        url = f"{self.endpoint}/{self.address.bucket}/{quote(key, safe='/-_.~')}"
         return RemoteFile(key.removeprefix(prefix), url, size, headers=(("If-Match", etag),))
 
     def pinned(self, file: RemoteFile) -> RemoteFile:
@@ -133,11 +119,11 @@ class _Prefix:
         """The error that an answer other than the wanted one means."""
         what = self.where if file is None else f"{self.where}: {file}"
         code = _code(response)
-        region = response.headers.get("x-amz-bucket-region", self.store.region)
-        if region != self.store.region:
+        region = response.headers.get("x-amz-bucket-region", self.region)
+        if region != self.region:
             return ModelError(f"{what}: the bucket is in the region {region}: set AWS_REGION")
         if response.status_code in (400, 401, 403):
-            if self.store.key:
+            if self.has_key:
                 return ModelError(f"{what}: the access key is refused{code}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
             secret = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (in a cluster: the Secret that spec.model.secretRef names)"
             return ModelError(f"{what} is private or does not exist{code}: {secret}")
