@@ -51,6 +51,8 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
+    silent: list[float] = field(default_factory=list)
+    """Events without text: all there are of an answer whose tokens are bytes that never make a character."""
 
     @property
     def text(self) -> str:
@@ -92,7 +94,9 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
     if answer.error is None and not answer.arrivals:
-        answer.error = "the stream had no token"
+        answer.arrivals = answer.silent
+        if not answer.completion_tokens or not answer.silent:
+            answer.error = "the stream had no token"
     return answer
 
 
@@ -108,6 +112,8 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
         if text:
             answer.arrivals.append(arrived)
             answer.texts.append(text)
+        elif event.choices:
+            answer.silent.append(arrived)
         if event.usage is not None:
             answer.prompt_tokens, answer.completion_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
     answer.error = "the stream ended without [DONE]"

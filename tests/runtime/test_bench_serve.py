@@ -103,6 +103,12 @@ async def test_an_answer_has_its_text_its_tokens_and_ordered_times(server: FakeO
     assert answer.tpot_s == pytest.approx(sum(answer.gaps_s) / 2)
 
 
+async def test_an_answer_without_text_has_the_times_of_its_tokens(server: FakeOpenAI) -> None:
+    server.chunks = completion("", "", "")
+    answer = await answer_of(server)
+    assert (answer.error, answer.text, answer.completion_tokens, len(answer.gaps_s)) == (None, "", 3, 2)
+
+
 FAILURES = {
     "status": (503, [b'{"error": "no group"}'], "HTTP 503: .*no group"),
     "in-band": (200, [*completion("a")[:1], event({"error": {"message": "group lost"}})], "group lost"),
