@@ -1,10 +1,14 @@
-"""`phalanx-runtime`: serves a model from this pod, or converts one."""
+"""`phalanx-runtime`: serves a model from this pod, converts one, or fits an exit to one."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
+import msgspec
+
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.fit_spec import FitSettings, FitSpec
 from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
 
 
@@ -14,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match settings:
         case ConvertSettings():
             return _convert(settings)
+        case FitSettings():
+            return _fit_exit(settings)
         case ServeSettings():
             return _serve(settings)
 
@@ -28,6 +34,35 @@ def _convert(settings: ConvertSettings) -> int:
         return 1
     print(settings.folder)
     return 0
+
+
+def _fit_exit(settings: FitSettings) -> int:
+    """Finds the model here; what computes is a program of its own, as a rank is."""
+    from phalanx_runtime.checkpoint.locate import locate
+
+    try:
+        found = locate(
+            settings.model,
+            revision=settings.revision,
+            cache_dir=settings.download_dir,
+            hf_token=settings.hf_token,
+            progress=print,
+        )
+    except ModelError as error:
+        print(f"phalanx-runtime fit-exit: {error}", file=sys.stderr)
+        return 1
+    spec = FitSpec(
+        model_dir=str(found.dir),
+        out=str(settings.out),
+        ratio=settings.ratio,
+        tokens=settings.tokens,
+        seconds=settings.seconds,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        dtype=settings.dtype,
+    )
+    program = [sys.executable, "-m", "phalanx_runtime.fitting"]
+    return subprocess.run(program, input=msgspec.json.encode(spec) + b"\n", check=False).returncode
 
 
 def _serve(settings: ServeSettings) -> int:

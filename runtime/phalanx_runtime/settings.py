@@ -16,6 +16,7 @@ from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
+from phalanx_runtime.fit_spec import FitSettings, add_flags, fit_settings
 from phalanx_runtime.rank_spec import DType, ModelImpl, Quantization
 
 
@@ -112,12 +113,14 @@ def read_settings(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
-) -> ServeSettings | ConvertSettings:
+) -> ServeSettings | ConvertSettings | FitSettings:
     """What the flags say. When one cannot be used, the parser's `error`: it exits with code 2, the name and the value."""
     parser = make_parser(parser_class)
     flags = parser.parse_args(arguments)
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
+    if flags.command == "fit-exit":
+        return fit_settings(flags, _default_download_dir(environment), environment.get("HF_TOKEN") or None)
     _check(parser, flags)
     return ServeSettings(
         model=flags.model,
@@ -204,6 +207,8 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
     convert.add_argument("gguf", type=Path, metavar="GGUF")
     convert.add_argument("folder", type=Path, metavar="DIR")
+    fit = commands.add_parser("fit-exit", help="fit the exit by which a model's first layers draft for it")
+    add_flags(fit.add_argument, _share, _positive, _seconds)
     return parser
 
 

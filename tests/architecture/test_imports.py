@@ -26,7 +26,7 @@ DOORS = {  # the only modules that may import this library directly
     "kubernetes": ["phalanx_operator", "phalanx_router.endpoints", "phalanx_router.watch"],
     "fastapi": ["phalanx_frontend", "phalanx_runtime.server"],
     "zmq": ["phalanx_runtime.engine"],
-    "torch": ["phalanx_runtime.rank", "phalanx_runtime.model", "phalanx_runtime.collective"],
+    "torch": [f"phalanx_runtime.{part}" for part in ("rank", "model", "collective", "fitting")],
 }
 APART = [
     *[(p, e) for p in PURE for e in EFFECTS],

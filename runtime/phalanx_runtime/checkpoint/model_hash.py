@@ -45,6 +45,11 @@ def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
     return hasher.hexdigest()
 
 
+def weights_hash(folder: Path) -> str:
+    """The name of a model whatever it is computed in, in hex: for what is fitted to its weights. Raises ModelError."""
+    return model_hash(folder, "any", None)
+
+
 def _add_words(hasher: "hashlib._Hash", path: Path, size: int, step: int) -> None:
     """The header, every step-th word of the file, and the bytes after its last word."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

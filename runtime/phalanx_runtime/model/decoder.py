@@ -4,6 +4,7 @@ norm -> one QKV linear -> (q, k norm) -> rotary -> pages and attention -> output
      -> norm -> one gate-up linear -> activation * up -> down linear -> sum over ranks (-> norm) -> residual
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Layer:
 
 
 class Decoder:
-    """One rank's part of the model: the first stage has the embedding, the last norm and head."""
+    """One rank's part of the model: the first stage has the embedding, the last norm and head; the first too where it drafts."""
 
     embedding: VocabEmbedding
     norm: Tensor
@@ -73,16 +74,37 @@ class Decoder:
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
         """What the head, or the next stage, reads. Writes the step's keys and values."""
         x = self._embed(batch.tokens) if before is None else before
-        angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
-        for layer, cache in zip(self.layers, caches, strict=True):
-            self._block(layer, x, angles, cache, batch)
+        self._through(x, batch, self.layers, caches)
         return self._norm(x.index_select(0, batch.drawn), self.norm) if self._is_last else x
+
+    def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
+        """The hidden state of each `drawn` token after so many layers: [drawn, hidden] for each of these rising numbers.
+
+        Writes the keys and values of the layers up to the last of them. Only on the first stage.
+        """
+        x, first, states = self._embed(batch.tokens), 0, []
+        for num_layers in after:
+            part = slice(first, num_layers)
+            self._through(x, batch, self.layers[part], caches[part])
+            states.append(x.index_select(0, batch.drawn))
+            first = num_layers
+        return states
+
+    def state_scores(self, states: Tensor) -> Tensor:
+        """Scores of this rank's vocabulary rows from hidden states as they are after a layer: [n, rows] from [n, hidden]."""
+        return self.scores(self._norm(states, self.norm))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
         scores = self.head(hidden)
         cap = self.config.logit_softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+    def _through(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
+        """Computes these layers; x is changed in place."""
+        angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
+        for layer, cache in zip(layers, caches, strict=True):
+            self._block(layer, x, angles, cache, batch)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -51,14 +51,15 @@ def load(
     own = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, form, collective)
-        if stage.is_first or (stage.is_last and config.tied):
+        has_head = stage.is_last or (stage.is_first and form.has_exit)
+        if stage.is_first or (has_head and config.tied):
             embedding = loader.vocab(EMBEDDING)
         model.layers = [loader.layer(index) for index in range(own.start, own.stop)]
-        if stage.is_last:
+        if has_head:
             model.norm = loader.norm("model.norm.weight", config.hidden_size)
             model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
         if stage.is_first:
-            table = _table(embedding, model.head) if config.tied and stage.is_last else embedding
+            table = _table(embedding, model.head) if config.tied and has_head else embedding
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     return model

@@ -18,12 +18,16 @@ from phalanx_runtime.model.partition import WHOLE, Stage
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made."""
+    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made.
+
+    has_exit: the first stage keeps norm and head too, for drafts by its first layers.
+    """
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
     positions: int
+    has_exit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

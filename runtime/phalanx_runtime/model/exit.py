@@ -1,0 +1,93 @@
+"""A fitted exit: the affine map from the hidden state after the first layers to the one before the final norm.
+
+    state after n layers -> weight, bias -> final norm -> head -> scores of a draft
+
+Made by `phalanx-runtime fit-exit`, kept as safetensors: `weight` [hidden, hidden] and `bias` [hidden] in float32, and in the
+metadata for which weights it was fitted and how well it does. Without an exit the state goes to the norm as it is.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx_runtime.errors import ModelError
+
+FORMAT = "phalanx exit 1"
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCard:
+    """What an exit was fitted for, and on how many tokens.
+
+    `agreement_raw` and `agreement_fitted`: share of held-out tokens for which the best token of the first layers, without the
+    map and with it, is the model's own.
+    """
+
+    model_hash: str
+    num_layers: int
+    ratio: float
+    num_tokens: int
+    agreement_raw: float
+    agreement_fitted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The map y = x weight^T + bias."""
+
+    card: ExitCard
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[n, hidden] from [n, hidden]."""
+        return torch.addmm(self.bias, states, self.weight.t())
+
+
+def exit_layers(ratio: float, num_layers: int) -> int:
+    """How many of a model's layers are this share of them: at least one, and never all."""
+    return min(max(1, round(ratio * num_layers)), max(1, num_layers - 1))
+
+
+def write_exit(path: Path, made: Exit) -> None:
+    """Writes the file, whole or not at all. Raises ModelError."""
+    metadata = {"format": FORMAT} | {name: str(value) for name, value in asdict(made.card).items()}
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        save_file({"weight": made.weight.float().contiguous(), "bias": made.bias.float()}, beside, metadata)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write {path}: {error}") from error
+
+
+def read_exit(path: Path, dtype: torch.dtype, device: torch.device) -> Exit:
+    """The exit in a file. Raises ModelError when it is missing or broken."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            card = _read_card(path, file.metadata() or {})
+            weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"exit {path} cannot be read: {error}") from error
+    if tuple(weight.shape) != (bias.shape[0], bias.shape[0]):
+        raise ModelError(f"exit {path} is broken: its weight is {list(weight.shape)}, its bias {list(bias.shape)}")
+    return Exit(card, weight.to(device, dtype), bias.to(device, dtype))
+
+
+def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
+    if told.get("format") != FORMAT:
+        raise ModelError(f"{path} is no exit: it was not made by phalanx-runtime fit-exit")
+    try:
+        return ExitCard(
+            told["model_hash"],
+            int(told["num_layers"]),
+            float(told["ratio"]),
+            int(told["num_tokens"]),
+            float(told["agreement_raw"]),
+            float(told["agreement_fitted"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise ModelError(f"exit {path}: its metadata is broken: {error!r}") from error
