@@ -18,7 +18,7 @@ from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, GroupAction, KeepGroup, SetReplicas
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
-from phalanx_operator.decide.draining import to_empty
+from phalanx_operator.decide.draining import is_awaited, to_empty
 from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.policy import Granted
 from phalanx_operator.decide.snapshot import Snapshot
@@ -109,9 +109,11 @@ class Reconciler:
     def _tell(self, key: Key, service: InferenceService, snapshot: Snapshot, empty: Sequence[str], urgent: bool) -> None:
         """Asks the routers that are ready, with the policy as it is now."""
         targets = _targets(snapshot)
-        now = parsed(self.now())
-        former = self.granted.get(key, Granted())
-        self.granted[key] = former.renewed(service.spec, len(targets), empty, now.timestamp() if now else 0.0)
+        now = self.now()
+        awaited = is_awaited(snapshot.groups, empty, plan.wanted_replicas(service), now)
+        former, at = self.granted.get(key, Granted()), parsed(now)
+        now_s = at.timestamp() if at else 0.0
+        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited)
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:

@@ -64,7 +64,7 @@ def _goes_on(asked: wire.Request, begun: Begun | None, have: int) -> tuple[wire.
         known, finish = msgspec.structs.replace(asked, epoch=1), None
     else:
         known, finish = begun.request, begun.finish
-    if msgspec.structs.replace(known, epoch=0, delivered=[], alone=False) != asked:
+    if msgspec.structs.replace(known, epoch=0, delivered=[], alone=False, waited_ms=0.0) != asked:
         raise _differs("other fields")
     if have > (asked.sampling.max_tokens if finish is None else len(known.delivered)):
         raise _differs("fewer tokens than the id names")

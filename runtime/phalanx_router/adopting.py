@@ -9,11 +9,12 @@ from phalanx_router.stream import Stream
 class Adopting:
     """Waits for a leader's answer to one Adopt, then gives way to the stream. Implements `phalanx_router.sink.Sink`.
 
-    `told` is what the leader said, None when it knows no such stream; `stream` takes the tokens that follow.
+    `told` is what the leader said: Refused when it knows no such stream, None when it was lost before it said anything.
+    `stream` takes the tokens that follow.
     """
 
     def __init__(self) -> None:
-        self.told: asyncio.Future[wire.Adopted | None] = asyncio.get_running_loop().create_future()
+        self.told: asyncio.Future[wire.Adopted | wire.Refused | None] = asyncio.get_running_loop().create_future()
         self.stream: Stream | None = None
 
     def adopted(self, frame: wire.Adopted) -> Stream | None:
@@ -39,12 +40,10 @@ class Adopting:
 
     def refused(self, refused: wire.Refused) -> None:
         """There is no such stream."""
-        self._nothing()
+        if not self.told.done():
+            self.told.set_result(refused)
 
     def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """The leader is gone."""
-        self._nothing()
-
-    def _nothing(self) -> None:
+        """The leader is gone; if it has the stream, it goes on there without a router."""
         if not self.told.done():
             self.told.set_result(None)

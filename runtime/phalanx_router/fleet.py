@@ -55,7 +55,7 @@ class Fleet:
         self.placing.waking.policy = lambda: self.balancing.policy
         self.balancing.ticked.append(self._ticked)
         self.traffic = TrafficBook()
-        self.resuming = Resuming(self.links, clock)
+        self.resuming = Resuming(self.links, settings, clock)
         self._clock = clock
         self._refuses = False
         self._is_closing = False
@@ -123,6 +123,7 @@ class Fleet:
         keys = PromptKeys(request.prompt, request.tenant, request.cache_salt)
         adoption = self.resuming.take_up(request)
         run = Run(Stream(request) if adoption is None else adoption.stream, self.links.tokenizer(), keys)
+        run.began_at = self._clock()
         if adoption is not None:
             run.link, run.group, run.handle = adoption.link, adoption.key, adoption.handle
         if (

@@ -123,7 +123,7 @@ class LeaderLink:
     def submit(self, request: wire.Request, sink: Sink, move: str = "", hit_tokens: int = 0) -> int:
         """The handle of a request that goes to the group; `sink` hears of it until it ends, is refused, lost or aborted.
 
-        hit_tokens: of its prompt, what the group's pages are thought to hold.
+        hit_tokens: of its prompt and output so far, what the group's pages are thought to hold.
         """
         self._next_handle += 1
         handle = self._next_handle
@@ -147,6 +147,12 @@ class LeaderLink:
         if self._sinks.pop(handle, None) is not None:
             self.told.ledger.ended(handle)
             self._send(wire.Abort([handle]))
+
+    def disown(self, handle: int) -> None:
+        """Forgets a request that is to go on there: it may be adopted again. One that has ended or was lost is no error."""
+        if self._sinks.pop(handle, None) is not None:
+            self.told.ledger.ended(handle)
+            self._send(wire.Disown([handle]))
 
     def hear(self, handle: int, sink: Sink) -> None:
         """From now on this sink hears of the request. One that has ended is no error."""
@@ -281,15 +287,13 @@ class LeaderLink:
                     raise LinkBroken("the leader said Welcome twice")
 
     def _adopted(self, frame: wire.Adopted) -> None:
-        """Lets the stream hear that asked for this; what nobody waits for any more is aborted."""
+        """Lets the stream hear that asked for this. What nobody waits for any more was disowned before it came."""
         adopting, _ = self._sinks.pop(frame.handle, (None, 0))
         stream = adopting.adopted(frame) if isinstance(adopting, Adopting) else None
         if stream is not None:
             self._sinks[frame.handle] = (stream, frame.request.epoch)
-            sent = sent_of(frame.request, self.told.page_size, len(frame.request.prompt))
-            self.told.ledger.dispatch(frame.handle, sent, asyncio.get_running_loop().time())
-        elif frame.runs:
-            self._send(wire.Abort([frame.handle]))
+            context = len(frame.request.prompt) + len(frame.request.delivered)
+            self.told.ledger.found(frame.handle, sent_of(frame.request, self.told.page_size, context))
 
     def _give_tokens(self, frame: wire.Tokens) -> None:
         """The hot loop of a router: once per token of all its streams."""

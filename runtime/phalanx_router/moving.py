@@ -64,6 +64,8 @@ class Moving:
         self._moved: dict[str, Run] = {}
         """The stream of each move that is not over."""
         self._warming: dict[str, tuple[LeaderLink, int]] = {}
+        self._warmed: dict[str, int] = {}
+        """Tokens that the target computed ahead."""
         self._timer: asyncio.TimerHandle | None = None
         links.moves = self
 
@@ -193,6 +195,7 @@ class Moving:
         )
 
         def computed() -> None:
+            self._warmed[proposal.move] = len(tokens) // target.told.page_size * target.told.page_size
             self._warming.pop(proposal.move, None)
             run = self._moved.get(proposal.move)
             at = None if run is None else self._at(run)
@@ -220,7 +223,9 @@ class Moving:
 
         run.link, run.group = target, proposal.target
         first = FirstToken(run.stream, began)
-        run.handle = first.handle = target.submit(run.stream.journal.replay(), first, move)
+        request = run.replay(self._clock())
+        held = len(request.prompt) + len(request.delivered) if move else self._warmed.get(proposal.move, 0)
+        run.handle = first.handle = target.submit(request, first, move, held)
         run.moved += 1
         run.moved_at, run.left = self._clock(), proposal.at.key
         self.board.submitted(proposal.move, run.handle)
@@ -228,6 +233,7 @@ class Moving:
     def _end(self, proposal: Proposal, over: Over) -> None:
         run = self._moved.pop(proposal.move)
         run.move = ""
+        self._warmed.pop(proposal.move, None)
         ahead = self._warming.pop(proposal.move, None)
         if ahead is not None:
             ahead[0].abort(ahead[1])

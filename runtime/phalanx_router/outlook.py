@@ -11,17 +11,21 @@ from phalanx_router.route.view import GroupView
 
 
 class Outlook:
-    """Looks at links. `emptied`: groups that are to be emptied, by name; they get no newcomers while there are others."""
+    """Looks at links. `emptied`: groups that are to be emptied, by name; they get no newcomers."""
 
     def __init__(self) -> None:
         self.emptied: frozenset[str] = frozenset()
         self.prefixes = PrefixIndex()
         self._lookout = Lookout()
 
+    def is_leaving(self, link: LeaderLink) -> bool:
+        """Whether this group is being emptied: it finishes its streams, or others take them."""
+        return link.endpoint.leaving or link.state.draining or link.endpoint.group in self.emptied
+
     def views(self, links: Sequence[LeaderLink]) -> list[GroupView]:
         """The view of each group, in this order."""
         for link in links:
-            link.told.draining = link.endpoint.leaving or link.state.draining or link.endpoint.group in self.emptied
+            link.told.draining = self.is_leaving(link)
         return self._lookout.look([link.told for link in links], asyncio.get_running_loop().time())
 
     def hits(self, asked: PromptKeys, links: Mapping[str, LeaderLink]) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """Copies of journals that other routers send while they live, and what is told of them to those who ask.
 
 A sender's copies stand here as long as its connection; once that ends they go to the shelf, from where a client may resume them.
-All together hold at most `max_bytes`; what comes beyond is not kept, and counted.
+All together hold at most `max_bytes`. A stream that comes beyond that is not kept; one that grows beyond it is kept as far as it
+was: a resume draws the rest again. Both are counted.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,19 +16,22 @@ from phalanx_router.peer_wire import Changes, Copy
 from phalanx_router.shelf import Shelf
 
 TOKEN_BYTES = 4
+LIVE_BYTES = 512
+"""What a copy takes beside its packed bytes and its tokens, about."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """One stream of another router: its copy as it came, and the tokens since."""
+    """One stream of another router: its copy as it came, and the tokens since; `is_cut`: those that had room."""
 
     id: str
     packed: bytes
     tokens: array = field(default_factory=lambda: array("I"))  # type: ignore[type-arg]
+    is_cut: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return len(self.packed) + TOKEN_BYTES * len(self.tokens)
+        return LIVE_BYTES + len(self.packed) + TOKEN_BYTES * len(self.tokens)
 
     def copy(self) -> Copy:
         """What is known of it now."""
@@ -72,11 +76,16 @@ class PeerCopies:
         self._live[live.id] = live
         return True
 
-    def grow(self, live: _Live, tokens: Iterable[int]) -> None:
-        """More tokens of a stream."""
-        before = len(live.tokens)
+    def grow(self, live: _Live, tokens: Sequence[int]) -> None:
+        """More tokens of a stream. What follows a gap is nothing worth."""
+        if live.is_cut:
+            return
+        if TOKEN_BYTES * len(tokens) > self._left:
+            live.is_cut = True
+            self.num_dropped += 1
+            return
         live.tokens.extend(tokens)
-        self._left -= TOKEN_BYTES * (len(live.tokens) - before)
+        self._left -= TOKEN_BYTES * len(tokens)
 
     def remove(self, live: _Live) -> None:
         """Forgets a stream."""
@@ -89,7 +98,8 @@ class PeerCopies:
         self.remove(live)
         if ended is None or not ended.forgotten:
             copy = live.copy()
-            self._shelf.put(copy if ended is None else msgspec.structs.replace(copy, finish=ended.finish))
+            finish = None if ended is None or live.is_cut else ended.finish
+            self._shelf.put(msgspec.structs.replace(copy, finish=finish))
 
 
 class Sender:
@@ -100,9 +110,16 @@ class Sender:
         self._mine: dict[int, _Live] = {}
 
     def take(self, changes: Changes) -> None:
-        """What became of the sender's journals. Numbers that are not known are of streams that had no room."""
+        """What became of the sender's journals. Numbers that are not known are of streams that had no room.
+
+        Raises msgspec.ValidationError for lists that do not fit together; nothing is taken then.
+        """
+        if len(changes.numbers) != len(changes.counts) or sum(changes.counts) != len(changes.tokens):
+            raise msgspec.ValidationError("the lists of a Changes frame differ in length")
         for number, copy in changes.begun:
             live = _Live(copy.request.id, peer_wire.encode(copy))
+            if (before := self._mine.pop(number, None)) is not None:  # a number that is used twice
+                self._copies.remove(before)
             if self._copies.add(live):
                 self._mine[number] = live
         start = 0

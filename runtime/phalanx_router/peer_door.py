@@ -9,6 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from phalanx_frontend.binary import receive_binary
 from phalanx_router import peer_wire
 from phalanx_router.peer_copies import PeerCopies
 
@@ -39,18 +40,18 @@ class PeerDoor:
         sender = self._copies.sender()
         try:
             async with asyncio.timeout(GREETING_S):
-                greeting = peer_wire.decode(await websocket.receive_bytes())
+                greeting = peer_wire.decode(await receive_binary(websocket))
             if not isinstance(greeting, peer_wire.Greeting):
                 raise msgspec.DecodeError("expected a Greeting")
             while True:
-                match peer_wire.decode(await websocket.receive_bytes()):
+                match peer_wire.decode(await receive_binary(websocket)):
                     case peer_wire.Changes() as changes:
                         sender.take(changes)
                     case peer_wire.Wanted(ids):
                         await websocket.send_bytes(peer_wire.encode(peer_wire.Told(self._copies.find(ids))))
                     case frame:
                         raise msgspec.DecodeError(f"{type(frame).__name__} is not understood here")
-        except (msgspec.DecodeError, KeyError, ValueError) as error:  # KeyError: a text message; ValueError: lists that differ
+        except msgspec.DecodeError as error:
             log.warning("a router sent what it must not", extra={"why": str(error)})
             await websocket.close(CLOSE_BAD_FRAME, "no frame between routers")
         except (WebSocketDisconnect, TimeoutError):

@@ -1,7 +1,9 @@
 """Where a stream goes, and when: it waits in the queue until `route.dispatch` gives it to a group.
 
 A full queue answers 429. With no group at all a running stream waits up to `patience_s`; a request that no group ever took is
-answered at once, so that the client can retry. The queue is looked at when a request comes, when a group reports or changes.
+answered at once, so that the client can retry, unless a group is to come: then it is held (`waking`). A group that is being
+emptied takes no newcomers, even if it is the only one: it would never be empty. The queue is looked at when a request comes, when
+a group reports or changes.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ class Placing:
         self._runs: dict[int, Run] = {}
         self._alone: set[Run] = set()
         self._tickets = 0
-        self._seen: dict[tuple[str | None, str | None], Sequence[GroupView]] = {}
+        self._seen: dict[tuple[str | None, str | None, bool], Sequence[GroupView]] = {}
         self._known = Known(self._views_of, self._hits_of, self._excluded_of)
         links.heard.append(self.dispatch)
 
@@ -102,7 +104,7 @@ class Placing:
 
     def submit(self, run: Run, key: str, link: LeaderLink, hit_tokens: int = 0) -> None:
         """Gives the stream to the group of this key, from what its journal holds."""
-        request = run.stream.journal.replay()
+        request = run.replay(self._clock())
         run.handle = link.submit(request, run.stream, hit_tokens=hit_tokens)
         run.link, run.group, run.model_hash = link, key, link.told.served.model_hash
         if request.alone:
@@ -209,16 +211,19 @@ class Placing:
         if keys - run.excluded:
             run.homeless_since = None
             return self._settings.keep_alive_s
-        why = f"each of {len(keys)} ready groups failed or refused this request" if keys else "no group is ready"
+        is_leaving = not keys and bool(self._links.eligible(run.tokenizer))
+        why = "every group is being emptied" if is_leaving else "no group is ready"
+        why = f"each of {len(keys)} ready groups failed or refused this request" if keys else why
         now = self._clock()
         if run.homeless_since is None:
             run.homeless_since = now
-        has_begun = bool(run.moves or run.stream.journal.delivered or run.stream.journal.epoch)
-        patience_s = self._settings.patience_s if has_begun else 0.0 if keys else self.waking.hold_s
+        patience_s = self._settings.patience_s if run.has_started else 0.0 if keys else self.waking.hold_s
+        if is_leaving:  # the operator is about to say whether another group comes
+            patience_s = max(patience_s, self._settings.retry_after_s)
         left_s = run.homeless_since + patience_s - now
         if left_s <= 0:
             raise self._no_group(run, why, patience_s)
-        if not has_begun and not run.is_held:
+        if not run.has_started and not run.is_held and self.waking.hold_s:
             self.waking.hold()
             run.is_held = True
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
@@ -239,7 +244,11 @@ class Placing:
         return BackendError(503, "no_group_ready", why, self._settings.retry_after_s)
 
     def _eligible(self, run: Run) -> dict[str, LeaderLink]:
-        return self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
+        """The groups that may take the stream; those that are being emptied only what has started."""
+        links = self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
+        if run.has_started:
+            return links
+        return {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)}
 
     def _excluded_of(self, waiting: Waiting) -> frozenset[str]:
         """Groups that failed or refused it; for one that is computed alone also those that have another such of this router.
@@ -255,7 +264,7 @@ class Placing:
     def _views_of(self, waiting: Waiting) -> Sequence[GroupView]:
         """Looked at once for all requests that the same groups can take, until the next is sent."""
         run = self._runs[waiting.ticket]
-        kind = run.tokenizer, run.model_hash if run.stream.journal.delivered else None
+        kind = run.tokenizer, run.model_hash if run.stream.journal.delivered else None, run.has_started
         if kind not in self._seen:
             links = self._eligible(run)
             self._seen[kind] = [self.burden(view) for view in self._links.outlook.views(list(links.values()))]

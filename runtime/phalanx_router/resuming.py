@@ -5,7 +5,8 @@
     on the shelf     closed here, or a copy that a lost router had sent
     at another router  the same there
 
-The source that knows most tokens counts. While leaders are not linked yet, as after a start, they are waited for.
+The source that knows most tokens counts. While leaders are not linked yet, as after a start, they are waited for. One that is
+asked and does not answer in time may have the stream: then a client hears 503, and the stream goes on there until it asks again.
 """
 
 import asyncio
@@ -17,22 +18,20 @@ from typing import Protocol
 import msgspec
 
 from phalanx_api import wire
-from phalanx_frontend.backend import Begun
+from phalanx_frontend.backend import BackendError, Begun
 from phalanx_router.adopting import Adopting
 from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
 from phalanx_router.peer_copies import PeerCopies
 from phalanx_router.peer_wire import Copy
-from phalanx_router.run import Run
+from phalanx_router.run import FleetSettings, Run
 from phalanx_router.shelf import Shelf
 from phalanx_router.stream import Stream
 
 log = logging.getLogger(__name__)
 
-FIND_S = 3.0
-"""How long a client waits at most for leaders that are not linked, or do not answer."""
 TAKE_UP_S = 10.0
-"""How long an adopted stream waits for the door that found it: it may turn out that the client asked for another one."""
+"""How long an adopted stream waits for the door that found it: the client may have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,10 @@ class Adoption:
 
 
 Found = tuple[Copy, Adoption | None]
+
+
+class Silent(Exception):
+    """A leader was asked for a stream and did not answer in time, or was lost before it did."""
 
 
 class Journals(Protocol):
@@ -72,11 +75,12 @@ class Journals(Protocol):
 class Resuming:
     """Finds streams, and keeps what is needed to find them. `copies` are those of other routers, `journals` goes to them."""
 
-    def __init__(self, links: Links, clock: Callable[[], float]) -> None:
+    def __init__(self, links: Links, settings: FleetSettings, clock: Callable[[], float]) -> None:
         self.shelf = Shelf(clock)
         self.copies = PeerCopies(self.shelf)
         self.journals: Journals | None = None
         self._links = links
+        self._settings = settings
         self._clock = clock
         self._open: dict[str, Run] = {}
         self._adopted: dict[str, Adoption] = {}
@@ -106,7 +110,7 @@ class Resuming:
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
         """What is known of these streams of this tenant. It is found to the end even if its client leaves meanwhile: what leaders
-        gave would be lost else."""
+        gave would be lost else. Raises BackendError 503 when a leader may have one of which nothing else is known."""
         finding = asyncio.create_task(self._find(ids, tenant))
         self._finding.add(finding)
         finding.add_done_callback(self._finding.discard)
@@ -120,7 +124,7 @@ class Resuming:
                 self._take_over(run)
         best = {copy.request.id: copy for copy in self.copies.find(ids) if copy.request.tenant == tenant}
         missing = [id for id in ids if id not in best or best[id].finish is None]
-        told, adopted = await asyncio.gather(self._ask_peers(missing), self._adopt(missing, tenant))
+        told, (adopted, is_certain) = await asyncio.gather(self._ask_peers(missing), self._adopt(missing, tenant))
         for copy in (*told, *(copy for copy, _ in adopted)):
             id = copy.request.id
             if copy.request.tenant != tenant:
@@ -132,6 +136,9 @@ class Resuming:
                 self._use(copy.request.id, adoption, best[copy.request.id] is copy)
         for copy in best.values():
             self.shelf.put(copy)
+        if not is_certain and any(id not in best for id in ids):
+            why = "a group that may have this stream does not answer; the stream goes on there for a while"
+            raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
         log.info("streams asked for", extra={"asked": len(ids), "found": len(best), "running": len(self._adopted)})
         return {id: Begun(self._next_epoch(copy.request), copy.finish) for id, copy in best.items()}
 
@@ -166,41 +173,54 @@ class Resuming:
         def drop() -> None:
             if self._adopted.get(id) is adoption:
                 del self._adopted[id]
-                adoption.link.abort(adoption.handle)
+                adoption.link.disown(adoption.handle)
 
         asyncio.get_running_loop().call_later(TAKE_UP_S, drop)
 
     async def _ask_peers(self, ids: Sequence[str]) -> Iterable[Copy]:
         return await self.journals.ask(ids) if ids and self.journals is not None else []
 
-    async def _adopt(self, ids: Sequence[str], tenant: str) -> list[Found]:
-        """What leaders have of these streams of this tenant. All are asked, those that are not linked yet once they are."""
+    async def _adopt(self, ids: Sequence[str], tenant: str) -> tuple[list[Found], bool]:
+        """What leaders have of these streams of this tenant, and whether all that were asked have answered.
+
+        All are asked, those that are not linked yet once they are.
+        """
         found: list[Found] = []
+        is_certain = True
         asked: set[str] = set()
-        deadline = self._clock() + FIND_S
+        deadline = self._clock() + self._settings.find_s
         while len(found) < len(ids):
             links = [link for link in self._links.open_links() if link.key not in asked]
             asked |= {link.key for link in links}
             left_s = deadline - self._clock()
-            answers = await asyncio.gather(*(_ask(link, id, tenant, left_s) for link in links for id in ids))
-            found += [answer for answer in answers if answer is not None]
+            asking = (_ask(link, id, tenant, left_s) for link in links for id in ids)
+            for answer in await asyncio.gather(*asking, return_exceptions=True):
+                match answer:
+                    case Silent():
+                        is_certain = False
+                    case BaseException():
+                        raise answer
+                    case (_, _):
+                        found.append(answer)
             if self._links.all_open() or left_s <= 0:
                 break
             await self._links.changed(left_s)
-        return found
+        return found, is_certain
 
 
 async def _ask(link: LeaderLink, id: str, tenant: str, timeout_s: float) -> Found | None:
-    """What this leader has of a stream, which is ours from then on; None when it has nothing or does not answer in time."""
+    """What this leader has of a stream, which is ours from then on; None when it has nothing. Raises Silent."""
     adopting = Adopting()
     handle = link.adopt(id, tenant, adopting)
     try:
         async with asyncio.timeout(timeout_s):
             told = await adopting.told
     except TimeoutError:
-        link.abort(handle)
-        return None
+        link.disown(handle)  # its answer may be on its way, and the stream with it
+        raise Silent from None
     if told is None:
+        raise Silent
+    if isinstance(told, wire.Refused):
         return None
     copy = Copy(told.request, link.told.served.model_hash, told.finish)
     stream = adopting.stream

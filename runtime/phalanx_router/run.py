@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
+
+from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.link import LeaderLink, LinkSettings
 from phalanx_router.route.admit import QueueBounds
@@ -23,7 +26,8 @@ class FleetSettings:
     lives. retry_after_s: what clients are told when no group is ready. refusal_pause_s: wait before groups that refused a
     running stream are asked again. policy: followed until the operator tells another. queue: how many newcomers wait while every
     group has as many waiting as it should. tick_s: how often balancing looks. hold_s, max_held: how long newcomers wait while
-    there is no group at all, and how many of them; 0 s: they are answered at once.
+    there is no group at all, and how many of them; 0 s: they are answered at once. find_s: how long a client that resumes waits
+    for leaders that are not linked, or do not answer.
     """
 
     link: LinkSettings
@@ -39,6 +43,7 @@ class FleetSettings:
     tick_s: float = 0.25
     hold_s: float = 0.0
     max_held: int = 1024
+    find_s: float = 3.0
 
 
 _next_number: Callable[[], int] = count().__next__
@@ -53,7 +58,7 @@ class Run:
     the queue; `came` ends the wait. sent_at: when its group got it. charged: output tokens that its tenant was charged for.
     granted: what it took of its tenant's quota, at `granted_at`. balanced: how many of the moves were for balance. number: names
     it in this process.
-    deaths: groups that died while they computed it, for no cause of their own.
+    deaths: groups that died while they computed it, for no cause of their own. began_at: when it came to this router.
     """
 
     stream: Stream
@@ -84,11 +89,24 @@ class Run:
     granted: Granted | None = None
     granted_at: float = 0.0
     deaths: int = 0
+    began_at: float = 0.0
+
+    def replay(self, now: float) -> wire.Request:
+        """The request as a group gets it now: with what was delivered, and with how long it is here already."""
+        request = self.stream.journal.replay()
+        waited_ms = request.waited_ms + 1e3 * max(0.0, now - self.began_at)
+        return msgspec.structs.replace(request, waited_ms=waited_ms)
 
     @property
     def is_unstarted(self) -> bool:
         """Whether a group has it and no token of it came yet, nor of a run before."""
         return self.link is not None and not self.move and not self.moves and not self.stream.journal.delivered
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a group may have computed something of it: then it goes on wherever it can, and is never turned away."""
+        journal = self.stream.journal
+        return bool(self.moves or journal.delivered or journal.epoch)
 
     def part(self) -> None:
         """Lets the group go on without this router: another one may adopt the stream."""

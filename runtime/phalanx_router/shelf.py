@@ -8,6 +8,9 @@ from collections.abc import Callable
 from phalanx_router import peer_wire
 from phalanx_router.peer_wire import Copy
 
+ENTRY_BYTES = 256
+"""What a copy takes beside its packed bytes, about."""
+
 
 class Shelf:
     """Copies of journals, by request id."""
@@ -27,7 +30,7 @@ class Shelf:
         self.forget(copy.request.id)
         packed = peer_wire.encode(copy)
         self._packed[copy.request.id] = (self._clock() + self._keep_s, packed)
-        self._num_bytes += len(packed)
+        self._num_bytes += ENTRY_BYTES + len(packed)
         self._bound()
 
     def get(self, id: str) -> Copy | None:
@@ -40,7 +43,7 @@ class Shelf:
         """Drops it, if it is there."""
         entry = self._packed.pop(id, None)
         if entry is not None:
-            self._num_bytes -= len(entry[1])
+            self._num_bytes -= ENTRY_BYTES + len(entry[1])
 
     def _bound(self) -> None:
         now = self._clock()

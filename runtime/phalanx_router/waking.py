@@ -1,4 +1,6 @@
-"""Requests that are held while a service wakes from zero: how many, and for how long.
+"""Requests that are held while no group takes newcomers and one is to come: how many, and for how long.
+
+That is so while a service wakes from zero, and while its only group is emptied and another starts in its place.
 
 A request is held in the queue when the model is known, and before its text is read when nothing told the model yet (this router
 started while there was no group). Streamed ones hear comments meanwhile; all get 503 after `hold_s`. What the operator's policy

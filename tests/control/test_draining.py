@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.summary import Hotspot
-from phalanx_operator.decide.draining import left_s, marks, to_empty, why_over
+from phalanx_operator.decide.draining import is_awaited, left_s, marks, to_empty, why_over
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.lost import to_end, why_lost
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
@@ -217,6 +217,47 @@ async def test_a_rollout_empties_one_group_after_the_other() -> None:
         world.cluster.start_pods()
     assert not old & world.groups and len(world.groups) == 3
     assert [reason for _, reason in world.notes()].count("GroupDraining") == 3
+
+
+async def test_newcomers_are_held_while_the_only_group_is_replaced() -> None:
+    world = await world_with_routers(replicas=1)
+    assert (world.routers.policy.max_held, world.routers.policy.hold_s) == (0, 0.0)
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    (old,) = world.draining()
+    policy = world.routers.policy
+    assert (policy.empty, policy.max_held, policy.hold_s) == ([old], 100, 600.0)
+    world.routers.says = summary(emptied=[old])
+    assert f"delete statefulsets {old}" in await world.look()
+    for _ in range(3):
+        await world.look()
+        assert world.routers.policy.hold_s == 600.0, "its successor starts"
+    await world.settle()
+    assert (world.routers.policy.empty, world.routers.policy.hold_s) == ([], 0.0)
+
+
+async def test_nobody_is_held_for_a_group_that_will_not_come() -> None:
+    world = await world_with_routers(replicas=1)
+    await world.change(suspend=True)
+    await world.look()
+    assert world.routers.policy.empty and (world.routers.policy.max_held, world.routers.policy.hold_s) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "empty", "wanted", "awaited"),
+    [
+        ((make_group("a"),), [], 1, False),
+        ((make_group("a"),), ["a"], 1, True),
+        ((make_group("a"),), ["a"], 0, False),
+        ((make_group("a"), make_group("b")), ["a"], 1, False),
+        ((make_group("a", ready=False, created=NOW),), [], 1, True),
+        ((make_group("a", ready=False, created="2026-01-01T00:00:00Z"),), [], 1, False),
+        ((), [], 1, False),
+    ],
+    ids=["serves", "emptied", "none wanted", "another serves", "starts", "broken", "not made yet"],
+)
+def test_when_newcomers_are_held(groups: tuple[ObservedGroup, ...], empty: list[str], wanted: int, awaited: bool) -> None:
+    assert is_awaited(groups, empty, wanted, NOW) is awaited
 
 
 def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:

@@ -153,7 +153,7 @@ class Workload:
         assert load.context_tokens == sum(request.computed for request in running)
         assert 0 <= load.running_prompt_tokens <= sum(request.missing for request in running)
         assert load.oldest_wait_s == max((step - request.waits_since_s for request in waiting), default=0)
-        assert (load.steps_to_full is None) == (load.running == 0)
+        assert load.steps_to_full is None or (load.running > 0 and load.steps_to_full >= 0)
         changes = pool.take_changes()
         assert changes.first == self.next_change
         self.next_change += len(changes.changes)

@@ -1,9 +1,11 @@
 """The leader's real link over an engine that tests script, behind a real HTTP server on localhost."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.applications import Starlette
@@ -171,3 +173,39 @@ async def running_leader(engine: EngineGateway, settings: LinkSettings | None = 
     door = LinkDoor(engine, settings or make_link_settings())
     async with http_server(Starlette(routes=[door.route()])) as address:
         yield address, door
+
+
+@dataclass(slots=True)
+class Path:
+    """A network path to a server. While `held` is set, what goes to the server waits on the way; its answers do not."""
+
+    address: str
+    held: asyncio.Event
+
+
+@asynccontextmanager
+async def slow_path(address: str) -> AsyncIterator[Path]:
+    """A path to this host:port whose way there can be held."""
+    host, _, port = address.rpartition(":")
+    path = Path("", asyncio.Event())
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_hold: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                while may_hold and path.held.is_set():
+                    await asyncio.sleep(0.002)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, back, True), copy(there, writer, False))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    path.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield path
+    finally:
+        path.held.clear()
+        server.close()

@@ -289,6 +289,7 @@ def make_settings(
     tick_s: float = 3600.0,
     hold_s: float = 0.0,
     max_held: int = 1024,
+    find_s: float = 3.0,
 ) -> FleetSettings:
     """Balancing never looks unless it is told how often."""
     link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
@@ -305,6 +306,7 @@ def make_settings(
         tick_s=tick_s,
         hold_s=hold_s,
         max_held=max_held,
+        find_s=find_s,
     )
 
 

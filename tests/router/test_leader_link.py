@@ -12,6 +12,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
+from phalanx_runtime.server.gateway import Sink
 from phalanx_runtime.server.link import LinkDoor
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
@@ -288,6 +289,24 @@ async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> Non
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 4400
         assert engine.aborted == [1000]
+
+
+async def test_a_bug_of_the_leader_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+            if request.id == "bad":
+                raise KeyError("a bug")
+            return super().submit(request, sink, move)
+
+    engine = Broken()
+    async with opened(engine) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await connection.send(wire.encode(wire.Submit(8, make_request(id="bad"))))
+        with pytest.raises(ConnectionClosed) as caught:
+            await receive(connection, wire.Assets)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1011
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+    assert "link failed" in caplog.text and "a bug" in caplog.text
 
 
 async def test_a_router_that_says_nothing_is_lost() -> None:

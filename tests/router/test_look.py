@@ -52,6 +52,31 @@ def test_views_follow_time_reports_and_dispatches() -> None:
     assert lookout.look([group], 8.0)[0].state == "suspect", "a report that came again is as old as it was"
 
 
+def modelled(key: str, token_s: float) -> Told:
+    model = [0.01, token_s, 64, 1e-6, 1e-9, 0.0]
+    return told(key, msgspec.structs.replace(LOAD, waiting=0, running=0, step_model=model))
+
+
+def test_a_look_at_some_groups_changes_nothing_of_the_others() -> None:
+    lookout, groups = Lookout(), [modelled(key, token_s) for key, token_s in [("a", 1e-4), ("b", 1e-4), ("c", 4e-4)]]
+    before = lookout.look(groups, 0.1)
+    assert before[2].speed > 1.5
+    for look in range(40):
+        now = 0.1 + look * 0.3
+        assert lookout.look(groups[2:], now)[0] is before[2], "a group alone would have the usual speed"
+        assert lookout.look([], now) == []
+        if now < 9:
+            assert all(view is kept for view, kept in zip(lookout.look(groups, now), before, strict=True))
+
+
+def test_groups_that_nobody_looks_at_are_forgotten() -> None:
+    lookout, slow = Lookout(), modelled("c", 4e-4)
+    lookout.look([modelled("a", 1e-4), modelled("b", 1e-4), slow], 0.0)
+    for now in (9.0, 11.0, 22.0, 33.0):
+        [view] = lookout.look([slow], now)
+    assert view.speed == 1.0, "those that it was slow beside are gone"
+
+
 def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
     group = told(load=wire.Load(0, 0, 0, 10, 10, sequence=1))
     lookout = Lookout()

@@ -61,9 +61,26 @@ async def test_a_moved_stream_has_each_token_once(how: How) -> None:
         assert world.metric("phalanx_router_move_bytes_total") == (0 if how == "recompute" else 1000)
         await source.until(lambda: source.aborted == [1])
     assert target.submitted[-1].request.epoch == 1
+    assert target.submitted[-1].request.waited_ms > source.submitted[-1].request.waited_ms, "it keeps its place"
     assert (moves.Release in map(type, source.frames)) is True
     assert bool(target.submitted[-1].move) == (how != "recompute")
     assert not target.reserved and not source.out
+
+
+async def test_what_came_as_pages_is_nothing_that_the_target_has_to_compute() -> None:
+    source, target = pair(target=MoveScript())
+    target.script.silent = True
+    target.script.hold_at = 0
+    async with running_world(source, target) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(prompt=range(1, 400), max_tokens=20)))
+        run = await run_at(world, source, 5)
+        assert world.fleet.moving.move(run, key_of(world, target), "stop", "asked") is None
+        await world.until(lambda: run.link is not None and run.link.endpoint.group == target.group)
+        assert run.link is not None
+        unseen = run.link.told.ledger.unseen
+        assert (unseen.requests, unseen.prompt_tokens, unseen.pages, unseen.context_tokens) == (1, 1, 1, 404)
+        target.release()
+        await stream
 
 
 async def test_another_layout_is_computed_again() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
+from phalanx_runtime.server.orphans import KEPT_BYTES, TOKEN_BYTES, Kept
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import TOKEN, expected, make_request
 
@@ -190,7 +192,9 @@ async def test_a_router_that_lived_has_given_its_streams_elsewhere(engine: FakeE
 
 
 async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
-    async with running_leader(engine, settings(max_kept_tokens=12)) as (address, door):
+    submit = wire.encode(wire.Submit(1, resumable("r1")))
+    bound = 3 * (KEPT_BYTES + len(submit) + TOKEN_BYTES) + TOKEN_BYTES
+    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, door):
         async with dialled(address) as first:
             for handle in range(3):
                 await first.send(wire.encode(wire.Submit(handle, resumable(f"r{handle}"))))
@@ -201,6 +205,54 @@ async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
         assert engine.aborted == []
         engine.step()
         assert engine.aborted == [1000]
+
+
+async def test_what_is_forgotten_is_held_nowhere(engine: FakeEngine) -> None:
+    large = resumable(max_tokens=1, prompt=tuple(range(2000)))
+    bound = 4 * (KEPT_BYTES + len(wire.encode(wire.Submit(1, large))))
+    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, _), dialled(address) as first:
+        for handle in range(20):
+            await first.send(wire.encode(wire.Submit(handle, msgspec.structs.replace(large, id=f"r{handle}"))))
+            await until(lambda: len(engine.submitted) == 1)
+            engine.step()
+        gc.collect()
+        assert 0 < sum(isinstance(held, Kept) for held in gc.get_objects()) <= 4
+
+
+async def test_a_stream_that_is_disowned_goes_on_and_is_adopted_again(engine: FakeEngine) -> None:
+    async with running_leader(engine) as (address, _):
+        await orphaned(engine, address, resumable())
+        async with dialled(address, "router-2") as second:
+            for handle in (7, 8):
+                await second.send(wire.encode(wire.Adopt(handle, "a")))
+                assert isinstance(await answer(second), wire.Adopted)
+                engine.step()
+                if handle == 7:
+                    await second.send(wire.encode(wire.Disown([7, 99])))
+            engine.step()
+            assert (await tokens_of(second, 8, 2)) == expected([1, 2, 3], 5)[3:]
+        assert engine.aborted == []
+
+
+async def test_a_disowned_request_that_nobody_may_ask_for_ends(engine: FakeEngine) -> None:
+    async with running_leader(engine) as (address, _), dialled(address) as first:
+        await first.send(wire.encode(wire.Submit(1, make_request())))
+        await first.send(wire.encode(wire.Disown([1])))
+        await until(lambda: engine.aborted == [1000])
+
+
+async def test_a_router_that_never_heard_that_it_adopted_a_stream_finds_it_again(engine: FakeEngine) -> None:
+    async with running_leader(engine) as (address, door):
+        await orphaned(engine, address, resumable())
+        async with dialled(address, "router-2") as second:
+            await second.send(wire.encode(wire.Adopt(7, "a")))
+            await answer(second)
+            second.transport.abort()
+        await until(lambda: door.routers == 0)
+        async with dialled(address, "router-2") as again:
+            await again.send(wire.encode(wire.Adopt(1, "a")))
+            assert isinstance(await answer(again), wire.Adopted)
+        assert engine.aborted == []
 
 
 async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:

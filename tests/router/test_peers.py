@@ -22,7 +22,7 @@ from phalanx_router import peer_wire
 from phalanx_router.endpoints import Endpoint, StaticLeaders
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.peer_copies import PeerCopies
+from phalanx_router.peer_copies import LIVE_BYTES, TOKEN_BYTES, PeerCopies
 from phalanx_router.peer_door import PeerDoor
 from phalanx_router.peer_wire import Copy, Ended
 from phalanx_router.peers import Outgoing, Peers, ring
@@ -105,7 +105,7 @@ def test_what_ends_is_kept_and_what_is_forgotten_is_not() -> None:
 
 
 def test_copies_are_bounded() -> None:
-    copies = PeerCopies(Shelf(Clock(), max_bytes=100), max_bytes=150)
+    copies = PeerCopies(Shelf(Clock(), max_bytes=400), max_bytes=2000)
     sender = copies.sender()
     for number in range(9):
         sender.take(peer_wire.Changes([(number, Copy(make_request(id=f"r{number}")))], [number], [1], [5], []))
@@ -113,6 +113,28 @@ def test_copies_are_bounded() -> None:
     held = len(copies)
     sender.take(peer_wire.Changes([], [], [], [], [Ended(number) for number in range(9)]))
     assert len(copies) == 0 and 0 < sum(bool(copies.find([f"r{number}"])) for number in range(9)) < max(held, 2)
+
+
+def test_a_copy_that_may_not_grow_is_a_shorter_one() -> None:
+    copy = Copy(make_request(id="a"))
+    copies = PeerCopies(Shelf(Clock()), max_bytes=LIVE_BYTES + len(peer_wire.encode(copy)) + 4 * TOKEN_BYTES)
+    sender = copies.sender()
+    sender.take(peer_wire.Changes([(1, copy)], [1], [3], [5, 6, 7], []))
+    for token in (8, 9, 10):
+        sender.take(peer_wire.Changes([], [1], [2], [token, token], []))
+    [held] = copies.find(["a"])
+    assert held.request.delivered == [5, 6, 7] and copies.num_dropped == 1
+    sender.take(peer_wire.Changes([], [1], [1], [11], [Ended(1, "stop")]))
+    [kept] = copies.find(["a"])
+    assert (kept.request.delivered, kept.finish) == ([5, 6, 7], None), "what misses tokens has not ended"
+
+
+def test_a_number_that_is_used_twice_leaves_nothing_behind() -> None:
+    copies = PeerCopies(Shelf(Clock()), max_bytes=4000)
+    sender = copies.sender()
+    for round in range(20):
+        sender.take(peer_wire.Changes([(1, Copy(make_request(id=f"r{round}")))], [], [], [], []))
+    assert len(copies) == 1 and copies.num_dropped == 0
 
 
 def peer(name: str, leaving: bool = False) -> Endpoint:

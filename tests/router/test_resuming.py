@@ -22,7 +22,7 @@ from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.server.gateway import Sink
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.router.clients import Told, chars, read
-from tests.router.doors import FakeEngine, http_server, running_leader
+from tests.router.doors import FakeEngine, http_server, running_leader, slow_path
 from tests.router.fakes import make_settings
 
 BODY: Mapping[str, Any] = {"prompt": "hello", "max_tokens": 40, "stream": True, "temperature": 1.0}
@@ -75,8 +75,8 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(*leaders: str, name: str = "router-1") -> AsyncIterator[Router]:
-    settings = make_settings(patience_s=10)
+async def running_router(*leaders: str, name: str = "router-1", find_s: float = 3.0) -> AsyncIterator[Router]:
+    settings = make_settings(patience_s=10, find_s=find_s)
     registry = CollectorRegistry()
     fleet = Fleet(settings, RouterMetrics(registry), draw=lambda: 0.0)
     task = asyncio.create_task(fleet.run(StaticLeaders(leaders)))
@@ -179,6 +179,24 @@ async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
             told = await read(second.url, body, told)
             assert (told.texts, told.ends) == (whole.texts, whole.ends)
         assert other.num_submitted == 1
+
+
+async def test_a_leader_that_answers_late_keeps_the_stream() -> None:
+    body = {**BODY, "seed": 77}
+    whole, engine = await undisturbed(body), Engine()
+    engine.hold = 30
+    async with running_engines(engine) as leaders, running_router(*leaders) as first, slow_path(leaders[0]) as path:
+        told = await read(first.url, body, stop=chars(10))
+        await first.kill()
+        async with running_router(path.address, name="router-2", find_s=0.1) as second:
+            path.held.set()
+            late = await read(second.url, body, replace(told))
+            assert (late.status, late.error["code"]) == (503, "groups_silent")
+            path.held.clear()
+            engine.hold = 10**9
+            told = await read(second.url, body, told)
+    assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
+    assert (engine.num_submitted, engine.aborted) == (1, [])
 
 
 async def test_nobody_else_gets_a_stream() -> None:

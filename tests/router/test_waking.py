@@ -1,6 +1,7 @@
 """Requests that come while a service has no group: held for a while, streamed ones with comments, then served or refused."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -144,3 +145,66 @@ async def test_without_holding_the_answer_is_503_at_once() -> None:
             answer = await http.post("/v1/completions", json={"prompt": "hello", "stream": stream})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_group_ready")
             assert answer.headers["retry-after"] == "2"
+
+
+async def test_an_emptied_group_finishes_its_streams_and_newcomers_wait_for_the_next() -> None:
+    old, new = FakeLeader("old", Script(hold_at=3)), FakeLeader("new")
+    await new.start()
+    try:
+        async with running_world(old, settings=make_settings(keep_alive_s=0.01)) as world:
+            started = asyncio.create_task(hear(world.fleet, make_request(id="started")))
+            await world.until(lambda: old.steps == 3)
+            world.fleet.balancing.obey(BalancePolicy(number=1, empty=["old"], max_held=8, hold_s=30.0))
+            waiting = asyncio.create_task(hear(world.fleet, make_request(id="waiting")))
+            await until_held(world.fleet, 1)
+            old.release()
+            assert (await started).tokens == expected([1, 2, 3], 16)
+            await until_held(world.fleet, 1)
+            world.source.change(old.endpoint(), new.endpoint())
+            heard = await waiting
+            assert heard.tokens == expected([1, 2, 3], 16) and heard.keep_alives > 0
+            assert [s.request.id for s in old.submitted] == ["started"]
+            assert [s.request.id for s in new.submitted] == ["waiting"]
+    finally:
+        await new.stop()
+
+
+@pytest.mark.parametrize("how", ["by the policy", "by its leader pod"])
+async def test_when_no_group_is_to_come_an_emptied_one_turns_newcomers_away(how: str) -> None:
+    leader = FakeLeader("a", Script(hold_at=3))
+    settings = dataclasses.replace(make_settings(), retry_after_s=0.05)
+    async with running_world(leader, settings=settings) as world:
+        started = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: leader.steps == 3)
+        if how == "by the policy":
+            world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"]))
+        else:
+            world.source.change(leader.endpoint(leaving=True))
+        with pytest.raises(BackendError, match="every group is being emptied") as caught:
+            await hear(world.fleet, make_request())
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 0.05)
+        leader.release()
+        assert (await started).tokens == expected([1, 2, 3], 16)
+        assert len(leader.submitted) == 1
+
+
+async def test_a_group_that_stays_after_all_takes_those_who_wait() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader) as world:
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
+        waiting = asyncio.create_task(hear(world.fleet, make_request()))
+        await until_held(world.fleet, 1)
+        world.fleet.balancing.obey(BalancePolicy(number=2))
+        world.fleet.placing.dispatch()
+        assert (await waiting).tokens == expected([1, 2, 3], 16)
+
+
+async def test_a_started_stream_goes_on_in_a_group_that_is_emptied() -> None:
+    first, last = FakeLeader("first", Script(hold_at=3)), FakeLeader("last")
+    async with running_world(first, last) as world:
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["last"]))
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        await world.until(lambda: first.steps == 3)
+        await first.stop()
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert len(last.submitted) == 1

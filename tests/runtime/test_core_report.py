@@ -134,10 +134,11 @@ def test_outputs_are_followed() -> None:
     assert engine.finish().mean_output_tokens == 6.0
 
 
-def test_steps_to_full_tell_when_pages_run_out_if_all_go_on() -> None:
-    engine = Engine(num_pages=60)
+def test_steps_to_full_tell_when_pages_run_out() -> None:
+    engine = Engine(num_pages=150)
     assert engine.load().steps_to_full is None
-    engine.submit(1, make_request(8, 248))
+    for handle in range(3):
+        engine.submit(handle, make_request(8, 240, seed=handle))
     assert (engine.step().steps_to_full or 0) < 50, "newcomers are taken to go on coming"
     for _ in range(150):
         late = engine.step()
@@ -147,6 +148,19 @@ def test_steps_to_full_tell_when_pages_run_out_if_all_go_on() -> None:
         engine.step()
         steps += 1
     assert steps <= late.steps_to_full <= steps + 4, "within a page"
+
+
+def test_pages_do_not_run_out_where_requests_end_before() -> None:
+    engine = Engine(num_pages=60)
+    engine.submit(1, make_request(8, 220))
+    for _ in range(60):
+        load = engine.step()
+    assert load.steps_to_full is None, "alone it fits"
+    engine.submit(2, make_request(8, 40, seed=2))
+    while (load := engine.step()).running > 1:
+        if load.context_tokens > 120:
+            assert load.steps_to_full is None or load.steps_to_full > 100, "it has ended by then"
+    assert engine.scheduler.num_preemptions == 0
 
 
 def test_fullness_is_seen_before_the_first_preemption() -> None:

@@ -165,7 +165,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     recomputed_tokens: int = 0
     """Since the start: requests refused because the queue was full, and tokens computed again after preemptions."""
     steps_to_full: float | None = None
-    """After how many steps no page is free if all go on; None when nothing runs."""
+    """After how many steps no page is free, as requests are expected to end; None: they end early enough, or nothing runs."""
     prefixes: list[HeavyPrefix] = []
     mean_output_tokens: float = 0.0
     """Output tokens that requests had lately."""

@@ -49,8 +49,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count.
 
     `epoch` rises when a group that had the request is lost, not when one refused it: above 0 the stream has begun.
-    `priority` as in vLLM: lower goes first. Targets and the deadline are milliseconds from the arrival at the engine; None is no
-    wish. `tenant` and `cache_salt` separate what requests may share: pages of the prefix cache are shared within equal pairs.
+    `priority` as in vLLM: lower goes first. Targets and the deadline are milliseconds from the arrival, at the engine or
+    `waited_ms` before; None is no wish. `tenant` and `cache_salt` separate what requests may share: pages of the prefix cache
+    are shared within equal pairs.
     """
 
     id: str
@@ -68,3 +69,5 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """Compute it in steps of its own: two groups died under it, and it must not take others along."""
     can_resume: bool = False
     """Its client may ask for the rest at another router: when its router is lost it is an orphan, and not aborted."""
+    waited_ms: float = 0.0
+    """How long ago it came to its router: it keeps its place among others wherever it goes."""

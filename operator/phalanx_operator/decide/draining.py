@@ -16,6 +16,8 @@ LAST_S = 10
 """Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""
 
 
+START_S = 600.0
+"""How long a new group may take until newcomers are not held for it any more."""
 STRAGGLER_S, SETTLED_S = 60.0, 600.0
 """For how long a group must be far too slow, and for how long no group may be younger: replacing one must not become a habit."""
 
@@ -99,6 +101,19 @@ def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) ->
         elif (group.draining or group.uid in draining) and group.uid not in kept:
             leaving.append(group.name)
     return sorted(losing) + sorted(leaving)
+
+
+def is_awaited(groups: Sequence[ObservedGroup], empty: Iterable[str], wanted: int, now: str) -> bool:
+    """Whether no group takes newcomers but one will soon: they are worth holding.
+
+    So it is while the only group is emptied for its successor, and while that starts; not while a group that served is broken,
+    for nobody knows when it comes back.
+    """
+    emptied = frozenset(empty)
+    if not wanted or any(group.ready and group.name not in emptied for group in groups):
+        return False
+    ages = [age_s(group.created, now) for group in groups if not group.terminating]
+    return any(group.name in emptied for group in groups) or any(age is not None and age < START_S for age in ages)
 
 
 def marks(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[MarkLeader]:

@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from phalanx_api.autoscaling import ScaleToZero
 from phalanx_api.inference_service import Spec
 from phalanx_api.quantities import parse_bytes
 from phalanx_api.summary import BalancePolicy, Budgets
 
 
-def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = ()) -> BalancePolicy:
-    """The policy for each of so many routers."""
+def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = (), *, awaited: bool = False) -> BalancePolicy:
+    """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come."""
     routers = max(routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
     targets = scaling.targets if scaling else None
-    holds = scaling is not None and scaling.scale_to_zero.enabled and not spec.suspend
+    zero = scaling.scale_to_zero if scaling else ScaleToZero()
+    holds = (zero.enabled or awaited) and not spec.suspend
     return BalancePolicy(
         number=number,
         mode=spec.rebalancing.mode,
@@ -27,8 +29,8 @@ def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = 
         ttft_target_s=targets.ttft_p95_ms / 1000 if targets and targets.ttft_p95_ms else None,
         itl_target_s=targets.itl_p95_ms / 1000 if targets and targets.itl_p95_ms else None,
         empty=list(empty),
-        max_held=scaling.scale_to_zero.max_held_requests if scaling and holds else 0,
-        hold_s=float(scaling.scale_to_zero.hold_timeout_seconds) if scaling and holds else 0.0,
+        max_held=zero.max_held_requests if holds else 0,
+        hold_s=float(zero.hold_timeout_seconds) if holds else 0.0,
     )
 
 
@@ -38,9 +40,9 @@ class Granted:
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
-    def renewed(self, spec: Spec, routers: int, empty: Sequence[str], now_s: float) -> "Granted":
+    def renewed(self, spec: Spec, routers: int, empty: Sequence[str], now_s: float, *, awaited: bool = False) -> "Granted":
         """The policy to tell from now on: the former one, number and all, when nothing changed."""
-        same = policy_of(spec, routers, self.policy.number, empty)
+        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited)
         if same == self.policy:
             return self
-        return Granted(policy_of(spec, routers, max(self.policy.number + 1, int(now_s)), empty))
+        return Granted(policy_of(spec, routers, max(self.policy.number + 1, int(now_s)), empty, awaited=awaited))

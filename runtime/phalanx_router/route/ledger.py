@@ -51,7 +51,7 @@ class Sums:
 class Ledger:
     """Requests by their handles, which rise. `version` changes with what is unseen or live."""
 
-    __slots__ = ("_entries", "_last_seen", "_waiting", "live", "unseen", "version")
+    __slots__ = ("_entries", "_found", "_last_seen", "_waiting", "live", "unseen", "version")
 
     def __init__(self) -> None:
         self.unseen = Sums()
@@ -60,6 +60,8 @@ class Ledger:
         self._entries: dict[int, Sent] = {}
         self._waiting: deque[tuple[int, float]] = deque()
         """Handles that no report has seen, with the times when they were sent."""
+        self._found: set[int] = set()
+        """Handles of requests that ran there before this router had them."""
         self._last_seen = 0
 
     def dispatch(self, handle: int, sent: Sent, now: float) -> None:
@@ -67,6 +69,13 @@ class Ledger:
         self._entries[handle] = sent
         self._waiting.append((handle, now))
         self.unseen.add(sent)
+        self.live.add(sent)
+        self.version += 1
+
+    def found(self, handle: int, sent: Sent) -> None:
+        """Notes a request that the group has and reports count already: it was adopted."""
+        self._entries[handle] = sent
+        self._found.add(handle)
         self.live.add(sent)
         self.version += 1
 
@@ -86,7 +95,9 @@ class Ledger:
             return
         self.version += 1
         self.live.add(sent, -1)
-        if handle > self._last_seen:
+        if handle in self._found:
+            self._found.remove(handle)
+        elif handle > self._last_seen:
             self.unseen.add(sent, -1)
 
     def unseen_since(self) -> float | None:

@@ -6,7 +6,7 @@ How long outputs are depends on the requests, not on the group that had them: al
 told. With each its own, a group that had long ones would look dear, get no others, and so stay empty for ever.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
@@ -19,6 +19,8 @@ from phalanx_router.route.view import UNKNOWN, GroupView
 
 SPEED_EVERY_S = 0.25
 """How often speeds are compared."""
+FORGET_S = 10.0
+"""How long a group is remembered that nobody looks at."""
 LATELY_S = 1.0
 """How long a preemption is news."""
 NOTHING = wire.Load(0, 0, 0, 0, 0)
@@ -65,11 +67,16 @@ class Told:
 
 
 class Lookout:
-    """Looks at groups; keeps a view as long as nothing of it changes."""
+    """Looks at groups, at all of them or at some; keeps a view as long as nothing of it changes. Speeds are compared, and outputs
+    averaged, over all that were looked at lately."""
 
     def __init__(self) -> None:
         self.is_blind = False
         """Whether more than half of the groups were stale at the last look."""
+        self._known: dict[str, Told] = {}
+        self._looked: set[str] = set()
+        """Keys looked at since the last time that some were forgotten."""
+        self._forgot_at: float | None = None
         self._views: dict[str, tuple[tuple[object, ...], GroupView]] = {}
         self._speeds: dict[str, tuple[StepModel, float]] = {}
         self._speeds_at: float | None = None
@@ -78,22 +85,33 @@ class Lookout:
 
     def look(self, groups: Sequence[Told], now: float) -> list[GroupView]:
         """The view of each group, in this order."""
+        for told in groups:
+            self._known[told.key] = told
+            self._looked.add(told.key)
+        self._forget(now)
         self._compare(groups, now)
         states = [freshness(told.silent_s(now)) for told in groups]
         stale = sum(map(is_stale, states))
         self.is_blind = stale * 2 > len(groups)
-        if len(self._views) > 2 * len(groups):
-            keys = {told.key for told in groups}
-            self._views = {key: kept for key, kept in self._views.items() if key in keys}
         return [self._view(told, state, now) for told, state in zip(groups, states, strict=True)]
+
+    def _forget(self, now: float) -> None:
+        """Forgets groups that were not looked at for a while: links that are gone."""
+        if self._forgot_at is not None and now - self._forgot_at < FORGET_S:
+            return
+        self._forgot_at = now
+        self._known = {key: told for key, told in self._known.items() if key in self._looked}
+        self._views = {key: kept for key, kept in self._views.items() if key in self._looked}
+        self._looked = set()
 
     def _compare(self, groups: Sequence[Told], now: float) -> None:
         """Speeds change slowly; a new group is looked at once."""
         if self._speeds_at is not None and now - self._speeds_at < SPEED_EVERY_S and all(t.key in self._speeds for t in groups):
             return
         self._speeds_at = now
-        found = speeds({told.key: ((told.served.model_hash, told.served.layout), told.model()) for told in groups})
-        self._outputs = usual_outputs(groups)
+        known = self._known.values()
+        found = speeds({told.key: ((told.served.model_hash, told.served.layout), told.model()) for told in known})
+        self._outputs = usual_outputs(known)
         before = self._speeds  # equal ones stay the same object, by which `_view` sees that nothing changed
         self._speeds = {key: before[key] if before.get(key) == entry else entry for key, entry in found.items()}
 
@@ -111,7 +129,7 @@ class Lookout:
         return view
 
 
-def usual_outputs(groups: Sequence[Told]) -> dict[str, float]:
+def usual_outputs(groups: Iterable[Told]) -> dict[str, float]:
     """Output tokens of a request lately, by model: the mean over the groups that have told any."""
     told: dict[str, list[float]] = {}
     for group in groups:

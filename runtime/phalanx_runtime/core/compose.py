@@ -83,7 +83,7 @@ class Composer:
 
     def _place(self, request: Request, now: float) -> Place:
         policy = self._policy
-        return policy.rank(policy.lane(request)), policy.key(request, now), request.order
+        return policy.rank(policy.lane(request)), policy.key(request, now), request.seniority
 
     def _add_decodes(self, draft: Draft, now: float) -> int:
         """Adds running requests that miss one token; gives back how many others do, which are in plans in flight."""

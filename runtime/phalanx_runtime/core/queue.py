@@ -6,8 +6,8 @@ from phalanx_runtime.core.policy import Policy
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.waiting import Waiting
 
-Entry = tuple[float, int, Request]
-"""Key and order of a request when it was put there. No two have the same order, so requests are never compared."""
+Entry = tuple[float, tuple[float, int], Request]
+"""Key and seniority of a request when it was put there. No two have the same seniority, so requests are never compared."""
 
 
 class Queue:
@@ -52,7 +52,7 @@ class Queue:
     def push(self, request: Request, now: float) -> None:
         """Puts a request where the policy wants it."""
         lane = self._policy.lane(request)
-        heappush(self._lanes.setdefault(lane, []), (self._policy.key(request, now), request.order, request))
+        heappush(self._lanes.setdefault(lane, []), (self._policy.key(request, now), request.seniority, request))
         self._count(request, 1)
 
     def first(self, now: float) -> Request | None:

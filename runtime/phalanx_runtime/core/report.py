@@ -1,7 +1,7 @@
 """What an engine tells routers of itself: from its queue, its running requests, its pages and its steps to a `wire.Load`.
 
     followed += (measured - followed) / 20             the last twenty steps or so; the plain mean of the first ones
-    steps_to_full = (free slots + unused slots of held pages) / (running + slots that newcomers took, followed)
+    steps_to_full = see `outlive`, of free slots and unused ones of held pages, with the slots that newcomers took, followed
     imminent      = fewer free pages than running requests: one may be preempted before each has filled another page
 
 A report costs O(running), and a look into the cache for as many waiting prompts as `LOOK_PAGES` allows; prompt tokens that the
@@ -14,6 +14,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.draft import Draft
+from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.rescue import Pressure, Victim
@@ -72,7 +73,7 @@ class Reporter:
         return self._sharing.pool.free_pages < len(self._seats.running)
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
-        """How near the pool is to its end, and who would lose pages first; None while half of it is free, or nothing runs.
+        """How near the pool is to its end, and who would lose pages first; None while half of it is free, or it will do.
 
         pages_per_s: how fast pages go to another group.
         """
@@ -80,11 +81,14 @@ class Reporter:
         if 2 * pool.free_pages > pool.num_pages:
             return None
         running = [request for request in self._seats.running if not request.gone]
-        unused = sum(len(request.pages) for request in running) * pool.page_size - sum(len(one.tokens) for one in running)
-        steps = self._steps_to_full(unused)
+        steps = self._steps_to_full(running)
         if steps is None:
             return None
-        victims = [Victim(one.handle, len(one.pages)) for one in reversed(running) if one.num_output and not one.is_frozen]
+        victims = [
+            Victim(one.handle, len(one.pages), self._rest(one))
+            for one in reversed(running)
+            if one.num_output and not one.is_frozen
+        ]
         return Pressure(steps, self._step_s.mean, pool.free_pages, victims, pages_per_s)
 
     def make(self, now: float, preemptions: int, reserved_pages: int, model: StepModel | None) -> wire.Load:
@@ -94,8 +98,6 @@ class Reporter:
         self._sequence += 1
         pool, sharing, waiting = self._sharing.pool, self._sharing, self._queue.waiting
         running = [request for request in self._seats.running if not request.gone]
-        held = sum(len(request.pages) for request in running)
-        has = sum(len(request.tokens) for request in running)
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return wire.Load(
             len(self._queue),
@@ -122,7 +124,7 @@ class Reporter:
             prompt_tokens_per_step=self._prompt_tokens.mean,
             refusals=self.refusals,
             recomputed_tokens=self.recomputed_tokens,
-            steps_to_full=self._steps_to_full(held * pool.page_size - has),
+            steps_to_full=self._steps_to_full(running),
             prefixes=sharing.heavy.heaviest(),
             mean_output_tokens=self.output.mean,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
@@ -130,12 +132,17 @@ class Reporter:
             max_num_seqs=self._limits.max_num_seqs,
         )
 
-    def _steps_to_full(self, unused_slots: int) -> float | None:
-        """unused_slots: of pages that running requests hold."""
-        running, size = len(self._seats.running), self._sharing.pool.page_size
-        if not running:
-            return None
-        return (self._sharing.pool.free_pages * size + unused_slots) / (running + self._newcomer_pages.mean * size)
+    def _rest(self, request: Request) -> float:
+        """Steps that a running request is expected to go on."""
+        return expected_rest(request.num_output, request.max_len - len(request.tokens), self.output.mean)
+
+    def _steps_to_full(self, running: list[Request]) -> float | None:
+        """When no page is free: frozen requests keep theirs, and fill no more."""
+        pool, size = self._sharing.pool, self._sharing.pool.page_size
+        moving = [request for request in running if not request.is_frozen]
+        unused = sum(len(request.pages) * size - len(request.tokens) for request in moving)
+        going = [Going(self._rest(request), max(0, len(request.tokens) - request.found)) for request in moving]
+        return steps_to_full(max(0, pool.free_pages * size + unused), going, self._newcomer_pages.mean * size)
 
     def _look(self) -> None:
         """Counts requests that wait by what the cache holds of them now, those not looked at for the longest time first."""

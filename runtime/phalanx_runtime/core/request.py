@@ -15,7 +15,7 @@ from phalanx_api.prefix import PrefixKeys
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a request wants of the policy, in seconds; `arrived_s` is when it came to this engine. None is no wish."""
+    """What a request wants of the policy, in seconds; None is no wish. `arrived_s`: when it came to its router, or here."""
 
     priority: int = 0
     tenant: str = ""
@@ -35,7 +35,7 @@ class Request:
         keyed    |=======>                                    pages offered to the prefix cache
         sent     |================>                           pages that the ranks know
 
-    `order` says who came first; `row` is None while it waits; `gone` once it ended or was aborted.
+    `order` says who came here first; `row` is None while it waits; `gone` once it ended or was aborted.
 
     [0, sent) of `pages` the ranks know · [0, keyed) of `pages` are in the prefix cache, or were
     offered to it until one was there already (`is_chained`). `farthest` is the highest
@@ -80,6 +80,11 @@ class Request:
     waits_since_s: float = 0.0
 
     @property
+    def seniority(self) -> tuple[float, int]:
+        """Who came first, here or to another group before: the smallest. No two are equal."""
+        return self.wishes.arrived_s, self.order
+
+    @property
     def missing(self) -> int:
         """How many wanted tokens are not computed yet."""
         return len(self.tokens) - self.computed
@@ -118,7 +123,7 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         wishes=Wishes(
             asked.priority,
             asked.tenant,
-            now,
+            now - asked.waited_ms / 1e3,
             _seconds(asked.ttft_target_ms),
             _seconds(asked.tpot_target_ms),
             _seconds(asked.deadline_ms),

@@ -3,7 +3,8 @@
     imminent   time until no page is free  <  2 x time to copy the first victim + 0.1 s
     asked      victims in the order in which they would be preempted, until they free what a second needs; each once a second
 
-Who stays last is never offered: alone it always fits. Pure: times and sizes are arguments.
+When no page will be free says `outlive`: requests that end give theirs back. Whoever is expected to have ended by then loses no
+pages, so it is no victim. Who stays last is never offered: alone it always fits. Pure: times and sizes are arguments.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ MAX_ASKED = 8
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running request that has drawn a token, and its pages."""
+    """A running request that has drawn a token, its pages, and the steps that it is expected to go on."""
 
     handle: int
     pages: int
+    rest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,17 @@ class Rescue:
 
     def victims(self, pressure: Pressure, now: float) -> list[int]:
         """Handles to be asked for now; empty when pages last, or all were asked for just now."""
-        if len(pressure.victims) < 2:
+        victims = [victim for victim in pressure.victims[:-1] if victim.rest > pressure.steps_to_full]
+        if not victims:
             return []
         within_s = pressure.steps_to_full * pressure.step_s
-        if within_s >= COPY_FACTOR * pressure.victims[0].pages / pressure.pages_per_s + MARGIN_S:
+        if within_s >= COPY_FACTOR * victims[0].pages / pressure.pages_per_s + MARGIN_S:
             return []
         self._asked = {handle: at for handle, at in self._asked.items() if now - at < ASK_EVERY_S}
-        wanted = pressure.free_pages / within_s if within_s > 0 else float(pressure.victims[0].pages)
+        wanted = pressure.free_pages / within_s if within_s > 0 else float(victims[0].pages)
         chosen: list[int] = []
         freed = 0
-        for victim in pressure.victims[:-1][:MAX_ASKED]:
+        for victim in victims[:MAX_ASKED]:
             if freed >= wanted and chosen:
                 break
             chosen.append(victim.handle)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.sharing import Sharing
 
-Place = tuple[float, float, int]
+Place = tuple[float, float, tuple[float, int]]
 """Where a request stands in the order of the policy."""
 
 

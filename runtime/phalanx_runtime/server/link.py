@@ -14,12 +14,15 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
+from phalanx_frontend.binary import receive_binary
 from phalanx_runtime.server.gateway import EngineGateway
 from phalanx_runtime.server.open_link import CLOSE_BAD_FRAME, LinkSettings, OpenLink
 from phalanx_runtime.server.orphans import Kept, Orphans
 
 log = logging.getLogger(__name__)
 
+CLOSE_BUG = 1011
+"""Close code: this leader failed; what it says of itself is in its log."""
 CLOSE_WRONG_VERSION = 4426
 """Close code: the router speaks another version of the link; the reason names both."""
 
@@ -32,7 +35,7 @@ class LinkDoor:
         self.turned_away: Counter[str] = Counter()
         self._gateway = gateway
         self._settings = settings
-        self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_tokens)
+        self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
         self._links: set[OpenLink] = set()
         self._expected = b"Bearer " + settings.token.encode()
 
@@ -59,6 +62,10 @@ class LinkDoor:
         self._orphans.came_back(link.router)
         try:
             why = await link.run()
+        except Exception:
+            why = "a bug of this leader"
+            log.exception("link failed", extra={"router": hello.router})
+            await websocket.close(CLOSE_BUG, why)
         finally:
             self._links.discard(link)
             self.routers -= 1
@@ -76,7 +83,7 @@ class LinkDoor:
         code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"
         try:
             async with asyncio.timeout(self._settings.hello_s):
-                frame = wire.decode_to_leader(await websocket.receive_bytes())
+                frame = wire.decode_to_leader(await receive_binary(websocket))
             if isinstance(frame, wire.Hello):
                 if frame.protocol_version == wire.PROTOCOL_VERSION:
                     return frame
@@ -84,7 +91,7 @@ class LinkDoor:
                 reason = f"this leader speaks link version {wire.PROTOCOL_VERSION}, the router {frame.protocol_version}"
         except TimeoutError:
             reason = f"no Hello within {self._settings.hello_s:g} s"
-        except (msgspec.DecodeError, KeyError):
+        except msgspec.DecodeError:
             reason = "the first frame is no frame of the link"
         except WebSocketDisconnect:
             return None

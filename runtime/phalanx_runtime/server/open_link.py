@@ -1,6 +1,6 @@
 """One open link of the leader with a router: what it obeys, and what it tells.
 
-    Welcome, State, Load -> Submit, Abort, Fetch, SendPages, Adopt one way
+    Welcome, State, Load -> Submit, Abort, Fetch, SendPages, Adopt, Disown one way
                          -> Tokens, Refused, Load, State, Assets, PageChanges, Adopted the other
 
 A load report goes on as soon as the engine made it; while one waits to be sent, the next takes its place.
@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
+from phalanx_frontend.binary import receive_binary
 from phalanx_runtime.server.gateway import EngineGateway
 from phalanx_runtime.server.link_moves import LinkMoves
 from phalanx_runtime.server.orphans import Kept, KeptRequests, Orphans
@@ -38,7 +39,7 @@ class LinkSettings:
     stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
     hello_s: how long a router may take to say Hello. silence_s: a router says something every second, if only an Abort of
     nothing; one that is silent for so long is lost. orphan_s: how long requests of a lost router go on.
-    max_kept_tokens: bound of what is kept of them and of those that ended.
+    max_kept_bytes: bound of what is kept of them and of those that ended.
     """
 
     token: str
@@ -52,7 +53,7 @@ class LinkSettings:
     hello_s: float = 5.0
     silence_s: float = 10.0
     orphan_s: float = 30.0
-    max_kept_tokens: int = 4_000_000
+    max_kept_bytes: int = 64 << 20
 
 
 class OpenLink:
@@ -243,7 +244,7 @@ class OpenLink:
     async def _read(self) -> tuple[int, str]:
         try:
             while True:
-                message = await self._websocket.receive_bytes()
+                message = await receive_binary(self._websocket)
                 frame = wire.decode_to_leader(message)
                 self._heard_at = self._clock()
                 problem = self._obey(frame, message)
@@ -251,7 +252,7 @@ class OpenLink:
                     return CLOSE_BAD_FRAME, problem
         except WebSocketDisconnect as end:
             return end.code, "the router left"
-        except (msgspec.DecodeError, KeyError):  # KeyError: a text message
+        except msgspec.DecodeError:
             return CLOSE_BAD_FRAME, "a message that is no frame of the link"
 
     def _obey(self, frame: wire.ToLeader, message: bytes) -> str | None:
@@ -267,6 +268,12 @@ class OpenLink:
                     del self._handles[handle]
                     self._kept.forget(handle)
                 self._gateway.abort(engine_handles)
+                return None
+            case wire.Disown():
+                engine_handles = [self._engines.pop(h) for h in frame.handles if h in self._engines]
+                for handle in engine_handles:
+                    del self._handles[handle]
+                self._gateway.abort(self._kept.disown(engine_handles))
                 return None
             case wire.Fetch():
                 assets = self._assets()

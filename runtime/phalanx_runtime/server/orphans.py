@@ -1,11 +1,11 @@
 """Requests whose router was lost: they go on for a while, so that another router may adopt them where they stand.
 
     kept        by a link, of each request that may be resumed: its Submit as it came, and its tokens
-    orphan      the link ended without an Abort: the request goes on, and its tokens are kept here
+    orphan      the link ended without an Abort, or the router disowned it: the request goes on, and its tokens are kept here
     adopted     another link has it; nobody came within `orphan_s`: aborted
     ended       for as long, because its router may be lost before the client has the last of it
 
-What is kept here counts at most `max_kept_tokens` tokens, prompts included; beyond that the oldest goes first.
+What is kept here takes at most `max_kept_bytes`; beyond that the oldest goes first. Nothing but `Orphans` holds it after that.
 A router whose link broke while it lived has given its streams to other groups: when it comes back, its orphans are aborted.
 """
 
@@ -21,6 +21,10 @@ import msgspec
 from phalanx_api import wire
 
 log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4
+KEPT_BYTES = 512
+"""What a request takes beside its Submit and its tokens, about."""
 
 
 class Engine(Protocol):
@@ -51,22 +55,24 @@ class Engine(Protocol):
 class Kept:
     """What another router needs to go on with one request. `submit`: the frame that brought it. `tokens`: drawn here since.
 
-    `handle`: the engine's, None once it does not run here any more. `router`: who submitted it, in which of its lives.
+    `handle`: the engine's, None once it does not run here any more. `router`: who submitted it, in which of its lives; None once
+    another one has it, for nobody knows whether the answer to an Adopt arrived.
     """
 
     id: str
     submit: bytes
-    num_prompt: int
-    router: tuple[str, str]
+    router: tuple[str, str] | None
     handle: int | None
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     finish: wire.FinishReason | None = None
     tenant: str = ""
+    until: float = 0.0
+    """When it is forgotten, on the event loop's clock; only among orphans."""
 
     @property
-    def size(self) -> int:
-        """The tokens that it counts for."""
-        return self.num_prompt + len(self.tokens)
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return KEPT_BYTES + len(self.submit) + TOKEN_BYTES * len(self.tokens)
 
     def request(self) -> wire.Request:
         """The request with all its tokens so far."""
@@ -87,13 +93,12 @@ class KeptRequests:
     def submitted(self, handle: int, request: wire.Request, message: bytes) -> None:
         """Keeps a request that came with this message, if it may be resumed."""
         if request.can_resume:
-            size = len(request.prompt) + len(request.delivered)
-            self._kept[handle] = Kept(request.id, message, size, self._router, handle, tenant=request.tenant)
+            self._kept[handle] = Kept(request.id, message, self._router, handle, tenant=request.tenant)
 
     def adopted(self, kept: Kept) -> None:
         """Keeps a request that another link or none had."""
         if kept.handle is not None:
-            kept.router = self._router
+            kept.router = None
             self._kept[kept.handle] = kept
 
     def tokens(self, frame: wire.Tokens) -> None:
@@ -124,22 +129,28 @@ class KeptRequests:
 
     def leave(self, open_handles: Iterable[int]) -> list[int]:
         """Makes orphans of those that are open; the handles of the other open ones, which nobody will ask for."""
-        handles = list(open_handles)
-        self._orphans.take([self._kept[handle] for handle in handles if handle in self._kept])
-        others = [handle for handle in handles if handle not in self._kept]
-        self._kept.clear()  # whoever asks for one finds it among the orphans
+        others = self.disown(open_handles)
+        self._kept.clear()
         return others
+
+    def disown(self, handles: Iterable[int]) -> list[int]:
+        """Makes orphans of these; the handles of those that nobody will ask for."""
+        known = {handle: self._kept.pop(handle, None) for handle in handles}  # whoever asks for one finds it among the orphans
+        self._orphans.take([kept for kept in known.values() if kept is not None])
+        return [handle for handle, kept in known.items() if kept is None]
 
 
 class Orphans:
     """Requests without a router, by their id. A sink of the engine client for those that run."""
 
-    def __init__(self, engine: Engine, orphan_s: float, max_kept_tokens: int) -> None:
+    def __init__(self, engine: Engine, orphan_s: float, max_kept_bytes: int) -> None:
         self._engine = engine
         self._orphan_s = orphan_s
-        self._max_tokens = max_kept_tokens
+        self._max_bytes = max_kept_bytes
         self._kept: dict[str, Kept] = {}
-        self._num_tokens = 0
+        """In the order in which they came, and so of `until`."""
+        self._num_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._running: dict[int, Kept] = {}
         self._incarnation = engine.state().incarnation
         engine.subscribe(self._state_changed)
@@ -181,7 +192,7 @@ class Orphans:
         """Keeps the tokens of a step."""
         for handle, token in zip(frame.handles, frame.tokens, strict=True):
             self._running[handle].tokens.append(token)
-        self._num_tokens += len(frame.tokens)
+        self._num_bytes += TOKEN_BYTES * len(frame.tokens)
         for end in frame.finished:
             kept = self._running.pop(end.handle)
             kept.handle, kept.finish = None, end.reason
@@ -203,20 +214,31 @@ class Orphans:
     def _keep(self, news: list[Kept]) -> None:
         if not news:
             return
+        loop = asyncio.get_running_loop()
         for kept in news:
             if kept.id in self._kept:  # the latest counts, and stands last
                 self._forget([self._kept[kept.id]])
+            kept.until = loop.time() + self._orphan_s
             self._kept[kept.id] = kept
-            self._num_tokens += kept.size
-        asyncio.get_running_loop().call_later(self._orphan_s, self._expire, news)
+            self._num_bytes += kept.num_bytes
+        if self._timer is None:
+            self._timer = loop.call_later(self._orphan_s, self._expire)
         self._bound()
 
-    def _expire(self, old: list[Kept]) -> None:
-        self._forget([kept for kept in old if self._kept.get(kept.id) is kept])
+    def _expire(self) -> None:
+        """Forgets those whose time is over. One timer for all, which holds none of them."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._kept:
+            oldest = next(iter(self._kept.values()))
+            if oldest.until > loop.time():
+                self._timer = loop.call_at(oldest.until, self._expire)
+                return
+            self._forget([oldest])
 
     def _bound(self) -> None:
         """Forgets the oldest beyond the bound."""
-        while self._num_tokens > self._max_tokens:
+        while self._num_bytes > self._max_bytes:
             self._forget([next(iter(self._kept.values()))])
 
     def _forget(self, old: list[Kept]) -> None:
@@ -226,7 +248,7 @@ class Orphans:
 
     def _drop(self, kept: Kept) -> None:
         del self._kept[kept.id]
-        self._num_tokens -= kept.size
+        self._num_bytes -= kept.num_bytes
 
     def _abort(self, orphans: list[Kept]) -> None:
         """Ends those that run; their pages are free."""
