@@ -11,7 +11,7 @@ from pydantic import Field
 
 from phalanx_api.schema import Record
 
-ConditionType = Literal["Ready", "Available", "Progressing", "Stalled", "ScalingActive", "Balanced"]
+ConditionType = Literal["Ready", "Available", "Progressing", "Stalled", "ScalingActive", "Balanced", "Compatible"]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -51,6 +51,8 @@ class Reason(StrEnum):
     PREFIX_SKEW = "PrefixSkew"
     STRAGGLER = "Straggler"
     IMMINENT_FULL = "ImminentFull"
+    UNKNOWN_VERSION = "UnknownVersion"
+    VERSIONS_AGREE = "VersionsAgree"
 
 
 class Condition(Record):

@@ -97,6 +97,6 @@ class Status(Record):
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        max_length=8,
+        max_length=16,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )

@@ -1,8 +1,9 @@
 """What a router tells the operator of its streams and of the groups it sees, and the policy that the operator answers with.
 
 The operator asks each router by `POST SUMMARY_PATH` with an `Asked` as JSON and the service token as bearer; the router answers
-with a `RouterSummary` as JSON at a threshold crossing, else after `Asked.wait_s`. Times are seconds, rates per second.
-Latencies are histograms over `LATENCY_BOUNDS_S`, because histograms of several routers add up and quantiles do not.
+with a `RouterSummary` as JSON at a threshold crossing, else after `Asked.wait_s`, or with 426 when they share no version. Times
+are seconds, rates per second. Latencies are histograms over `LATENCY_BOUNDS_S`, because histograms of several routers add up
+and quantiles do not.
 """
 
 from bisect import bisect_left
@@ -105,6 +106,13 @@ class Traffic(msgspec.Struct, frozen=True):
     scv: float = 1.0
 
 
+class UnknownVersion(msgspec.Struct, frozen=True):
+    """A group whose leader and this router have no version of the link in common: no request goes there."""
+
+    group: str
+    why: str
+
+
 class RouterSummary(msgspec.Struct, frozen=True):
     """One router now. `traffic`: windows of 6, 60 and 300 s. `queued`: requests that wait at the router, `queued_tokens` theirs.
 
@@ -130,6 +138,9 @@ class RouterSummary(msgspec.Struct, frozen=True):
     policy: int = 0
     emptied: list[str] = []
     """Groups that are to be emptied and hold no stream of this router any more."""
+    version: int = 1
+    """The version of summaries that was agreed on: see `versions.SUMMARY`."""
+    unknown_versions: list[UnknownVersion] = []
 
 
 class Budgets(msgspec.Struct, frozen=True):
@@ -167,3 +178,6 @@ class Asked(msgspec.Struct, frozen=True):
 
     policy: BalancePolicy
     wait_s: float = 15.0
+    version: int = 1
+    oldest_version: int = 0
+    """The operator speaks the versions from `oldest_version` (0: no other) to `version`: see `versions.SUMMARY`."""

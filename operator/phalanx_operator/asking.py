@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import aiohttp
@@ -19,6 +19,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
+from phalanx_api.versions import HTTP_WRONG_VERSION, SUMMARY
 from phalanx_operator.decide.fleet import Fleet, Heard, merge
 from phalanx_operator.errors import KubeError
 from phalanx_operator.kube import SECRETS, KubeClient
@@ -70,11 +71,12 @@ class Routers(Protocol):
 
 
 class Refused(Exception):
-    """A router answered, and not with a summary. `is_mute`: it knows no such question, for it is of a former version."""
+    """A router answered, and with no summary that we know. `is_mute`: it has no such door; `is_unknown`: no version in common."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")
         self.is_mute = status == 404
+        self.is_unknown = status == HTTP_WRONG_VERSION
         self.is_denied = status in (401, 403)
 
 
@@ -94,6 +96,7 @@ class _Router:
     summary: RouterSummary | None = None
     heard_at: float = 0.0
     is_mute: bool = False
+    is_unknown: bool = False
 
 
 class Asking:
@@ -124,7 +127,9 @@ class Asking:
         asked = [known[target.uid] for target in targets if target.uid in known]
         now = self._clock()
         heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
-        return merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
+        fleet = merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
+        unknown = [f"router {r.target.address}: it speaks no version of summaries of {SUMMARY}" for r in asked if r.is_unknown]
+        return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions)) if unknown else fleet
 
     def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
         """See Routers."""
@@ -172,6 +177,9 @@ class Asking:
             except Refused as error:
                 why = str(error)
                 router.is_mute = error.is_mute
+                if error.is_unknown and not router.is_unknown:
+                    router.is_unknown, router.summary = True, None
+                    self._wake(key)
                 service.token = None if error.is_denied else service.token
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, binascii.Error, KubeError) as error:
                 why = str(error) or type(error).__name__
@@ -202,7 +210,7 @@ class Asking:
             return  # a new policy: ask again
         summary = poll.result()
         former, router.summary = router.summary, summary
-        router.heard_at, router.is_mute = self._clock(), False
+        router.heard_at, router.is_mute, router.is_unknown = self._clock(), False, False
         if former is None or _matters(former) != _matters(summary):
             self._wake(key)
 
@@ -213,7 +221,7 @@ class Asking:
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
-            data=msgspec.json.encode(Asked(service.policy, wait_s)),
+            data=msgspec.json.encode(Asked(service.policy, wait_s, SUMMARY.newest, SUMMARY.oldest)),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._pace.slack_s, sock_connect=5.0),
             allow_redirects=False,
@@ -225,7 +233,10 @@ class Asking:
                 body += chunk
                 if len(body) > self._pace.most_bytes:
                     raise Refused(response.status)
-        return msgspec.json.decode(body, type=RouterSummary)
+        summary = msgspec.json.decode(body, type=RouterSummary)
+        if summary.version not in SUMMARY:
+            raise Refused(HTTP_WRONG_VERSION)
+        return summary
 
     async def _read_token(self, key: Key) -> str:
         """The service's token. Raises: a KubeError; binascii.Error when it is no base64."""
@@ -238,7 +249,8 @@ class Asking:
 def _matters(summary: RouterSummary) -> object:
     """What a look must follow at once: what begins and ends, not what goes up and down."""
     hot = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
-    return hot, summary.fleet_saturated, tuple(sorted(summary.emptied)), summary.held > 0
+    unknown = tuple(sorted(one.group for one in summary.unknown_versions))
+    return hot, summary.fleet_saturated, tuple(sorted(summary.emptied)), summary.held > 0, unknown
 
 
 def address_of(ip: str) -> str:

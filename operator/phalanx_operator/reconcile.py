@@ -123,6 +123,8 @@ class Reconciler:
             await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status")
             self.metrics.status_writes.inc()
         self.metrics.show(key, status)
+        for action in done:
+            self.metrics.actions.labels(type(action).__name__).inc()
         for note in [*_action_notes(done), *_transitions(snapshot.status.conditions, status.conditions)]:
             try:
                 await self.notes.post(snapshot, note)
@@ -174,7 +176,7 @@ def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> lis
     That scaling and balance are well is said only after they were not.
     """
     notes = []
-    for kind in ("Ready", "ScalingActive", "Balanced"):
+    for kind in ("Ready", "ScalingActive", "Balanced", "Compatible"):
         old, new = find_condition(before, kind), find_condition(after, kind)
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue

@@ -23,6 +23,7 @@ from phalanx_router.adopting import Adopting
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.link_dial import Connection, Dial, dial
 from phalanx_router.link_end import LinkBroken, explain, is_proper_end
+from phalanx_router.link_hello import Greeter
 from phalanx_router.route.ledger import sent_of
 from phalanx_router.route.look import Told
 from phalanx_router.route.page_feed import PageFeed
@@ -91,6 +92,8 @@ class LeaderLink:
         self.told = Told("")
         """What this incarnation told on this connection, on the event loop's clock, and what was sent there."""
         self._feed = PageFeed()
+        self._greeter = Greeter(settings.router, settings.instance)
+        self._version = 0
         self._settings = settings
         self._listener = listener
         self._draw = draw
@@ -114,6 +117,11 @@ class LeaderLink:
     def is_serving(self) -> bool:
         """Whether the group takes requests now."""
         return self.state.serving
+
+    @property
+    def unknown_version(self) -> str:
+        """Why the leader and this router share no version of the link; empty while they do, or nobody knows yet."""
+        return self._greeter.unknown
 
     @property
     def running(self) -> int:
@@ -169,7 +177,8 @@ class LeaderLink:
         self._send(wire.Fetch(assets_hash))
 
     def _send(self, frame: wire.ToLeader) -> None:
-        if self.is_open:
+        """Queues a frame; one that the version spoken here does not know is not sent."""
+        if self.is_open and wire.SINCE.get(type(frame), 1) <= self._version:
             self._outbox.append(wire.encode(frame))
             self._wake.set()
 
@@ -208,12 +217,7 @@ class LeaderLink:
     async def _converse(self, connection: Connection) -> str:
         """Why the conversation ended. Opens the link when the leader has said who it is."""
         async with asyncio.timeout(self._settings.open_timeout_s):
-            await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._settings.router, self._settings.instance)))
-            welcome = wire.decode_from_leader(await connection.recv(decode=False))
-        if not isinstance(welcome, wire.Welcome):
-            raise LinkBroken(f"the leader said {type(welcome).__name__} before Welcome")
-        if welcome.protocol_version != wire.PROTOCOL_VERSION:
-            raise LinkBroken(f"the leader speaks link version {welcome.protocol_version}, this router {wire.PROTOCOL_VERSION}")
+            welcome = await self._greeter.greet(connection)
         self._open(welcome)
         tasks = [asyncio.create_task(part) for part in (self._read(connection), self._write(connection), self._watch())]
         try:
@@ -227,13 +231,14 @@ class LeaderLink:
     def _open(self, welcome: wire.Welcome) -> None:
         self._connections += 1
         self.is_open = True
+        self._version = welcome.protocol_version
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
         self.told = Told(self.key, self.endpoint.group, welcome.revision, page_size=welcome.page_size)
         self._feed = PageFeed()
         self._send(wire.SendPages())
         self.is_fetching = False
-        log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "revision": welcome.revision})
+        log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group, "version": self._version})
 
     def _lose(self, why: str, is_leave: bool, is_outside: bool) -> None:
         """Tells every stream, once, before the connection is closed: closing may take a second."""

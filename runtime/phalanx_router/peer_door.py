@@ -9,6 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from phalanx_api.versions import CLOSE_WRONG_VERSION, PEER
 from phalanx_frontend.binary import receive_binary
 from phalanx_router import peer_wire
 from phalanx_router.peer_copies import PeerCopies
@@ -17,6 +18,10 @@ log = logging.getLogger(__name__)
 
 CLOSE_BAD_FRAME = 4400
 GREETING_S = 5.0
+
+
+class UnknownVersion(Exception):
+    """The other router speaks no version that this one does."""
 
 
 class PeerDoor:
@@ -43,6 +48,8 @@ class PeerDoor:
                 greeting = peer_wire.decode(await receive_binary(websocket))
             if not isinstance(greeting, peer_wire.Greeting):
                 raise msgspec.DecodeError("expected a Greeting")
+            if PEER.agreed(greeting.version, greeting.oldest_version) is None:
+                raise UnknownVersion(f"this router speaks version {PEER} among routers, {greeting.router} {greeting.version}")
             while True:
                 match peer_wire.decode(await receive_binary(websocket)):
                     case peer_wire.Changes() as changes:
@@ -54,6 +61,9 @@ class PeerDoor:
         except msgspec.DecodeError as error:
             log.warning("a router sent what it must not", extra={"why": str(error)})
             await websocket.close(CLOSE_BAD_FRAME, "no frame between routers")
+        except UnknownVersion as error:
+            log.warning("a router was refused", extra={"why": str(error)})
+            await websocket.close(CLOSE_WRONG_VERSION, str(error)[:120])
         except (WebSocketDisconnect, TimeoutError):
             pass
         finally:

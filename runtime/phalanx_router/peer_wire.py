@@ -27,10 +27,12 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
-    """First frame of who opened the connection."""
+    """First frame of who opened the connection, who speaks the versions from `oldest_version` (0: no other) to `version`."""
 
     router: str
     instance: str
+    version: int = 1
+    oldest_version: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import wire
+from phalanx_api.versions import PEER
 from phalanx_router import peer_wire
 from phalanx_router.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.link import LinkSettings
@@ -150,7 +151,7 @@ class Peers:
 
     async def _supply(self, peer: Endpoint, connection: ClientConnection) -> None:
         """Sends what changes until the peer leaves the list. Raises one of NO_PEER when it is gone."""
-        await connection.send(peer_wire.encode(peer_wire.Greeting(self._settings.router, self._settings.instance)))
+        await connection.send(peer_wire.encode(self._greeting()))
         outgoing = self._outgoing = Outgoing(self._open_runs())
         self.peer = peer
         log.info("journals go to a peer", extra={"peer": peer.address})
@@ -166,13 +167,16 @@ class Peers:
     async def _ask(self, peer: Endpoint, ids: Sequence[str]) -> list[Copy]:
         try:
             async with asyncio.timeout(ASK_S), self._dial(peer) as connection:
-                await connection.send(peer_wire.encode(peer_wire.Greeting(self._settings.router, self._settings.instance)))
+                await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(peer_wire.Wanted(list(ids))))
                 told = peer_wire.decode(await connection.recv(decode=False))
         except NO_PEER as error:
             log.info("a router does not answer", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
             return []
         return told.copies if isinstance(told, peer_wire.Told) else []
+
+    def _greeting(self) -> peer_wire.Greeting:
+        return peer_wire.Greeting(self._settings.router, self._settings.instance, PEER.newest, PEER.oldest)
 
     def _dial(self, peer: Endpoint) -> connect:
         return connect(

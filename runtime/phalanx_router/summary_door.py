@@ -6,6 +6,7 @@ last answer, else after the time that it gave. A waiting question holds nothing 
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -14,8 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
+from phalanx_api.versions import HTTP_WRONG_VERSION, SUMMARY
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.summing import Crossing
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20
 LONGEST_S = 60.0
@@ -52,6 +56,11 @@ class SummaryDoor:
         if request.method != "POST":
             raise ApiError(405, f"{SUMMARY_PATH} answers POST", code="method_not_allowed")
         asked = await _read(request)
+        version = SUMMARY.agreed(asked.version, asked.oldest_version)
+        if version is None:
+            log.warning("question refused", extra={"why": f"version {asked.version}, this router speaks {SUMMARY}"})
+            message = f"this router answers questions of version {SUMMARY}, the operator's is {asked.version}"
+            raise ApiError(HTTP_WRONG_VERSION, message, code="unknown_version")
         self._obey(asked.policy)
         self.looked()
         try:
@@ -61,7 +70,8 @@ class SummaryDoor:
             pass  # nothing happened, which is told too
         self._changed.clear()
         self._told = self._crossing()
-        return Response(msgspec.json.encode(self._summary()), media_type="application/json")
+        summary = msgspec.structs.replace(self._summary(), version=version)
+        return Response(msgspec.json.encode(summary), media_type="application/json")
 
 
 async def _read(request: Request) -> Asked:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx_api.summary import Freshness, GroupSummary, RouterSummary
+from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.fleet import Fleet
 from phalanx_router.link import LeaderLink
 from phalanx_router.metrics import RouterMetrics
@@ -20,6 +20,7 @@ class Crossing:
     has_held: bool
     emptied: frozenset[str]
     is_leaving: bool
+    unknown_versions: frozenset[str] = frozenset()
 
 
 class Summing:
@@ -37,7 +38,8 @@ class Summing:
         found = self._fleet.balancing.last
         hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
         has_held = self._num_held() > 0
-        return Crossing(hotspots, found.is_saturated, has_held, frozenset(self._emptied()), self._fleet.draining)
+        unknown = frozenset(one.group for one in self._unknown_versions())
+        return Crossing(hotspots, found.is_saturated, has_held, frozenset(self._emptied()), self._fleet.draining, unknown)
 
     def summary(self) -> RouterSummary:
         """As of now."""
@@ -62,7 +64,13 @@ class Summing:
             shed_total=self._metrics.num_shed,
             policy=balancing.policy.number,
             emptied=sorted(self._emptied()),
+            unknown_versions=self._unknown_versions(),
         )
+
+    def _unknown_versions(self) -> list[UnknownVersion]:
+        """Groups that this router shares no version of the link with."""
+        links = self._fleet.links.all()
+        return [UnknownVersion(link.endpoint.group, link.unknown_version) for link in links if link.unknown_version]
 
     def _num_held(self) -> int:
         """Requests that wait for a first group: those held, and streams that lost the last one."""

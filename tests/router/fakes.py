@@ -15,6 +15,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response as HttpResponse
 
 from phalanx_api import wire
+from phalanx_api.versions import LINK
 from phalanx_frontend.backend import Delta
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.fleet import Fleet
@@ -61,7 +62,7 @@ class Script:
     stale: bool = False
     skip: set[int] = field(default_factory=set)
     silent: bool = False
-    protocol_version: int = wire.PROTOCOL_VERSION
+    protocol_version: int = LINK.newest
     first: bytes | None = None
     finish: bool = True
     assets: wire.Assets = ASSETS

@@ -12,12 +12,13 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
+from phalanx_api.versions import LINK
 from phalanx_runtime.server.gateway import Sink
 from phalanx_runtime.server.link import LinkDoor
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
 
-HELLO = wire.Hello(wire.PROTOCOL_VERSION, "router-0")
+HELLO = wire.Hello(LINK.newest, "router-0")
 
 
 def dial(address: str, token: str = TOKEN) -> connect:
@@ -75,7 +76,7 @@ async def test_a_peer_without_the_token_gets_401(token: str) -> None:
 @pytest.mark.parametrize(
     ("first", "code", "reason"),
     [
-        (wire.encode(wire.Hello(99, "r")), 4426, "link version 1, the router 99"),
+        (wire.encode(wire.Hello(99, "r")), 4426, "link version 1 to 2, the router 99"),
         (wire.encode(wire.Abort([1])), 4400, "expected Hello"),
         (b"\xc1", 4400, "no frame of the link"),
         ("text", 4400, "no frame of the link"),
@@ -109,7 +110,7 @@ async def test_the_leader_says_who_it_is_then_its_state_then_its_load() -> None:
         await connection.send(wire.encode(HELLO))
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
         assert frames == [
-            wire.Welcome(wire.PROTOCOL_VERSION, "group-a", "r1", 16, ASSETS.content_hash),
+            wire.Welcome(LINK.newest, "group-a", "r1", 16, ASSETS.content_hash),
             wire.State(True, 1),
             wire.Load(0, 0, 0, 8, 8),
         ]

@@ -12,6 +12,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
+from phalanx_api.versions import LINK
 from phalanx_runtime.server.orphans import KEPT_BYTES, TOKEN_BYTES, Kept
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import TOKEN, expected, make_request
@@ -23,7 +24,7 @@ async def dialled(address: str, router: str = "router-1", instance: str = "first
     header = {"Authorization": f"Bearer {TOKEN}"}
     url = f"ws://{address}{wire.LINK_PATH}"
     async with connect(url, additional_headers=header, proxy=None, compression=None, close_timeout=1) as connection:
-        await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, router, instance)))
+        await connection.send(wire.encode(wire.Hello(LINK.newest, router, instance)))
         yield connection
 
 

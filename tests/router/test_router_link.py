@@ -19,8 +19,8 @@ WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
     ("leader", "why"),
     [
         (FakeLeader(token="another"), "the leader refused the service token (HTTP 401)"),
-        (FakeLeader(script=Script(protocol_version=2)), "(4426 this leader speaks link version 2)"),
-        (FakeLeader(script=Script(first=wire.encode(wire.Welcome(2, "a", "r", 16, "")))), "the leader speaks link version 2"),
+        (FakeLeader(script=Script(protocol_version=9)), "(4426 this leader speaks link version 9)"),
+        (FakeLeader(script=Script(first=wire.encode(wire.Welcome(9, "a", "r", 16, "")))), "the leader speaks link version 9"),
         (FakeLeader(script=Script(first=wire.encode(wire.State(True, 1)))), "the leader said State before Welcome"),
         (FakeLeader(script=Script(first=WELCOME)), "the leader said Welcome twice"),
         (FakeLeader(script=Script(first=b"\xc1")), "the leader sent no frame of the link"),

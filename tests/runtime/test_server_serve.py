@@ -15,6 +15,7 @@ import websockets
 
 from phalanx_api import wire
 from phalanx_api.account import MemoryAccount
+from phalanx_api.versions import LINK
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import RankHealth
@@ -162,7 +163,7 @@ async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
             frames = [wire.decode_from_leader(bytes(await link.recv(decode=False))) for _ in range(2)]
         assert isinstance(frames[0], wire.Welcome)
         assert frames[0].assets_hash == ""
@@ -178,7 +179,7 @@ async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:
             await websockets.connect(url)
         assert caught.value.response.status_code == 401
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
             message = await link.recv()
             assert isinstance(message, bytes)
             welcome = wire.decode_from_leader(message)
@@ -269,7 +270,7 @@ async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its
         client = client_of(running)
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "router")))
+            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
             request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
             await link.send(wire.encode(wire.Submit(1, request)))
             await until(lambda: client.is_busy)

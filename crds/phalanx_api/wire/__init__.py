@@ -36,7 +36,7 @@ from phalanx_api.wire.router import Abort, Adopt, Disown, Fetch, Hello, Prepare,
 
 __all__ = [
     "LINK_PATH",
-    "PROTOCOL_VERSION",
+    "SINCE",
     "Abort",
     "Adopt",
     "Adopted",
@@ -76,8 +76,6 @@ __all__ = [
     "make_assets",
 ]
 
-PROTOCOL_VERSION = 1
-"""Version of the link. The handshake refuses a peer of another version."""
 LINK_PATH = "/link"
 """Path of the WebSocket on the leader's HTTP port. The upgrade carries `Authorization: Bearer <service token>`."""
 
@@ -110,6 +108,8 @@ FromLeader = (
     | moves.MoveFailed
     | moves.AskRescue
 )
+SINCE: dict[type[msgspec.Struct], int] = {Disown: 2}
+"""The version of the link that a kind of frame came with, if not version 1. It is sent only where that version was agreed on."""
 ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
 FromEngine = (
     Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue

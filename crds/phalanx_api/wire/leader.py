@@ -11,7 +11,7 @@ Cause = Literal["", "outside", "alone"]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """First frame of a leader, in answer to `Hello`."""
+    """First frame of a leader, in answer to `Hello`; the version is the one that both speak from here on."""
 
     protocol_version: int
     group: str

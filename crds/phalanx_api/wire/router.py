@@ -6,11 +6,15 @@ from phalanx_api.wire.request import Request
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First frame of a router. `instance` is drawn anew each time it starts."""
+    """First frame of a router. `instance` is drawn anew each time it starts.
+
+    It speaks the versions from `oldest_version` (0: no other) to `protocol_version`: see `versions.LINK`.
+    """
 
     protocol_version: int
     router: str
     instance: str = ""
+    oldest_version: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):

@@ -56,6 +56,7 @@ class Fleet:
     """One service as its routers see it. `asked` routers were asked, `answered` of them lately.
 
     idle_s: since the last request came to any router. emptied: groups that were to be emptied and hold no router's stream.
+    unknown_versions: who shares no version of a protocol with whom, as sentences.
     """
 
     asked: int = 0
@@ -71,6 +72,7 @@ class Fleet:
     hotspots: tuple[Hotspot, ...] = ()
     saturated: bool = False
     emptied: frozenset[str] = frozenset()
+    unknown_versions: tuple[str, ...] = ()
 
     @property
     def is_heard(self) -> bool:
@@ -103,6 +105,7 @@ def merge(heard: Iterable[Heard], asked: int, max_age_s: float) -> Fleet:
         hotspots=_hotspots(summaries),
         saturated=any(one.fleet_saturated for one in summaries),
         emptied=frozenset.intersection(*(_empty(one) for one in summaries)),
+        unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for one in summaries for u in one.unknown_versions})),
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from phalanx_api.inference_service import InferenceService
-from phalanx_operator.decide import autoscaler, balanced, draining, lost
+from phalanx_operator.decide import autoscaler, balanced, draining, lost, versions
 from phalanx_operator.decide.actions import Action, InitReplicas, KeepChildren, Plan, SetReplicas
 from phalanx_operator.decide.autoscaler import Scaling
 from phalanx_operator.decide.fleet import Fleet
@@ -63,6 +63,7 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     said = status(snapshot, desired, suspended=service.spec.suspend, now=now)
     said = balanced.told(said, seen.fleet, snapshot, now)
+    said = versions.told(said, seen.fleet, snapshot, now)
     said = autoscaler.told(said, service, scaling, snapshot, now)
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)

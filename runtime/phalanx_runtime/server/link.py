@@ -14,17 +14,16 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
+from phalanx_api.versions import CLOSE_WRONG_VERSION, LINK
 from phalanx_frontend.binary import receive_binary
 from phalanx_runtime.server.gateway import EngineGateway
-from phalanx_runtime.server.open_link import CLOSE_BAD_FRAME, LinkSettings, OpenLink
+from phalanx_runtime.server.open_link import CLOSE_BAD_FRAME, LinkSettings, OpenLink, Peer
 from phalanx_runtime.server.orphans import Kept, Orphans
 
 log = logging.getLogger(__name__)
 
 CLOSE_BUG = 1011
 """Close code: this leader failed; what it says of itself is in its log."""
-CLOSE_WRONG_VERSION = 4426
-"""Close code: the router speaks another version of the link; the reason names both."""
 
 
 class LinkDoor:
@@ -52,12 +51,14 @@ class LinkDoor:
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
             return
         await websocket.accept()
-        hello = await self._hello(websocket)
-        if hello is None:
+        agreed = await self._hello(websocket)
+        if agreed is None:
             return
+        hello, version = agreed
         self.routers += 1
-        log.info("link opened", extra={"router": hello.router})
-        link = OpenLink(websocket, self._gateway, self._settings, (hello.router, hello.instance), self._orphans, self._find)
+        log.info("link opened", extra={"router": hello.router, "version": version})
+        who = Peer(hello.router, hello.instance, version)
+        link = OpenLink(websocket, self._gateway, self._settings, who, self._orphans, self._find)
         self._links.add(link)
         self._orphans.came_back(link.router)
         try:
@@ -78,17 +79,18 @@ class LinkDoor:
                 return kept
         return self._orphans.adopt(id, tenant)
 
-    async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
-        """The router's first frame, or None after the connection was closed with the reason."""
+    async def _hello(self, websocket: WebSocket) -> tuple[wire.Hello, int] | None:
+        """The router's first frame and the version to speak, or None after the connection was closed with the reason."""
         code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"
         try:
             async with asyncio.timeout(self._settings.hello_s):
                 frame = wire.decode_to_leader(await receive_binary(websocket))
             if isinstance(frame, wire.Hello):
-                if frame.protocol_version == wire.PROTOCOL_VERSION:
-                    return frame
+                version = LINK.agreed(frame.protocol_version, frame.oldest_version)
+                if version is not None:
+                    return frame, version
                 code = CLOSE_WRONG_VERSION
-                reason = f"this leader speaks link version {wire.PROTOCOL_VERSION}, the router {frame.protocol_version}"
+                reason = f"this leader speaks link version {LINK}, the router {frame.protocol_version}"
         except TimeoutError:
             reason = f"no Hello within {self._settings.hello_s:g} s"
         except msgspec.DecodeError:

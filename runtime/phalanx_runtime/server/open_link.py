@@ -56,6 +56,15 @@ class LinkSettings:
     max_kept_bytes: int = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The router at the other end: its name, the name of its life, and the version of the link that both speak."""
+
+    router: str
+    instance: str
+    version: int
+
+
 class OpenLink:
     """One open link. Its sink side is called by the gateway; `run` owns its tasks and ends them."""
 
@@ -64,13 +73,14 @@ class OpenLink:
         websocket: WebSocket,
         gateway: EngineGateway,
         settings: LinkSettings,
-        router: tuple[str, str],
+        peer: Peer,
         orphans: Orphans,
         find: Callable[[str, str], Kept | None],
     ) -> None:
-        self.router = router
+        self.router = (peer.router, peer.instance)
+        self._version = peer.version
         self._find = find
-        self._kept = KeptRequests(orphans, router)
+        self._kept = KeptRequests(orphans, self.router)
         self._websocket = websocket
         self._gateway = gateway
         self._settings = settings
@@ -117,7 +127,7 @@ class OpenLink:
         settings = self._settings
         assets = self._assets()
         self._told_assets = "" if assets is None else assets.content_hash
-        self._send(wire.Welcome(wire.PROTOCOL_VERSION, settings.group, settings.revision, settings.page_size, self._told_assets))
+        self._send(wire.Welcome(self._version, settings.group, settings.revision, settings.page_size, self._told_assets))
         self._sent_state = self._gateway.state()
         self._send(self._sent_state)
         self.load_changed()
@@ -236,6 +246,9 @@ class OpenLink:
         return msgspec.structs.replace(load, last_handle=self._seen.highest(load.last_handle))
 
     def _send(self, frame: wire.FromLeader) -> None:
+        """Queues a frame, unless the version spoken here does not know it."""
+        if wire.SINCE.get(type(frame), 1) > self._version:
+            return
         self._waiting.append(frame)
         self._wake.set()
 

@@ -1,0 +1,198 @@
+"""Programs of this version beside those of the version before, of a later one, and of one that shares none with us.
+
+The peers of the version before say the recorded bytes; unknown versions are refused with a word, and nothing waits for ever.
+"""
+
+import asyncio
+import json
+import logging
+import pathlib
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from phalanx_api import wire
+from phalanx_api.conditions import find_condition
+from phalanx_api.summary import Asked, BalancePolicy, RouterSummary, UnknownVersion
+from phalanx_api.versions import LINK
+from phalanx_frontend.backend import BackendError
+from phalanx_router import peer_wire
+from tests.control.summaries import summary
+from tests.control.test_asking import Scene, scene
+from tests.control.worlds import World as Operated
+from tests.router.doors import FakeEngine, http_server, running_leader
+from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
+from tests.router.test_leader_link import dial, receive
+from tests.router.test_summary import running_router
+
+__all__ = ["scene"]
+RECORDED = json.loads(pathlib.Path(__file__).with_name("version_1.json").read_text())
+
+
+def recorded(part: str, name: str) -> bytes:
+    return bytes.fromhex(RECORDED["frames"][part][name])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# Routers and leaders
+
+
+async def test_a_leader_speaks_with_a_router_of_the_version_before() -> None:
+    engine = FakeEngine()
+    async with running_leader(engine) as (address, _), dial(address) as connection:
+        await connection.send(recorded("to_leader", "hello"))
+        first = wire.decode_from_leader(await connection.recv(decode=False))
+        assert isinstance(first, wire.Welcome) and first.protocol_version == 1
+        await connection.send(recorded("to_leader", "send_pages"))
+        assert (await receive(connection, wire.PageChanges)).is_snapshot
+        await connection.send(wire.encode(wire.Submit(7, make_request(max_tokens=2))))
+        await until(lambda: engine.submitted)
+        engine.step()
+        assert (await receive(connection, wire.Tokens)).tokens == expected([1, 2, 3], 1)
+        await connection.send(recorded("to_leader", "abort"))
+        await until(lambda: engine.aborted)
+
+
+async def test_a_router_speaks_with_a_leader_of_the_version_before() -> None:
+    old = FakeLeader("old", Script(protocol_version=1))
+    async with running_world(old, FakeLeader("new")) as world:
+        (link,) = [link for link in world.fleet.links.all() if link.endpoint.group == "old"]
+        assert link.is_open and link.unknown_version == ""
+        link._send(wire.Disown([1]))
+        assert (await hear(world.fleet, make_request())).tokens == expected([1, 2, 3], 16)
+        assert (await hear(world.fleet, make_request([4, 5]))).tokens == expected([4, 5], 16)
+        assert link.is_open, "it was not sent what it does not know"
+
+
+async def test_a_later_leader_that_still_speaks_our_version_is_followed() -> None:
+    async with running_leader(FakeEngine()) as (address, _), dial(address) as connection:
+        await connection.send(wire.encode(wire.Hello(LINK.newest + 1, "router-0", "life", LINK.newest)))
+        assert (await receive(connection, wire.Welcome)).protocol_version == LINK.newest
+
+
+async def test_a_leader_of_an_unknown_version_is_told_of_and_gets_no_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with running_router(FakeLeader("far", Script(protocol_version=9)), ready=0) as router:
+        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
+        told = await router.ask()
+        assert [one.group for one in told.unknown_versions] == ["far"]
+        assert "this leader speaks link version 9" in told.unknown_versions[0].why
+        assert f"this router speaks {LINK}" in told.unknown_versions[0].why
+        with pytest.raises(BackendError, match="no group is ready"):
+            await hear(router.fleet, make_request())
+        said = [record for record in caplog.records if "4426" in getattr(record, "why", "")]
+        assert 1 <= len(said) <= 2, "a line when it begins, not one for each attempt"
+
+
+async def test_a_leader_that_answers_in_an_unknown_version_is_told_of() -> None:
+    odd = FakeLeader("odd", Script(first=wire.encode(wire.Welcome(9, "odd", "r1", 16, ""))))
+    async with running_router(odd, ready=0) as router:
+        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
+        told = await router.ask()
+        assert told.unknown_versions == [UnknownVersion("odd", f"the leader speaks link version 9, this router {LINK}")]
+
+
+async def test_a_leader_that_is_upgraded_in_place_is_forgiven() -> None:
+    leader = FakeLeader("far", Script(protocol_version=9))
+    async with running_router(leader, ready=0) as router:
+        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
+        leader.script.protocol_version = LINK.newest
+        await router.until_ready(1)
+        assert (await router.ask()).unknown_versions == []
+
+
+# The operator and routers
+
+
+async def test_a_router_answers_an_operator_of_the_version_before() -> None:
+    async with running_router(FakeLeader("a")) as router:
+        response = await router.post(RECORDED["json"]["asked"].replace('"wait_s":3.0', '"wait_s":0').encode())
+        assert response.status_code == 200
+        assert msgspec.json.decode(response.content, type=RouterSummary).version == 1
+        assert router.fleet.balancing.policy.number == 4
+
+
+async def test_a_router_refuses_a_question_of_an_unknown_version(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with running_router(FakeLeader("a")) as router:
+        response = await router.post(msgspec.json.encode(Asked(BalancePolicy(7), 0.0, 9, 8)))
+        assert response.status_code == 426 and "answers questions of version 1 to 2" in response.text
+        assert router.fleet.balancing.policy.number == 0, "a policy that nobody may understand is not obeyed"
+        assert any(record.message == "question refused" for record in caplog.records)
+
+
+async def test_the_operator_takes_the_summary_of_a_router_of_the_version_before(scene: Scene) -> None:
+    scene.routers[0].answers.put_nowait(RECORDED["json"]["summary"].encode())
+    scene.tell(number=1)
+    await until(lambda: scene.asking.fleet(("team", "chat"), scene.targets[:1]).is_heard)
+    fleet = scene.asking.fleet(("team", "chat"), scene.targets[:1])
+    assert fleet.queued == 4 and fleet.unknown_versions == ()
+
+
+@pytest.mark.parametrize("answer", [426, summary(version=9)], ids=["it refuses", "it answers in it"])
+async def test_the_operator_says_which_router_it_shares_no_version_with(scene: Scene, answer: RouterSummary | int) -> None:
+    scene.routers[0].answers.put_nowait(answer)
+    scene.tell(number=1)
+    await until(lambda: scene.asking.fleet(("team", "chat"), scene.targets[:1]).unknown_versions)
+    fleet = scene.asking.fleet(("team", "chat"), scene.targets[:1])
+    assert not fleet.is_heard and scene.routers[0].address in fleet.unknown_versions[0]
+    assert scene.woken
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: scene.asking.fleet(("team", "chat"), scene.targets[:1]).is_heard)
+    assert scene.asking.fleet(("team", "chat"), scene.targets[:1]).unknown_versions == ()
+
+
+async def test_the_condition_says_who_shares_no_version_and_ends_with_it() -> None:
+    operated = Operated()
+    await operated.settle()
+    operated.cluster.start_router_pods()
+    assert find_condition(operated.status.conditions, "Compatible") is None
+    operated.routers.says = summary(unknown_versions=[UnknownVersion("chat-g-1", "the leader speaks link version 9")])
+    await operated.look()
+    assert operated.condition("Compatible") == ("False", "UnknownVersion")
+    assert ("Warning", "UnknownVersion") in operated.notes()
+    assert await operated.look() == []
+    operated.routers.says = summary()
+    await operated.look()
+    assert operated.condition("Compatible") == ("True", "VersionsAgree")
+
+
+# Routers among themselves
+
+
+async def greeted(greeting: bytes) -> ConnectionClosed | None:
+    """How a router's peer door ends a connection that begins so; None when it takes it."""
+    from phalanx_router.app import make_router
+
+    app, _ = make_router(make_settings(), Leaders(), peers=Leaders())
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with http_server(app) as address:
+        url = f"ws://{address}{peer_wire.PEER_PATH}"
+        async with connect(url, additional_headers=headers, proxy=None, compression=None) as connection:
+            await connection.send(greeting)
+            await connection.send(recorded("peer", "wanted"))
+            try:
+                answer = peer_wire.decode(await asyncio.wait_for(connection.recv(decode=False), 10))
+            except ConnectionClosed as end:
+                return end
+    assert answer == peer_wire.Told([])
+    return None
+
+
+async def test_a_router_takes_the_greeting_of_the_version_before() -> None:
+    assert await greeted(recorded("peer", "greeting")) is None
+
+
+async def test_a_router_refuses_a_peer_of_an_unknown_version(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    end = await greeted(peer_wire.encode(peer_wire.Greeting("router-9", "life", 9, 8)))
+    assert end is not None and end.rcvd is not None and end.rcvd.code == 4426
+    assert any("router-9 9" in getattr(record, "why", "") for record in caplog.records)
