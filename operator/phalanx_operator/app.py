@@ -14,6 +14,7 @@ import kopf
 from phalanx_operator import handlers, probes
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Asking
+from phalanx_operator.counted_kube import CountedKube
 from phalanx_operator.events import Notes
 from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
 from phalanx_operator.informer import Informer
@@ -39,21 +40,28 @@ async def run(settings: Settings) -> None:
     metrics, health = Metrics(), probes.Health()
     client = await connect()
     endpoint = await probes.serve(probes.make_app(health, metrics), settings.port)
-    kube = HttpKube(client)
+    kube = CountedKube(HttpKube(client), metrics)
     http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    lease = Lease(kube, settings.lease_namespace, identity)
+    lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    health.ready = True  # a standby is ready to lead
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_end_when(stop))
+            loop, informers = _assemble(settings, kube, http, identity, metrics)
+            health.stalls = lambda: _stalls(informers)
+            for informer in informers:
+                tasks.create_task(informer.run())
+            for informer in informers:
+                await informer.synced.wait()
+            health.ready = True  # a standby knows all objects: it leads as soon as it may
             await lease.acquire()
             metrics.is_leader.set(1)
             tasks.create_task(lease.keep())
-            await _lead(tasks, settings, kube, http, identity, metrics, health, stop)
+            tasks.create_task(loop.work(settings.workers))
+            tasks.create_task(_watch_services(settings, loop, stop))
     except* Stopped:
         log.info("stopped")
     finally:
@@ -68,17 +76,10 @@ async def _end_when(stop: asyncio.Event) -> None:
     raise Stopped
 
 
-async def _lead(
-    tasks: asyncio.TaskGroup,
-    settings: Settings,
-    kube: KubeClient,
-    http: aiohttp.ClientSession,
-    identity: str,
-    metrics: Metrics,
-    health: probes.Health,
-    stop: asyncio.Event,
-) -> None:
-    """Starts all that a leader does. Nobody looks at a service before every first list is in."""
+def _assemble(
+    settings: Settings, kube: KubeClient, http: aiohttp.ClientSession, identity: str, metrics: Metrics
+) -> tuple[Loop, list[Informer]]:
+    """What looks at services, which only a leader sets to work, and what every replica watches."""
     children = Children()
     images = Images(settings.runtime_image, settings.router_image)
     neighbours = Neighbours(settings.lease_namespace, settings.prometheus_namespace)
@@ -97,13 +98,10 @@ async def _lead(
     ]
     if not settings.namespaces:  # nodes lie in no namespace, and watching them is a right over the whole cluster
         informers.append(Informer(kube, NODES, None, children.nodes, loop.wake, selector=""))
-    health.stalls = lambda: _stalls(informers)
     for informer in informers:
-        tasks.create_task(informer.run())
-    for informer in informers:
-        await informer.synced.wait()
-    tasks.create_task(loop.work(settings.workers))
-    tasks.create_task(_watch_services(settings, loop, stop))
+        age = metrics.watch_age.labels(informer.resource.plural)
+        age.set_function(lambda informer=informer: time.monotonic() - informer.heard_at)  # type: ignore[misc]
+    return loop, informers
 
 
 async def _watch_services(settings: Settings, loop: Loop, stop: asyncio.Event) -> None:

@@ -14,6 +14,7 @@ from phalanx_operator.kube import LEASES, Json, KubeClient
 log = logging.getLogger(__name__)
 NAME = "phalanx-operator"
 LEASE_S = 15.0
+"""How long a lease holds without being renewed, if nothing else is asked for; all else is in proportion to it."""
 RENEW_S = 2.0
 GIVE_UP_S = 10.0
 """A leader that could not renew for so long stops, well before anyone else may take the lease."""
@@ -32,12 +33,16 @@ class Lease:
         namespace: str,
         identity: str,
         *,
+        lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._identity = identity
+        self._lease_s = lease_s
+        self._renew_s = RENEW_S * lease_s / LEASE_S
+        self._give_up_s = GIVE_UP_S * lease_s / LEASE_S
         self._clock = clock
         self._pause = pause
         self._seen = ("", 0.0)
@@ -56,15 +61,15 @@ class Lease:
                         log.info("standing by", extra={"identity": self._identity, "leader": holder})
             except KubeError as error:
                 log.warning("lease not read", extra={"why": str(error)})
-            await self._pause(RENEW_S)
+            await self._pause(self._renew_s)
 
     async def keep(self) -> None:
         """Renews for ever. Raises: LeaseLost when someone else leads, or nothing could be renewed for too long."""
         renewed_at = self._clock()
         while True:
-            await self._pause(RENEW_S)
+            await self._pause(self._renew_s)
             began = self._clock()  # what the API server notes down is not earlier than this
-            left_s = GIVE_UP_S - (began - renewed_at)
+            left_s = self._give_up_s - (began - renewed_at)
             try:
                 async with asyncio.timeout(max(left_s, 0)):
                     answer = await self._try()
@@ -72,11 +77,11 @@ class Lease:
                     raise LeaseLost(f"{answer.holder} leads now")
                 renewed_at = began
             except TimeoutError as error:
-                raise LeaseLost(f"not renewed for {GIVE_UP_S:.0f} s: the API server does not answer") from error
+                raise LeaseLost(f"not renewed for {self._give_up_s:.0f} s: the API server does not answer") from error
             except KubeError as error:
                 log.warning("lease not renewed", extra={"why": str(error)})
-                if self._clock() - renewed_at > GIVE_UP_S:
-                    raise LeaseLost(f"not renewed for {GIVE_UP_S:.0f} s: {error}") from error
+                if self._clock() - renewed_at > self._give_up_s:
+                    raise LeaseLost(f"not renewed for {self._give_up_s:.0f} s: {error}") from error
 
     async def give_back(self) -> None:
         """Lets the next candidate lead at once. An error is only logged: the lease then runs out by itself."""
@@ -93,7 +98,7 @@ class Lease:
             body: Json | None = await self._client.get(LEASES, self._namespace, NAME)
         except Gone:
             body = None
-        answer = claim(self._identity, self._held(body), LEASE_S)
+        answer = claim(self._identity, self._held(body), self._lease_s)
         if isinstance(answer, Wait):
             return answer
         if body is None:
@@ -118,7 +123,7 @@ class Lease:
         mine = former.get("holderIdentity") == self._identity
         return {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": int(LEASE_S),
+            "leaseDurationSeconds": int(self._lease_s),
             "acquireTime": former.get("acquireTime", now) if mine else now,
             "renewTime": now,
             "leaseTransitions": int(former.get("leaseTransitions", 0)) + (0 if mine else 1),

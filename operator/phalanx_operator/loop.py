@@ -35,6 +35,7 @@ class Loop:
         self._wakeups = Wakeups()
         self._changed = asyncio.Event()
         self._failures: dict[Key, int] = {}
+        metrics.queue_keys.set_function(lambda: self._wakeups.num_due(self._clock()))
 
     def wake(self, key: Key, after_s: float = COALESCE_S) -> None:
         """Look at this service soon. An object without a service's label wakes nobody."""
@@ -89,7 +90,6 @@ class Loop:
         except Exception as error:  # a bug in one service's look must not end the others'
             self._again(key, error, logging.CRITICAL, name)
         self._metrics.reconcile_seconds.observe(self._clock() - began)
-        self._metrics.queue_keys.set(len(self._wakeups))
 
     def _again(self, key: Key, error: Exception, level: int, name: str) -> None:
         failures = self._failures.get(key, 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from phalanx_api.status import Status
 from phalanx_operator.decide.scale import Decision
@@ -18,7 +18,19 @@ class Metrics:
         self.reconcile_seconds = Histogram("phalanx_operator_reconcile_seconds", "Time of one look at a service.", registry=r)
         self.errors = Counter("phalanx_operator_reconcile_errors_total", "Looks that ended in an error.", ["error"], registry=r)
         self.status_writes = Counter("phalanx_operator_status_writes_total", "Status writes.", registry=r)
-        self.queue_keys = Gauge("phalanx_operator_queue_keys", "Services that wait to be looked at.", registry=r)
+        self.actions = Counter(
+            "phalanx_operator_actions_total", "What was done to groups and their number.", ["action"], registry=r
+        )
+        calls = ["verb", "kind"]
+        self.api_calls = Counter("phalanx_operator_api_calls_total", "Calls of the API server.", calls, registry=r)
+        self.api_errors = Counter(
+            "phalanx_operator_api_errors_total", "Calls that did not succeed.", [*calls, "error"], registry=r
+        )
+        self.watch_age = Gauge(
+            "phalanx_operator_watch_age_seconds", "Since the API server last said anything of a kind.", ["kind"], registry=r
+        )
+        ProcessCollector(registry=r)
+        self.queue_keys = Gauge("phalanx_operator_queue_keys", "Services that are due to be looked at.", registry=r)
         self.is_leader = Gauge("phalanx_operator_is_leader", "Whether this process holds the lease.", registry=r)
         names = ["namespace", "service"]
         self.groups = Gauge("phalanx_service_groups", "Groups that exist.", names, registry=r)

@@ -20,6 +20,10 @@ class Wakeups:
     def __len__(self) -> int:
         return len(self._due)
 
+    def num_due(self, now: float) -> int:
+        """How many keys are to be looked at now or were before, and nobody has taken yet."""
+        return sum(at <= now for at in self._due.values())
+
     def wake(self, key: Key, at: float) -> None:
         """Look at this key at that time, or sooner if that was wished before."""
         if at < self._due.get(key, float("inf")):
