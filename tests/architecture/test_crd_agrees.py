@@ -24,7 +24,8 @@ def test_the_crd_is_the_generated_one(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_samples_are_valid(path: pathlib.Path) -> None:
-    body: dict[str, Any] = yaml.safe_load(path.read_text())
+    documents = yaml.safe_load_all(path.read_text())
+    body: dict[str, Any] = next(document for document in documents if document["kind"] == "InferenceService")
     body["metadata"] |= {"namespace": "default", "uid": "uid"}
     service = parse(body)
     assert isinstance(service, InferenceService), service

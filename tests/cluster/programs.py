@@ -76,6 +76,11 @@ def installed() -> Programs:
     return Programs(kubernetes, coredns, pause, unpacked, archive / "base.tar")
 
 
+def helm() -> Path:
+    """Helm, which only the comparison of manifests needs; made where the cache lacks it."""
+    return _go_program("helm", "Helm (minutes the first time)", "helm.sh/helm/v4/cmd/helm")
+
+
 def _go() -> str:
     found = shutil.which("go")
     version = re.search(r"go(\d+)\.(\d+)", output(found, "version")) if found else None
@@ -120,9 +125,9 @@ def _kubernetes() -> Path:
     return finished(folder, lambda part: _build("kubernetes", title, part, flags, "tool"))
 
 
-def _go_program(module: str, title: str) -> Path:
+def _go_program(module: str, title: str, target: str = ".") -> Path:
     folder = cache_root() / f"{module}-{key_of(RECIPE, key_of_folder(MODULES / module))}"
-    return finished(folder, lambda part: _build(module, title, part, [], ".")) / module
+    return finished(folder, lambda part: _build(module, title, part, [], target)) / module
 
 
 def _debian(folder: Path) -> None:

@@ -1,0 +1,126 @@
+"""kustomize and Helm render the same objects, and the API server takes them."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.fixtures import Cluster
+from tools.errors import Failed
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+MANIFESTS = ROOT / "manifests"
+Objects = dict[tuple[str, str, str], Any]
+
+
+@functools.cache
+def helm() -> str:
+    """The program, built once from the Go module proxy."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster", "helm"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def by_name(text: str) -> Objects:
+    """Objects by kind, namespace and name."""
+    bodies = [body for body in yaml.safe_load_all(text) if body]
+    found = {(b["kind"], b["metadata"].get("namespace", ""), b["metadata"]["name"]): b for b in bodies}
+    assert len(found) == len(bodies), "an object is there twice"
+    return found
+
+
+def templated(cluster: Cluster, *flags: str) -> Objects:
+    """What the chart renders."""
+    command = (helm(), "template", "phalanx", str(MANIFESTS / "chart"), "--namespace", "phalanx-system", "--include-crds", *flags)
+    return by_name(cluster.run(*command))
+
+
+def kustomized(cluster: Cluster, folder: Path) -> Objects:
+    """What kustomize renders."""
+    return by_name(cluster.kubectl("kustomize", str(folder)))
+
+
+def test_the_chart_renders_what_the_base_does(cluster: Cluster) -> None:
+    assert templated(cluster, "--set", "createNamespace=true") == kustomized(cluster, MANIFESTS / "base")
+
+
+def test_a_release_in_a_namespace_that_is_there_lacks_only_the_namespace(cluster: Cluster) -> None:
+    base = kustomized(cluster, MANIFESTS / "base")
+    del base["Namespace", "", "phalanx-system"]
+    assert templated(cluster) == base
+
+
+def test_the_chart_renders_what_the_overlay_does(cluster: Cluster) -> None:
+    images = [f"images.{name}=localhost/phalanx-{name}:dev" for name in ("operator", "runtime", "router")]
+    flags = [word for value in ("createNamespace=true", *images) for word in ("--set", value)]
+    assert templated(cluster, *flags) == kustomized(cluster, MANIFESTS / "overlays" / "test")
+
+
+def test_the_chart_renders_the_monitors_that_the_component_does(cluster: Cluster, tmp_path: Path) -> None:
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["base"],
+        "components": ["monitoring"],
+    }
+    folder = tmp_path / "manifests"
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    crd = "inferenceservices.yaml"
+    for name, source in (("base", MANIFESTS / "base"), ("monitoring", MANIFESTS / "components" / "monitoring")):
+        (folder / name).mkdir()
+        for path in source.iterdir():
+            (folder / name / path.name).write_text(path.read_text().replace("../../crds", crd))
+    (folder / "base" / crd).write_text((ROOT / "crds" / crd).read_text())
+    flags = ("--set", "createNamespace=true", "--set", "monitoring.enabled=true")
+    rendered = templated(cluster, *flags)
+    assert rendered == kustomized(cluster, folder)
+    assert {kind for kind, _, _ in rendered} >= {"ServiceMonitor", "PrometheusRule"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (("replicas=0",), "minimum"),
+        (("leaseSeconds=1",), "minimum"),
+        (("image.operator=x",), "image"),
+        (("imagePullPolicy=Sometimes",), "imagePullPolicy"),
+        (("watchNamespaces={Not_a_name}",), "watchNamespaces"),
+    ],
+    ids=["no replica", "lease", "unknown value", "pull policy", "namespace"],
+)
+def test_values_that_make_no_sense_are_refused(cluster: Cluster, values: tuple[str, ...], words: str) -> None:
+    with pytest.raises(Failed, match=words):
+        templated(cluster, *(word for value in values for word in ("--set", value)))
+
+
+def test_every_value_arrives(cluster: Cluster) -> None:
+    values = (
+        *("replicas=3", "leaseSeconds=20", "workers=8", "watchNamespaces={a,b}", "prometheusNamespace=monitoring"),
+        *("imagePullSecrets[0].name=pull", "nodeSelector.disk=fast", "priorityClassName=high", "imagePullPolicy=Always"),
+        *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y"),
+    )
+    found = templated(cluster, *(word for value in values for word in ("--set", value)))
+    spec = found["Deployment", "phalanx-system", "phalanx-operator"]["spec"]
+    pod = spec["template"]["spec"]
+    env = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
+    assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
+    assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"disk": "fast"}, "high")
+    assert pod["tolerations"] == [{"operator": "Exists"}] and pod["affinity"] == {"nodeAffinity": {"x": "y"}}
+    container = pod["containers"][0]
+    assert container["imagePullPolicy"] == "Always" and container["resources"]["limits"]["memory"] == "1Gi"
+
+
+def test_the_api_server_takes_every_object(cluster: Cluster, operator: str) -> None:
+    flags = [word for name in ("operator", "runtime", "router") for word in ("--set", f"images.{name}={cluster.image(name)}")]
+    text = yaml.safe_dump_all(templated(cluster, *flags).values())
+    strict = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts", "-f", "-")
+    assert "inferenceservices.phalanx.dev" in cluster.kubectl(*strict, stdin=text)
