@@ -10,9 +10,11 @@ an OCI archive of all three images as the test cluster has them: the runtime's w
 """
 
 import ast
+import dataclasses
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from images import steps
@@ -122,6 +124,20 @@ def _keep_newest(kept: Path, found: Path) -> None:
     for folder in folders[:-KEPT_ARCHIVES]:
         if folder != found:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_changed_archive(program: str, tag: str, change: Callable[[Path], None], out: Path) -> str:
+    """The name of a program's image whose packages `change` has changed; the archive is for nodes that have `archives()`."""
+    on = base()
+    stable = _stable_layers(on)[program]
+    name = f"{PREFIX}/phalanx-{program}:{tag}"
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        steps.fill_packages(on / "root", PROGRAMS[program], root, change)
+        layer = write_layer(root, Path(folder) / "changed.layer")
+        image = dataclasses.replace(_image(PROGRAMS[program], *stable, layer), name=name)
+        write_archive(out, [image], set(stable))
+    return name
 
 
 def write_full_archive(out: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from images.layout import CERTIFICATES, DEBIAN_PACKAGES, USER, WRITABLE, Program
@@ -111,12 +112,17 @@ def fill_requirements(base: Path, requirements: str, root: Path) -> None:
     _compile(base, target, root)
 
 
-def fill_packages(base: Path, program: Program, root: Path) -> None:
-    """Nothing; the folder holds our packages, compiled, the console command, and what `importlib.metadata` asks for."""
+def fill_packages(base: Path, program: Program, root: Path, change: Callable[[Path], None] | None = None) -> None:
+    """Nothing; the folder holds our packages, compiled, the console command, and what `importlib.metadata` asks for.
+
+    `change` may alter the packages, in the folder that it is given, before they are compiled.
+    """
     target = packages_folder(base, root)
     for package in program.packages:
         source = ROOT / package
         shutil.copytree(source, target / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    if change is not None:
+        change(target)
     _compile(base, target, root)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     about = f"usr/local/lib/{python_version(base)}/dist-packages/{project['name']}-{project['version']}.dist-info"

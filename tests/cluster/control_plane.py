@@ -101,6 +101,7 @@ def start_controllers(files: ClusterFiles, programs: Programs) -> daemons.Daemon
         "--allocate-node-cidrs=false",  # fixed in each node's CNI configuration
         f"--node-monitor-grace-period={grace_s()}s",
         f"--flex-volume-plugin-dir={files.run}/volplugins",
+        "--horizontal-pod-autoscaler-sync-period=5s",
         *("--kube-api-qps=500", "--kube-api-burst=1000"),  # the default of 20 delays the first service account by 5 s
     )
     _start(files, programs.kube("kube-scheduler"), *common("scheduler"))

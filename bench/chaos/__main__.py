@@ -1,0 +1,160 @@
+"""Strikes a service again and again and waits each time until all is as it should be: `python -m bench.chaos --minutes 20`.
+
+    python3 -m tests.cluster up --images
+    python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.chaos --minutes 20 [--seed N]
+
+The service has three groups of two pods of a tiny model, a group on one node, two routers; the operator has two replicas.
+The exit status is 1 when the state did not converge, an object had no owner, a group was there twice, or the status said
+Ready for more than 10 s while nothing was served and an operator ran. The seed is printed first, the result last, as JSON.
+"""
+
+import argparse
+import json
+import random
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench.chaos.look import lies, unsettled
+from bench.chaos.strikes import Striker, order
+from bench.chaos.traffic import Traffic
+from bench.chaos.watch import NAME, Watcher
+from tests.cluster import operator as installation
+from tests.cluster import service as svc
+from tests.cluster import tiny_model
+from tests.cluster.access import Cluster, ours
+from tests.cluster.conftest import make_namespace
+from tools.errors import Failed
+
+MOST_LIE_S = 10.0
+GROUPS, ROUTERS, CLIENTS = 3, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run found. `strikes`: what was done, and the seconds until all was well again (None: not within the limit)."""
+
+    seed: int
+    minutes: float
+    strikes: list[tuple[str, str, float | None]]
+    wrong: list[str]
+    lies_s: list[float]
+    doubles: list[str]
+    streams: dict[str, int]
+    probes: tuple[int, int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was wrong, and streams ran."""
+        settled = all(seconds is not None for _, _, seconds in self.strikes)
+        return (
+            settled
+            and not (self.wrong or self.lies_s or self.doubles)
+            and self.streams.get("whole", 0) > 0
+            and bool(self.strikes)
+        )
+
+
+def manifest(cluster: Cluster) -> dict[str, Any]:
+    """The service. A group's pods lie on one node, so that a lost node takes some groups and not all."""
+    made = svc.manifest(NAME, model=f"pvc://models/{tiny_model.NAME}", replicas=GROUPS, servedNames=["tiny"])
+    ours = {"matchLabels": {"phalanx.dev/service": NAME, "phalanx.dev/component": "group"}}
+    place = {"topologyKey": "kubernetes.io/hostname", "labelSelector": ours}
+    together = {"requiredDuringSchedulingIgnoredDuringExecution": [{**place, "matchLabelKeys": ["phalanx.dev/group"]}]}
+    template = made["spec"]["podTemplate"]["spec"]
+    template["topologySpreadConstraints"] = [{**place, "maxSkew": 2, "whenUnsatisfiable": "ScheduleAnyway"}]
+    template["affinity"] = {"podAffinity": together}
+    made["spec"]["engine"] |= {"kvCacheMemory": "64Mi", "maxModelLen": 2048}
+    made["spec"]["router"] = {"replicas": ROUTERS}
+    made["spec"]["restartPolicy"] = {"nodeLostSeconds": 30}
+    return cluster.with_site_packages(made)
+
+
+def run(cluster: Cluster, *, minutes: float, seed: int, limit_s: float = 300.0) -> Result:
+    """Strikes for so long."""
+    print(f"seed {seed}", flush=True)
+    chance = random.Random(seed)
+    installation.install(cluster)
+    namespace = make_namespace(cluster, "chaos")
+    cluster.claim(namespace, "models", tiny_model.folder())
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest(cluster)))
+    ip = svc.wait_for(lambda: _service_ip(cluster, namespace), 60, "the router's Service")
+    watcher = Watcher(cluster, namespace, f"http://{ip}", "tiny")
+    wrong: list[str] = []
+    strikes: list[tuple[str, str, float | None]] = []
+    if _settle(watcher, limit_s, wrong) is None:
+        return Result(seed, minutes, strikes, wrong, [], [], {}, (0, 0))
+    traffic = Traffic(f"http://{ip}", "tiny", CLIENTS, watcher.served)
+    watcher.start()
+    traffic.start()
+    try:
+        strikes += _strike_on(Striker(cluster, namespace, chance), watcher, minutes, limit_s, wrong)
+    finally:
+        streams, seen = traffic.stop(), watcher.stop()
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+    found = [round(end - begin, 1) for begin, end in lies(seen.samples, MOST_LIE_S)]
+    return Result(seed, minutes, strikes, wrong, found, seen.doubles, dict(streams), (seen.probes_answered, seen.probes))
+
+
+def _service_ip(cluster: Cluster, namespace: str) -> str | None:
+    found = cluster.kubectl("-n", namespace, "get", "service", NAME, "-o", "jsonpath={.spec.clusterIP}", "--ignore-not-found")
+    return found or None
+
+
+def _strike_on(
+    striker: Striker, watcher: Watcher, minutes: float, limit_s: float, wrong: list[str]
+) -> list[tuple[str, str, float | None]]:
+    kinds, done = striker.kinds(), []
+    following = order(sorted(kinds), striker.chance)
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        kind = following()
+        try:
+            what = kinds[kind]()
+        except Failed as error:  # kubectl, just after another strike: it is struck again later
+            what = f"not done: {error}"
+        took_s = _settle(watcher, limit_s, wrong)
+        done.append((kind, what, took_s))
+        print(f"{kind}: {what}; {'NOT well' if took_s is None else f'well again after {took_s:.0f} s'}", flush=True)
+        if took_s is None:
+            break
+        time.sleep(striker.chance.uniform(0.5, 5))
+    return done
+
+
+def _settle(watcher: Watcher, limit_s: float, wrong: list[str]) -> float | None:
+    """Seconds until two looks in a row found nothing wrong; None after the limit, and what is wrong is noted."""
+    began, calm = time.monotonic(), 0
+    found = ["the API server does not answer"]
+    while time.monotonic() - began < limit_s:
+        view = watcher.view()
+        found = ["the API server does not answer"] if view is None else unsettled(view)
+        calm = 0 if found else calm + 1
+        if calm == 2:
+            return time.monotonic() - began
+        time.sleep(1)
+    wrong += found
+    return None
+
+
+def main() -> int:
+    """Exit status."""
+    parser = argparse.ArgumentParser(prog="bench.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds until all must be well after a strike")
+    given = parser.parse_args()
+    result = run(ours(), minutes=given.minutes, seed=given.seed, limit_s=given.limit)
+    times = [seconds for _, _, seconds in result.strikes if seconds is not None]
+    shown = {name: getattr(result, name) for name in result.__dataclass_fields__} | {
+        "converged_s": {"max": max(times, default=None), "mean": sum(times) / len(times) if times else None},
+        "holds": result.holds,
+    }
+    print(json.dumps(shown))
+    return 0 if result.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What is looked at: the objects of one service, as the API server has them now, and what is wrong with them. Judging is pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One service at one moment: itself, and what carries its label or could own that."""
+
+    service: Json
+    sets: Sequence[Json]
+    pods: Sequence[Json]
+    replica_sets: Sequence[Json]
+    deployments: Sequence[Json]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the status says Ready."""
+        conditions = (self.service.get("status") or {}).get("conditions") or []
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+    @property
+    def wanted(self) -> int:
+        """How many groups are wanted."""
+        return int(self.service["spec"]["replicas"])
+
+    def live_sets(self) -> list[Json]:
+        """Groups that are neither going nor being emptied."""
+        return [one for one in self.sets if not _leaves(one) and not _is_drained(one)]
+
+
+def unsettled(view: View) -> list[str]:
+    """What is not as it should be in the end, as sentences; none when all is."""
+    status = view.service.get("status") or {}
+    wrong = [] if view.is_ready else [f"not Ready: {_ready_message(status)}"]
+    if status.get("observedGeneration") != view.service["metadata"]["generation"]:
+        wrong.append("the status is of an older spec")
+    if len(view.sets) != view.wanted or len(view.live_sets()) != view.wanted:
+        wrong.append(f"{len(view.sets)} StatefulSets, {len(view.live_sets())} of them stay, {view.wanted} wanted")
+    size = {one["metadata"]["name"]: one["spec"]["replicas"] for one in view.sets}
+    groups = [pod for pod in view.pods if pod["metadata"]["labels"].get("phalanx.dev/component") == "group"]
+    if len(groups) != sum(size.values()):
+        wrong.append(f"{len(groups)} pods of groups, {sum(size.values())} wanted")
+    wrong += [f"pod {pod['metadata']['name']} is not ready" for pod in view.pods if not _is_ready(pod)]
+    for deployment in view.deployments:
+        told = deployment.get("status") or {}
+        if told.get("readyReplicas", 0) != deployment["spec"]["replicas"]:
+            wrong.append(f"deployment {deployment['metadata']['name']} has {told.get('readyReplicas', 0)} ready")
+    return wrong + orphans(view)
+
+
+def orphans(view: View) -> list[str]:
+    """Objects whose owner is gone."""
+    uids = {one["metadata"]["uid"] for one in (view.service, *view.sets, *view.replica_sets, *view.deployments)}
+    found = []
+    for one in (*view.sets, *view.pods, *view.replica_sets, *view.deployments):
+        owner = next((o["uid"] for o in one["metadata"].get("ownerReferences") or [] if o.get("controller")), None)
+        if owner not in uids:
+            found.append(f"{one.get('kind', 'object')} {one['metadata']['name']} has no owner")
+    return found
+
+
+def double(view: View) -> list[str]:
+    """Groups beyond those that are wanted, and pods that are there twice."""
+    live = len(view.live_sets())
+    found = [f"{live} groups stay, {view.wanted} wanted"] if live > view.wanted else []
+    seen: set[tuple[str, str]] = set()
+    for pod in view.pods:
+        labels = pod["metadata"]["labels"]
+        place = (labels.get("phalanx.dev/group", ""), labels.get("apps.kubernetes.io/pod-index", ""))
+        if place[0] and place in seen:
+            found.append(f"rank pod {place[1]} of {place[0]} is there twice")
+        seen.add(place)
+    return found
+
+
+def _leaves(one: Json) -> bool:
+    return "deletionTimestamp" in one["metadata"]
+
+
+def _is_drained(one: Json) -> bool:
+    return "phalanx.dev/draining" in (one["metadata"].get("annotations") or {})
+
+
+def _is_ready(pod: Json) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return not _leaves(pod) and any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def _ready_message(status: Json) -> str:
+    return next(
+        (f"{c['reason']} {c.get('message', '')}" for c in status.get("conditions") or [] if c["type"] == "Ready"), "no status"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment for the rule of lies: when, whether the API server answered, what the status says, whether an operator runs,
+    and when anything was last served."""
+
+    at_s: float
+    is_known: bool
+    says_ready: bool
+    has_operator: bool
+    served_at_s: float
+
+
+def lies(samples: Sequence[Sample], most_s: float) -> list[tuple[float, float]]:
+    """Times (from, to) for longer than `most_s` in which the status said Ready, an operator ran, and nothing was served.
+
+    A moment in which the API server did not answer, or no operator ran, begins the count anew: nobody could have corrected it.
+    """
+    found: list[tuple[float, float]] = []
+    since: float | None = None
+    for sample in samples:
+        if not (sample.is_known and sample.says_ready and sample.has_operator):
+            since = None
+            continue
+        since = sample.at_s if since is None else since
+        began = max(since, sample.served_at_s)
+        if sample.at_s - began > most_s:
+            if found and found[-1][0] == began:
+                found[-1] = (began, sample.at_s)
+            else:
+                found.append((began, sample.at_s))
+    return found

@@ -1,0 +1,108 @@
+"""What is done to the cluster. Each strike is drawn with a seed, done, and told in one line."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.cluster import namespaces
+from tests.cluster.access import Cluster
+from tests.cluster.config import NODES
+from tools.errors import Failed
+
+OPERATOR = ("-n", "phalanx-system")
+AT_ONCE = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
+
+
+@dataclass(frozen=True, slots=True)
+class Striker:
+    """Strikes one service's cluster. All chance comes from `chance`."""
+
+    cluster: Cluster
+    namespace: str
+    chance: random.Random
+
+    def kinds(self) -> dict[str, Callable[[], str]]:
+        """Every strike by name; each gives what it did."""
+        return {
+            "pod": self._pod,
+            "router": self._router,
+            "operator": self._operator,
+            "operators": self._operators,
+            "node": self._node,
+            "cut": self._cut,
+            "api": self._api,
+        }
+
+    def _names(self, where: tuple[str, ...], selector: str) -> list[str]:
+        found = self.cluster.kubectl(*where, "get", "pods", "-l", selector, "-o", "jsonpath={.items[*].metadata.name}")
+        return sorted(found.split())
+
+    def _pod(self) -> str:
+        return self._one(("-n", self.namespace), "phalanx.dev/component=group")
+
+    def _router(self) -> str:
+        return self._one(("-n", self.namespace), "phalanx.dev/component=router")
+
+    def _one(self, where: tuple[str, ...], selector: str) -> str:
+        pods = self._names(where, selector)
+        if not pods:
+            return "nothing: there is no pod"
+        pod = self.chance.choice(pods)
+        how = AT_ONCE if self.chance.random() < 0.7 else ("--wait=false", "--ignore-not-found")
+        self.cluster.kubectl(*where, "delete", "pod", pod, *how)
+        return f"{pod} {'killed' if how is AT_ONCE else 'deleted'}"
+
+    def _operator(self) -> str:
+        lease = self.cluster.kubectl(*OPERATOR, "get", "lease", "phalanx-operator", "-o", "jsonpath={.spec.holderIdentity}")
+        if not lease:
+            return "nothing: nobody leads"
+        self.cluster.kubectl(*OPERATOR, "delete", "pod", lease, *AT_ONCE)
+        return f"{lease}, who led, killed"
+
+    def _operators(self) -> str:
+        self.cluster.kubectl(*OPERATOR, "delete", "pod", "-l", "app.kubernetes.io/name=phalanx-operator", *AT_ONCE)
+        return "all operators killed"
+
+    def _node(self) -> str:
+        node, away_s = self.chance.choice(NODES), self.chance.uniform(3, 45)
+        self.cluster.kill_node(node.name)
+        time.sleep(away_s)
+        self.cluster.repair()
+        return f"{node.name} lost for {away_s:.0f} s"
+
+    def _cut(self) -> str:
+        away_s = self.chance.uniform(5, 45)
+        self.cluster.cut()
+        try:
+            time.sleep(away_s)
+        finally:
+            self.cluster.mend()
+        return f"{NODES[1].name} cut off for {away_s:.0f} s"
+
+    def _api(self) -> str:
+        """The API server answers nobody; connections to it stand."""
+        away_s = self.chance.uniform(3, 25)
+        files = self.cluster.files
+        assert files is not None, "chaos is for the cluster of this machine"
+        servers = [one.pid for one in namespaces.processes(files.netns(NODES[0])) if one.name == "kube-apiserver"]
+        if not servers:
+            raise Failed("there is no API server")
+        os.kill(servers[0], signal.SIGSTOP)
+        try:
+            time.sleep(away_s)
+        finally:
+            os.kill(servers[0], signal.SIGCONT)
+        return f"the API server silent for {away_s:.0f} s"
+
+
+def order(kinds: list[str], chance: random.Random) -> Callable[[], str]:
+    """Gives the next kind: first each of them once, in a drawn order, then any."""
+    first = chance.sample(kinds, len(kinds))
+
+    def following() -> str:
+        return first.pop() if first else chance.choice(kinds)
+
+    return following

@@ -1,0 +1,66 @@
+"""Clients that stream one answer after the other, each in a thread, and count how answers ended."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+
+TOKENS = 120
+
+
+class Traffic:
+    """So many clients until `stop`. `served` hears of each token."""
+
+    def __init__(self, url: str, model: str, clients: int, served: Callable[[], None]) -> None:
+        self._url = url
+        self._model = model
+        self._served = served
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.ends: Counter[str] = Counter()
+        """Answers by how they ended: whole, or what was wrong."""
+        self._threads = [threading.Thread(target=self._ask_on, args=(number,), daemon=True) for number in range(clients)]
+
+    def start(self) -> None:
+        """Begins."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> Counter[str]:
+        """How answers ended."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+        return self.ends
+
+    def _ask_on(self, number: int) -> None:
+        asked = 0
+        while not self._stop.is_set():
+            asked += 1
+            try:
+                end = self._ask(f"client {number} asks number {asked}", seed=1000 * number + asked)
+            except httpx.HTTPError as error:
+                end = type(error).__name__
+            with self._lock:
+                self.ends[end] += 1
+            if end != "whole":
+                self._stop.wait(0.5)
+
+    def _ask(self, prompt: str, seed: int) -> str:
+        extra = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+        body = {"model": self._model, "prompt": prompt, "seed": seed, "max_tokens": TOKENS, "stream": True, **extra}
+        tokens = 0
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=httpx.Timeout(90, connect=5)) as response:
+            if response.status_code != 200:
+                return f"HTTP {response.status_code}"
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return f"error {event['error'].get('code')}"
+                tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+                self._served()
+        return "whole" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"

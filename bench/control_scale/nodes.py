@@ -1,0 +1,171 @@
+"""Nodes that exist only in the API server: they renew their Leases, their pods are ready at once and go at once.
+
+It stands in for kwok: the few calls of a kubelet that the control plane needs, over the operator's own client. Router pods
+get this machine's address, where `answer_as_router` says what a router without groups would.
+"""
+
+import asyncio
+import datetime
+from collections.abc import Iterable
+
+import msgspec
+from aiohttp import web
+
+from phalanx_api.summary import SUMMARY_PATH, Asked, Histogram, RouterSummary
+from phalanx_api.versions import SUMMARY
+from phalanx_operator.errors import Conflict, Gone, KubeError
+from phalanx_operator.kube import LEASES, NODES, PODS, Json, KubeClient
+
+PREFIX = "fake-"
+LABEL = "phalanx.dev/fake"
+RENEW_S = 5.0
+LEASE_NAMESPACE = "kube-node-lease"
+ROOM = {"cpu": "1000", "memory": "1000Gi", "pods": "1000"}
+WORKERS = 16
+
+
+def now() -> str:
+    """The time as Kubernetes writes it, with microseconds."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _conditions(kinds: Iterable[str]) -> list[Json]:
+    at = now()[:19] + "Z"
+    return [{"type": kind, "status": "True", "reason": "Fake", "message": "", "lastTransitionTime": at} for kind in kinds]
+
+
+class FakeNodes:
+    """So many nodes; `run` lives for all of them and for their pods."""
+
+    def __init__(self, kube: KubeClient, count: int, pod_ip: str, selector: str) -> None:
+        self._kube = kube
+        self._names = [f"{PREFIX}{number}" for number in range(count)]
+        self._pod_ip = pod_ip
+        self._selector = selector
+        self._todo: asyncio.Queue[tuple[str, Json]] = asyncio.Queue()
+        self.started: set[str] = set()
+        """UIDs of pods that were made ready."""
+
+    async def make(self) -> None:
+        """The nodes are there and Ready."""
+        for name in self._names:
+            body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "namespace": "", "labels": {LABEL: "true"}}}
+            lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": name, "namespace": LEASE_NAMESPACE}}
+            spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": now()}
+            for resource, wanted in ((NODES, body), (LEASES, lease | {"spec": spec})):
+                try:
+                    await self._kube.create(resource, wanted)
+                except Conflict:
+                    pass  # of a run that was killed
+            ready = _conditions(["Ready"])
+            status = {"capacity": ROOM, "allocatable": ROOM, "conditions": ready, "nodeInfo": {"kubeletVersion": "fake"}}
+            await self._kube.merge(NODES, "", name, {"metadata": {}, "status": status}, subresource="status")
+
+    async def remove(self) -> None:
+        """The nodes are gone."""
+        for name in self._names:
+            for resource, namespace in ((NODES, ""), (LEASES, LEASE_NAMESPACE)):
+                try:
+                    there = await self._kube.get(resource, namespace, name, metadata_only=True)
+                    await self._kube.delete(resource, namespace, name, there["metadata"]["uid"])
+                except (Gone, Conflict):
+                    pass
+
+    async def run(self) -> None:
+        """For ever: renews Leases, starts and ends pods."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._renew())
+            tasks.create_task(self._watch())
+            for _ in range(WORKERS):
+                tasks.create_task(self._work())
+
+    async def _renew(self) -> None:
+        while True:
+            for name in self._names:
+                try:
+                    await self._kube.merge(LEASES, LEASE_NAMESPACE, name, {"metadata": {}, "spec": {"renewTime": now()}})
+                except KubeError:
+                    pass  # again in a moment
+            await asyncio.sleep(RENEW_S)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                after = ""
+                while True:
+                    page = await self._kube.list_page(PODS, None, self._selector, after)
+                    for pod in page.items:
+                        self._see(pod)
+                    after = page.next_page
+                    if not after:
+                        break
+                async for event in self._kube.watch(PODS, None, self._selector, page.resource_version):
+                    if event["type"] in ("ADDED", "MODIFIED"):
+                        self._see(event["object"])
+            except KubeError:
+                await asyncio.sleep(0.5)
+
+    def _see(self, pod: Json) -> None:
+        if not pod["spec"].get("nodeName", "").startswith(PREFIX):
+            return
+        if "deletionTimestamp" in pod["metadata"]:
+            self._todo.put_nowait(("end", pod))
+        elif pod.get("status", {}).get("phase") == "Pending":
+            self._todo.put_nowait(("start", pod))
+
+    async def _work(self) -> None:
+        while True:
+            what, pod = await self._todo.get()
+            metadata = pod["metadata"]
+            try:
+                if what == "end":
+                    await self._kube.delete(PODS, metadata["namespace"], metadata["name"], metadata["uid"], grace_s=0)
+                else:
+                    patch = {"metadata": {"uid": metadata["uid"]}, "status": self._running(pod)}
+                    await self._kube.merge(PODS, metadata["namespace"], metadata["name"], patch, subresource="status")
+                    self.started.add(metadata["uid"])
+            except (Gone, Conflict):
+                pass  # another event tells what it is now
+            except KubeError:
+                self._todo.put_nowait((what, pod))
+                await asyncio.sleep(0.2)
+
+    def _running(self, pod: Json) -> Json:
+        started = {"running": {"startedAt": now()[:19] + "Z"}}
+        containers = [
+            {
+                "name": container["name"],
+                "image": container["image"],
+                "imageID": "fake",
+                "ready": True,
+                "started": True,
+                "restartCount": 0,
+                "state": started,
+            }
+            for container in pod["spec"]["containers"]
+        ]
+        return {
+            "phase": "Running",
+            "conditions": _conditions(["Initialized", "Ready", "ContainersReady", "PodScheduled"]),
+            "containerStatuses": containers,
+            "podIP": self._pod_ip,
+            "podIPs": [{"ip": self._pod_ip}],
+            "startTime": now()[:19] + "Z",
+        }
+
+
+async def answer_as_router(address: str, port: int) -> web.AppRunner:
+    """The running server that answers the operator's questions for every router; its owner calls `cleanup`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=Asked)
+        await asyncio.sleep(asked.wait_s)
+        told = RouterSummary("fake", [], [], 0, 0, 0, 0.0, Histogram(), Histogram(), version=SUMMARY.newest)
+        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post(SUMMARY_PATH, answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, address, port).start()
+    return runner

@@ -1,0 +1,151 @@
+"""A real HPA scales a service 1, 2, 1 through the scale subresource, fed by an external-metrics API of the tests."""
+
+import base64
+import json
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.cluster import external_metrics, tiny_model
+from tests.cluster import service as svc
+from tests.cluster.fixtures import Cluster
+from tests.cluster.test_cluster_itself import LOCKED
+from tests.cluster.test_path import Chat
+from tools.shell import output
+
+pytestmark = pytest.mark.cluster
+NAME = "chat"
+API_SERVICE = f"{external_metrics.VERSION}.{external_metrics.GROUP}"
+SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "hpa.yaml"
+
+
+class Scaled(Chat):
+    """The service under test, the HPA over it, and the metric that feeds the HPA."""
+
+    def set_metric(self, value: int) -> None:
+        """From now on so many groups are wanted."""
+        address = self.get("pod", "external-metrics")["status"]["podIP"]
+        trust = ssl.create_default_context()
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+        httpx.put(f"https://{address}:8443/value", content=str(value), verify=trust, timeout=10).raise_for_status()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("infsvc", NAME)
+        return found
+
+    @property
+    def replicas(self) -> int:
+        return int(self.body["spec"]["replicas"])
+
+    def writers(self) -> set[str]:
+        """Who wrote `spec.replicas`, as the API server noted it."""
+        entries = self.body["metadata"]["managedFields"]
+        return {e["manager"] for e in entries if "f:replicas" in e.get("fieldsV1", {}).get("f:spec", {})}
+
+    def condition(self, kind: str, what: str = "infsvc") -> tuple[str, str]:
+        conditions = self.get(what, NAME).get("status", {}).get("conditions", [])
+        return {c["type"]: (c["status"], c["reason"]) for c in conditions}.get(kind, ("", ""))
+
+
+def metrics_pod(cluster: Cluster, namespace: str, folder: Path) -> list[dict[str, Any]]:
+    """The pod that serves the metric, with its program, its certificate, its Service, and where the API server finds it."""
+    key, certificate = folder / "tls.key", folder / "tls.crt"
+    how = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=external-metrics")
+    output("openssl", "req", *how, "-keyout", key, "-out", certificate)
+    files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in (key, certificate)}
+    metadata = {"name": "external-metrics", "namespace": namespace}
+    mounts = [{"name": "program", "mountPath": "/program"}, {"name": "keys", "mountPath": "/keys"}]
+    container = {
+        "name": "c",
+        "image": cluster.image("operator"),
+        "command": ["python3", "/program/external_metrics.py", "/keys/tls.crt", "/keys/tls.key", "8443"],
+        "securityContext": LOCKED,
+        "volumeMounts": mounts,
+        "readinessProbe": {"tcpSocket": {"port": 8443}, "periodSeconds": 1},
+    }
+    pod = {
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "fsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": 0,
+        "containers": [container],
+        "volumes": [
+            {"name": "program", "configMap": {"name": "external-metrics"}},
+            {"name": "keys", "secret": {"secretName": "external-metrics"}},
+        ],
+    }
+    program = Path(external_metrics.__file__).read_text()
+    service = {"selector": {"app": "external-metrics"}, "ports": [{"port": 443, "targetPort": 8443}]}
+    api = {
+        "group": external_metrics.GROUP,
+        "version": external_metrics.VERSION,
+        "groupPriorityMinimum": 100,
+        "versionPriority": 100,
+        "insecureSkipTLSVerify": True,
+        "service": {"name": "external-metrics", "namespace": namespace},
+    }
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"external_metrics.py": program}},
+        {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": files},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {**metadata, "labels": {"app": "external-metrics"}}, "spec": pod},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {"apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService", "metadata": {"name": API_SERVICE}, "spec": api},
+    ]
+
+
+def apply(scaled: Scaled, *objects: dict[str, Any]) -> None:
+    body = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+    scaled.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+
+
+@pytest.fixture(scope="module")
+def scaled(cluster: Cluster, operator: str, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
+    """The service with one group and an HPA over it; the objects are those of the sample, but for the model."""
+    cluster.claim(namespace, "models", tiny_model.folder())
+    made = Scaled(cluster, namespace)
+    sample, hpa = yaml.safe_load_all(SAMPLE.read_text())
+    model = f"pvc://models/{tiny_model.NAME}"
+    manifest = svc.manifest(NAME, model=model, replicas=1, servedNames=["tiny"], autoscaling=sample["spec"]["autoscaling"])
+    del manifest["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"]
+    manifest["spec"]["engine"] |= {"kvCacheMemory": "64Mi"}
+    apply(made, cluster.with_site_packages(manifest))
+    try:
+        apply(made, *metrics_pod(cluster, namespace, tmp_path_factory.mktemp("keys")))
+        cluster.kubectl("wait", "--for=condition=Available", f"apiservice/{API_SERVICE}", "--timeout=60s")
+        made.wait_ready(1)
+        made.set_metric(1)
+        apply(made, hpa)
+        yield made
+    finally:  # left there it would break every list of the cluster's kinds, and the end of every namespace
+        cluster.kubectl("delete", "apiservice", API_SERVICE, "--ignore-not-found")
+        made.kubectl("delete", "hpa,infsvc", NAME, "--ignore-not-found")
+
+
+def test_an_hpa_reads_the_metric_and_the_scale_of_the_service(scaled: Scaled) -> None:
+    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA reads its metric")
+    assert scaled.condition("AbleToScale", "hpa")[0] == "True"
+    assert scaled.condition("ScalingActive") == ("True", "External")
+    assert scaled.replicas == 1
+
+
+def test_the_hpa_scales_it_to_two_and_back_to_one(scaled: Scaled) -> None:
+    scaled.set_metric(2)
+    svc.wait_for(lambda: scaled.replicas == 2, 90, "two groups are wanted")
+    scaled.wait_ready(2)
+    assert scaled.writers() == {"kube-controller-manager"}
+    first = set(scaled.groups())
+    scaled.set_metric(1)
+    svc.wait_for(lambda: scaled.replicas == 1, 90, "one group is wanted")
+    scaled.wait_ready(1)
+    assert set(scaled.groups()) < first
+    assert scaled.condition("ScalingActive") == ("True", "External")
