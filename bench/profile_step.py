@@ -33,7 +33,7 @@ PARTS: dict[str, list[tuple[str, ...]]] = {
     "rotary": [("_heads", "turned")],
     "head": [("_scores", "scores")],
     "draw": [("", "draw", "sampler.py")],
-    "tensors": [("", "build", "batch.py")],
+    "tensors": [("", "tensors", "batch.py"), ("", "update", "batch.py")],
 }
 """Of each part the calls that make it: caller (any where none is named), callee, and its file where names do not tell."""
 SHAPES = {

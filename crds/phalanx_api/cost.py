@@ -79,8 +79,9 @@ def hung_after_s(predicted_s: float | None) -> float:
     return max(HUNG_FLOOR_S, HUNG_FACTOR * predicted_s) if predicted_s is not None else HUNG_FLOOR_S
 
 
-def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]]) -> StepWork:
-    """The work of a step: the context length of each decode, and (start, count) of each prompt chunk."""
+def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]], proposals: Iterable[tuple[int, int]] = ()) -> StepWork:
+    """The work of a step: the context length of each decode, (start, count) of each prompt chunk, and of decodes with proposals
+    (context, count): tokens that are computed as decodes are, but share a context."""
     num_decodes = context = prefill = 0
     attended = 0.0
     for length in decodes:
@@ -90,6 +91,9 @@ def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]]) -> StepW
         prefill += count
         context += start + count
         attended += count * (start + count / 2)
+    for length, count in proposals:
+        num_decodes += count
+        attended += count * length
     return StepWork(prefill, num_decodes, context, attended)
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.seeds import mix
+from phalanx_api.speculation import Speculation
 from phalanx_frontend.answer import Answer
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.chat_parts import chat_format
@@ -154,7 +155,14 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
         tpot_target_ms=body.tpot_target_ms,
         deadline_ms=body.deadline_ms,
         can_resume=bool(body.stream),
+        speculation=speculation_of(body),
     )
+
+
+def speculation_of(body: GenerationRequest) -> Speculation:
+    """What the request wants of speculation."""
+    asked = body.speculative
+    return Speculation() if asked is None else Speculation(asked.method, asked.num_tokens)
 
 
 def make_reply(body: GenerationRequest, model: DoorModel, request: wire.Request, wants: Wants) -> Reply:

@@ -9,6 +9,8 @@ from phalanx_frontend.backend import BackendError
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
 """Bounds of an error, so that a large request never gets a large answer, nor fills a log."""
+FIELDS = {"unsupported_speculation": "speculative.method"}
+"""The field that a backend refuses by a code."""
 
 
 class ApiError(Exception):
@@ -41,7 +43,7 @@ def internal_error() -> ApiError:
 
 def of_backend(error: BackendError) -> ApiError:
     """What the client is told of a backend's refusal."""
-    told = ApiError(error.status, error.message, None, error.code, error.retry_after_s)
+    told = ApiError(error.status, error.message, FIELDS.get(error.code), error.code, error.retry_after_s)
     told.can_resume = error.can_resume
     return told
 

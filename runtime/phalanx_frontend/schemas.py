@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from phalanx_api.speculation import MAX_DEPTH, Method
 from phalanx_frontend.fields import (
     INT32_MAX,
     INT64_MAX,
@@ -67,6 +68,15 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
 
 
+class Speculative(BaseModel):
+    """How tokens of a request may be proposed: by which method, and how many at once at most. It changes times, never tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: Method | None = None
+    num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
+
+
 class CommonRequest(_Strict):
     """What every call that generates has in common, our own API's included. `deadline_ms` counts from the request's arrival."""
 
@@ -85,6 +95,7 @@ class CommonRequest(_Strict):
     tenant: ShortText | None = None
     priority: Priority | None = None
     deadline_ms: Milliseconds | None = None
+    speculative: Speculative | None = None
 
 
 class GenerationRequest(CommonRequest):

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from phalanx_api.account import MemoryAccount
+from phalanx_api.speculation import Method
 from phalanx_api.wire import Served
 from phalanx_runtime.core.eviction.protocol import PolicyName
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
@@ -27,6 +28,7 @@ DType = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["int8"]
 Backend = Literal["auto", "own", "gloo", "nccl"]
 ModelImpl = Literal["auto", "fused", "transformers"]
+Control = Literal["adaptive", "fixed"]
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: SchedulingPolicy = "fcfs"
     long_prefill_token_threshold: int = 0
     itl_target_ms: float | None = None
+    speculative_method: Method = "none"
+    speculative_tokens: int = 4
+    speculative_control: Control = "adaptive"
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     pipeline_parallel_size: int = 1

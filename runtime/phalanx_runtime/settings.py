@@ -12,12 +12,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
+from phalanx_api.speculation import MAX_DEPTH, Method
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
 from phalanx_runtime.fit_spec import FitSettings, add_flags, fit_settings
-from phalanx_runtime.rank_spec import DType, ModelImpl, Quantization
+from phalanx_runtime.rank_spec import Control, DType, ModelImpl, Quantization
+
+WORKING_METHODS: tuple[Method, ...] = ("none", "ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,12 @@ class ServeSettings:
     """Most tokens of one prompt in a step; 0: one longer than a step takes half of it while others have tokens to compute."""
     itl_target_ms: float | None
     """How long a step with running streams should take at most; prompts get the tokens that this leaves. Default: no target."""
+    speculative_method: Method
+    """Who proposes tokens that a step then verifies, where a request does not say. It changes times, never tokens."""
+    speculative_tokens: int
+    """Most tokens that are proposed for a request in a step."""
+    speculative_control: Control
+    """adaptive: as many as pay, none under load; fixed: as many as there are, for measurements."""
     download_dir: Path
     """Where models are downloaded and converted to."""
     host: str
@@ -144,6 +153,9 @@ def read_settings(
         scheduling_policy=flags.scheduling_policy,
         long_prefill_token_threshold=flags.long_prefill_token_threshold,
         itl_target_ms=flags.itl_target_ms,
+        speculative_method=flags.speculative_method,
+        speculative_tokens=flags.speculative_tokens,
+        speculative_control=flags.speculative_control,
         download_dir=flags.download_dir or _default_download_dir(environment),
         host=flags.host,
         port=flags.port,
@@ -187,6 +199,9 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help="in which order requests are served")
     add("--long-prefill-token-threshold", type=_natural, default=0, metavar="N", help="most tokens of one prompt in a step")
     add("--itl-target-ms", type=_milliseconds, metavar="MS", help="how long a step with running streams should take at most")
+    add("--speculative-method", choices=WORKING_METHODS, default="none", help="who proposes tokens for a step to verify")
+    add("--speculative-tokens", type=_depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
+    add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
@@ -284,6 +299,13 @@ def _natural(text: str) -> int:
     value = int(text) if text.isdecimal() else -1
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return value
+
+
+def _depth(text: str) -> int:
+    value = _positive(text)
+    if value > MAX_DEPTH:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_DEPTH}")
     return value
 
 

@@ -7,14 +7,17 @@ hold, so a page shared before it was written, or written by two who differ, give
 from collections import deque
 from dataclasses import dataclass, replace
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_api.speculation import Method
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.speculator import Speculating
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 
@@ -41,6 +44,9 @@ class Arrival:
         return wire.Request(request.id, 0, request.prompt, [], request.sampling, *wishes)
 
 
+NOTHING = Speculating()
+
+
 @dataclass(frozen=True)
 class Shape:
     num_pages: int
@@ -51,8 +57,16 @@ class Shape:
     flights: int = 1
     threshold: int = 0
     caching: bool = True
+    speculating: Speculating = NOTHING
 
 
+DRAFTS: frozenset[Method] = frozenset({"draft", "self_draft"})
+PROPOSING = [
+    Speculating("ngram", 4, is_adaptive=False),
+    Speculating("draft", 3, is_adaptive=False, drafts=DRAFTS),
+    Speculating("self_draft", 16, is_adaptive=False, drafts=DRAFTS),
+    Speculating("draft", 5, drafts=DRAFTS),
+]
 ARRIVALS = st.lists(
     st.builds(
         Arrival,
@@ -79,6 +93,7 @@ SHAPES = st.builds(
     flights=st.integers(1, 3),
     threshold=st.sampled_from([0, 0, 7]),
     caching=st.booleans(),
+    speculating=st.sampled_from([NOTHING, *PROPOSING]),
 )
 
 
@@ -87,8 +102,9 @@ class Workload:
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
         self.runner = FakeRunner(shape.num_pages, shape.page_size)
+        self.runner.draft_lags = shape.speculating.method == "draft"
         limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
-        rules = Rules(shape.policy, "lru", prefix_caching=shape.caching)
+        rules = Rules(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
         self.shape = shape
         self.todo = dict(enumerate(arrivals))
@@ -236,3 +252,39 @@ def test_a_tiny_pool_preempts_and_still_gives_the_same_tokens() -> None:
 def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: Shape) -> None:
     once, twice = Workload(arrivals, shape).run(), Workload(arrivals, shape).run()
     assert once.runner.plans == twice.runner.plans
+
+
+def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
+    """Drafts that are wrong every third time, across page ends, with requests that are preempted and pages that are shared."""
+    for speculating in PROPOSING[1:3]:
+        for common in (0, 4):
+            arrivals = [Arrival(i, 6, 25, common=common) for i in range(5)]
+            run = Workload(arrivals, Shape(16, 2, 5, 40, speculating=speculating)).run()
+            assert run.scheduler.num_preemptions > 0
+            assert any(plan.cuts for plan in run.runner.plans)
+            assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.9
+            counts = run.scheduler.speculator.counts()
+            assert counts.saved <= sum(counts.accepted) == run.runner.num_accepted
+            assert sum(counts.proposed) == sum(path.depth for plan in run.runner.plans for path in plan.paths)
+
+
+def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
+    """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
+    drafts = Speculating("draft", 16, is_adaptive=False, drafts=DRAFTS)
+    for speculating in (NOTHING, drafts):
+        arrivals = [Arrival(0, 7, 9) for _ in range(4)]
+        run = Workload(arrivals, Shape(16, 4, 4, 60, speculating=speculating)).run()
+        assert run.scheduler.num_preemptions == 0
+    assert run.runner.num_accepted > 0
+
+
+def test_pages_that_runs_filled_are_found_by_who_comes_later() -> None:
+    shape = Shape(40, 4, 1, 40, speculating=PROPOSING[1])
+    first = Workload([Arrival(0, 6, 24)], shape)
+    first.run()
+    assert first.runner.num_accepted > 6
+    tokens = [*first.requests[0].prompt, *expected_output(first.requests[0])]
+    later = msgspec.structs.replace(first.requests[0], prompt=[*tokens, 1, 2])
+    assert first.scheduler.submit(7, later) is None
+    plan = first.scheduler.schedule(1.0)
+    assert plan is not None and plan.starts == [(len(tokens) - 1) // 4 * 4]

@@ -4,6 +4,7 @@ from collections import deque
 
 from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.rank.paths import filled, num_drafted, proposals
 
 VOCAB = 50
 
@@ -40,7 +41,13 @@ class FakeRunner:
         self._slots: list[int | None] = [None] * (num_pages * page_size)
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}
+        self.draft_lags = True
+        """Whether the draft has pages of its own, which it fills only where it computes."""
+        self._computed_by_draft: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         self.plans: list[StepPlan] = []
+        self.num_proposed = self.num_accepted = 0
+        """Proposals that were looked at, and those that were drawn."""
 
     @property
     def pool(self) -> PoolShape:
@@ -65,6 +72,11 @@ class FakeRunner:
         for source, target in plan.copies:
             size = self._pool.page_size
             self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+        for request, kept in plan.cuts:
+            assert len(self._tables[plan.rows[request]]) > kept, "a cut that cuts nothing"
+            del self._tables[plan.rows[request]][kept:]
+        self._follow_draft(plan)
+        plan = self._drafted(plan)
         tokens = iter(plan.tokens)
         for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
             assert count > 0, "a row without work"
@@ -72,12 +84,57 @@ class FakeRunner:
             for position in range(start, start + count):
                 self._slots[self._slot(row, position)] = next(tokens)
         assert next(tokens, None) is None, "more tokens than counts"
-        drawn = []
-        for i, _index in plan.draws:
-            end = plan.starts[i] + plan.counts[i]
-            context = [self._slots[self._slot(plan.rows[i], position)] for position in range(end)]
-            drawn.append(next_token([token for token in context if token is not None], self._seeds[plan.rows[i]]))
-        return StepResult(plan.step, drawn)
+        runs = [self._run(plan, i, proposed) for (i, _), proposed in zip(plan.draws, proposals(plan), strict=True)]
+        drawn = [token for run in runs for token in run]
+        return StepResult(plan.step, drawn, runs=[len(run) for run in runs] if plan.paths else [])
+
+    def _run(self, plan: StepPlan, i: int, proposed: list[int]) -> list[int]:
+        """The tokens that request i draws, up to the first that is not the one proposed."""
+        row, end = plan.rows[i], plan.starts[i] + plan.counts[i] - len(proposed)
+        run: list[int] = []
+        for place in range(len(proposed) + 1):
+            slots = [self._slots[self._slot(row, position)] for position in range(end + place)]
+            run.append(next_token([token for token in slots if token is not None], self._seeds[row]))
+            self.num_proposed += place < len(proposed)
+            if place == len(proposed) or run[-1] != proposed[place]:
+                break
+            self.num_accepted += 1
+        return run
+
+    def _drafted(self, plan: StepPlan) -> StepPlan:
+        """The plan with drafts, where some are asked for, every third one wrong."""
+        if not num_drafted(plan):
+            return plan
+        drafted: list[int] = []
+        for path in plan.paths:
+            if path.is_drafted:
+                row, start = plan.rows[path.request], plan.starts[path.request]
+                own = sum(plan.counts[: path.request])
+                context = [self._slots[self._slot(row, position)] for position in range(start)] + [plan.tokens[own]]
+                known = [token for token in context if token is not None]
+                assert known[start - len(path.behind) : start] == path.behind, "the tokens before its own"
+                has = min(self._computed_by_draft[row], start) if self.draft_lags else start
+                assert has == start - len(path.behind), "those that the draft has not computed"
+                self._computed_by_draft[row] = start + path.depth
+                for _ in range(path.depth):
+                    right = next_token(known, self._seeds[row])
+                    known.append(right if len(known) % 3 else (right + 1) % VOCAB)
+                drafted += known[start + 1 :]
+        return filled(plan, drafted)
+
+    def _follow_draft(self, plan: StepPlan) -> None:
+        """A draft computes chunks of several tokens, and takes for computed what a row finds in shared pages."""
+        depths = {path.request: path.depth for path in plan.paths}
+        new = {new.row for new in plan.admitted}
+        for i, row in enumerate(plan.rows):
+            own, start = plan.counts[i] - depths.get(i, 0), plan.starts[i]
+            if row in new:
+                self._computed_by_draft[row] = self._ends[row] = start
+            found = max(0, start - self._ends[row])
+            self._computed_by_draft[row] = min(self._computed_by_draft[row] + found, start)
+            if own > 1:
+                self._computed_by_draft[row] = start + own
+            self._ends[row] = start + plan.counts[i]
 
     def page(self, page: int) -> list[int | None]:
         """What the slots of a page hold."""

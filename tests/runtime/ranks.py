@@ -24,6 +24,7 @@ from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import make_caches
 from phalanx_runtime.rank.pipeline import Pipeline
+from phalanx_runtime.rank.proposer import Proposer
 from phalanx_runtime.rank.rank import make_runner
 from phalanx_runtime.rank.runner import ModelRunner
 
@@ -95,6 +96,8 @@ class Build:
     device: str = "cpu"
     level: Level = "auto"
     stages: int = 1
+    proposer: Proposer | None = None
+    """Of every rank of the first stage."""
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
@@ -106,7 +109,9 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    return make_runner(model, caches, PoolShape(build.num_pages, PAGE_SIZE), pipeline, build.dtype, device, grammars)
+    return make_runner(
+        model, caches, PoolShape(build.num_pages, PAGE_SIZE), pipeline, build.dtype, device, grammars, build.proposer
+    )
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
-from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 
 
@@ -26,12 +27,13 @@ class Served:
 
 
 class Watched:
-    """A StepRunner that counts rows that were admitted, tokens that were computed, and plans in flight."""
+    """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
         self.admitted: list[NewRow] = []
         self.num_computed = 0
+        self.num_proposed = self.num_accepted = self.num_cut = 0
         self.num_in_flight = self.most_in_flight = 0
 
     @property
@@ -45,13 +47,17 @@ class Watched:
     def start(self, plan: StepPlan) -> None:
         self.admitted += plan.admitted
         self.num_computed += len(plan.tokens)
+        self.num_proposed += sum(plan.depths)
+        self.num_cut += len(plan.cuts)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         self._inner.start(plan)
 
     def finish(self) -> StepResult:
         self.num_in_flight -= 1
-        return self._inner.finish()
+        result = self._inner.finish()
+        self.num_accepted += sum(run - 1 for run in result.runs)
+        return result
 
 
 class Script:
@@ -93,10 +99,10 @@ class Script:
             self.answers[end.handle].finish = end.reason
 
 
-def serve(runner: StepRunner, requests: Sequence[wire.Request], limits: Limits) -> list[Served]:
+def serve(runner: StepRunner, requests: Sequence[wire.Request], limits: Limits, rules: Rules = DEFAULT_RULES) -> list[Served]:
     """The answers to requests that come at once."""
     channel = Script(requests)
-    loop = EngineLoop(runner, limits, channel)
+    loop = EngineLoop(runner, limits, channel, rules=rules)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()
     return channel.answers

@@ -34,7 +34,7 @@ def decoder(folder: Path, collective: Collective, stage: Stage) -> Decoder:
 
 def batch_of(model: Decoder) -> StepBatch:
     """All tokens in one chunk, scores wanted of the last."""
-    builder = BatchBuilder(CacheShape(PAGE, model.kv.kv_heads, 1, model.kv.windows), FORM.dtype, CPU)
+    builder = BatchBuilder(CacheShape(PAGE, model.kv.kv_heads, 1), FORM.dtype, CPU)
     return builder.build(StepPlan(0, [NewRow(0, DEAREST)], [0], [0], [len(TOKENS)], [[1, 0]], TOKENS, [(0, 0)]))
 
 

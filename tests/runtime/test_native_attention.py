@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeGroup, DenseAttention, LayerCache, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeBand, DenseAttention, LayerCache, StepBatch
 from phalanx_runtime.model.native.attention import NativeAttention, decodes
 from phalanx_runtime.model.native.library import Library, library
 
@@ -38,8 +38,8 @@ def case(lengths: list[int], page: int, heads: int, kv_heads: int, dim: int, dty
     slots = tables[torch.arange(len(lengths)), at // page, None] * kv_heads + torch.arange(kv_heads)
     slots = (slots * page + (at % page)[:, None]).reshape(-1)
     none = torch.empty(0, dtype=torch.int64)
-    group = DecodeGroup(0, len(lengths), none, {}, tables, lengths, torch.tensor(lengths))
-    batch = StepBatch(none, none, slots, [group], [], none)
+    band = DecodeBand(0, len(lengths), none, {}, tables, lengths, torch.tensor(lengths))
+    batch = StepBatch(none, none, slots, [band], [], none)
     return Case(noise(len(lengths), heads + 1, dim), noise(len(lengths), kv_heads, dim), cache, batch)
 
 
@@ -95,11 +95,11 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
     many = case([900, 30, 1500], 16, 6, 2, 64, torch.float32)
     together = many.attended(NativeAttention(made), AttentionForm())
     for row, length in enumerate([900, 30, 1500]):
-        whole = many.batch.groups[0]
+        whole = many.batch.bands[0]
         table = whole.tables[row : row + 1]
-        group = DecodeGroup(0, 1, whole.lumps, {}, table.contiguous(), [length], torch.tensor([length]))
+        band = DecodeBand(0, 1, whole.lumps, {}, table.contiguous(), [length], torch.tensor([length]))
         batch = StepBatch(
-            many.batch.tokens, many.batch.positions, many.batch.slots[row * 2 : row * 2 + 2], [group], [], whole.lumps
+            many.batch.tokens, many.batch.positions, many.batch.slots[row * 2 : row * 2 + 2], [band], [], whole.lumps
         )
         alone = Case(torch.cat((many.q, many.q[:, :1]), 1)[row : row + 1], many.k[row : row + 1], many.cache, batch)
         assert torch.equal(alone.attended(NativeAttention(made), AttentionForm())[0], together[row])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, Chunk, DecodeGroup, DenseAttention, LayerCache, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, Chunk, DecodeBand, DenseAttention, LayerCache, StepBatch
 from phalanx_runtime.model.native.attention import NativeAttention, attends
 from phalanx_runtime.model.native.library import Library, library
 
@@ -38,17 +38,17 @@ class Case:
                 part[table[at // page], :, at % page] = whole
         wide = torch.randn(tokens, group * kv_heads + 2 * kv_heads, dim, generator=chance).bfloat16()
         self.q, self.k, self.v = torch.split(wide, [group * kv_heads, kv_heads, kv_heads], 1)
-        groups, chunks, slots, first = [], [], [], 0
+        bands, chunks, slots, first = [], [], [], 0
         for table, (size, length) in zip(self.tables, runs, strict=True):
             at = torch.arange(length - size, length)
             rows = (table[at // page][:, None] * kv_heads + torch.arange(kv_heads)) * page + (at % page)[:, None]
             slots.append(rows.reshape(-1))
             if size == 1:
-                groups.append(DecodeGroup(first, 1, none, {}, table[None], [length], torch.tensor([length])))
+                bands.append(DecodeBand(first, 1, none, {}, table[None], [length], torch.tensor([length])))
             else:
                 chunks.append(Chunk(first, size, length, None, {}, table))
             first += size
-        self.batch = StepBatch(none, none, torch.cat(slots), groups, chunks, none)
+        self.batch = StepBatch(none, none, torch.cat(slots), bands, chunks, none)
 
     def attended(self, attention: Attention, form: AttentionForm) -> torch.Tensor:
         return attention(self.q, self.k, self.v, self.cache, self.batch, form)
@@ -63,7 +63,7 @@ def check(one: Case, form: AttentionForm) -> None:
     native = NativeAttention(compiled())
     given = one.attended(native, form).float()
     torch.testing.assert_close(given, one.defined(form), rtol=1e-2, atol=2e-2)
-    decoded = len(one.batch.groups)
+    decoded = len(one.batch.bands)
     assert (native.num_decoded, native.num_prefilled) == (decoded, len(one.q) - decoded), "the kernel was not used"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import AttentionForm, DenseAttention, LayerCache, PagedAttention, StepBatch
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape, decode_groups
+from phalanx_runtime.rank.batch import BatchBuilder, CacheShape, decode_bands
 
 PAGE = 4
 HEADS = 2
@@ -16,14 +16,14 @@ HEADS = 2
 
 @settings(deadline=None)
 @given(pages=st.lists(st.integers(1, 50), min_size=1, max_size=30), waste=st.integers(0, 60))
-def test_groups_hold_everyone_and_waste_no_more_than_allowed(pages: list[int], waste: int) -> None:
+def test_bands_hold_everyone_and_waste_no_more_than_allowed(pages: list[int], waste: int) -> None:
     falling = sorted(pages, reverse=True)
-    sizes = decode_groups(falling, waste)
+    sizes = decode_bands(falling, waste)
     assert sum(sizes) == len(falling) and all(sizes)
     start = 0
     for size in sizes:
-        group = falling[start : start + size]
-        assert sum(group[0] - count for count in group) <= waste
+        band = falling[start : start + size]
+        assert sum(band[0] - count for count in band) <= waste
         start += size
 
 
@@ -32,25 +32,26 @@ def test_groups_hold_everyone_and_waste_no_more_than_allowed(pages: list[int], w
     [([9, 9, 9], 0, [3]), ([9, 5, 1], 100, [3]), ([9, 5, 1], 4, [2, 1]), ([9, 5, 4, 1], 0, [1, 1, 1, 1]), ([], 5, [])],
     ids=["equal", "all in one", "two", "each alone", "none"],
 )
-def test_groups_of_falling_page_counts(pages: list[int], waste: int, sizes: list[int]) -> None:
-    assert decode_groups(pages, waste) == sizes
+def test_bands_of_falling_page_counts(pages: list[int], waste: int, sizes: list[int]) -> None:
+    assert decode_bands(pages, waste) == sizes
 
 
 def row(number: int) -> NewRow:
     return NewRow(number, wire.Sampling(1, 0, 0.0))
 
 
-def builder(windows: frozenset[int | None] = frozenset({None})) -> BatchBuilder:
-    return BatchBuilder(CacheShape(PAGE, HEADS, 1 << 10, windows), torch.float32, torch.device("cpu"))
+def builder() -> BatchBuilder:
+    return BatchBuilder(CacheShape(PAGE, HEADS, 1 << 10), torch.float32, torch.device("cpu"))
 
 
-def visible(mask: torch.Tensor) -> list[list[int]]:
+def visible(mask: torch.Tensor | None) -> list[list[int]]:
+    assert mask is not None
     return [torch.isfinite(line).nonzero().flatten().tolist() for line in mask.flatten(0, -2)]
 
 
 def mixed() -> tuple[BatchBuilder, StepBatch]:
     """Row 0 has 5 tokens and decodes; row 3 starts with 3; row 20 goes on with 2 after 4; row 1 has 9 and decodes."""
-    made = builder(frozenset({None, 3}))
+    made = builder()
     made.build(StepPlan(0, [row(0), row(1)], [0, 1], [0, 0], [5, 9], [[7, 2], [1, 3, 5]], [0] * 14, []))
     made.build(StepPlan(1, [row(20)], [20], [0], [4], [[8]], [0] * 4, []))
     plan = StepPlan(
@@ -71,7 +72,7 @@ def test_decoding_requests_come_first_and_longest_first() -> None:
     assert batch.tokens.tolist() == [10, 50, 40, 41, 30, 31, 32]
     assert batch.positions.tolist() == [9, 5, 4, 5, 0, 1, 2]
     assert batch.drawn.tolist() == [1, 6, 0]
-    assert [(group.start, group.size, group.lengths) for group in batch.groups] == [(0, 2, [10, 6])]
+    assert [(band.start, band.size, band.lengths) for band in batch.bands] == [(0, 2, [10, 6])]
     assert [(chunk.start, chunk.size, chunk.length) for chunk in batch.chunks] == [(2, 2, 6), (4, 3, 3)]
 
 
@@ -83,17 +84,17 @@ def test_slots_follow_the_page_table() -> None:
 
 def test_padding_repeats_the_rows_own_first_page() -> None:
     _, batch = mixed()
-    assert batch.groups[0].tables.tolist() == [[1, 3, 5], [7, 2, 7]]
-    assert batch.groups[0].lumps.tolist() == [
+    assert batch.bands[0].tables.tolist() == [[1, 3, 5], [7, 2, 7]]
+    assert batch.bands[0].lumps.tolist() == [
         page * HEADS + h for pages in ([1, 3, 5], [7, 2, 7]) for h in (0, 1) for page in pages
     ]
 
 
 def test_masks_show_the_past_and_no_more_than_the_window() -> None:
     _, batch = mixed()
-    group, (part, whole) = batch.groups[0], batch.chunks
-    assert visible(group.masks[None]) == [list(range(10)), list(range(6))]
-    assert visible(group.masks[3]) == [[7, 8, 9], [3, 4, 5]]
+    band, (part, whole) = batch.bands[0], batch.chunks
+    assert visible(band.masks[None]) == [list(range(10)), list(range(6))]
+    assert visible(band.masks[3]) == [[7, 8, 9], [3, 4, 5]]
     assert whole.lumps is None and whole.masks == {}
     assert part.lumps is not None
     assert visible(part.masks[None]) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
@@ -111,7 +112,7 @@ def test_a_row_that_starts_anew_forgets_its_pages() -> None:
 @pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20], ids=["one by one", "two", "all"])
 def test_however_little_is_gathered_at_once_attention_is_the_same(gather_bytes: int, window: int | None) -> None:
     _, batch = mixed()
-    assert [group.size for group in batch.groups] == [2]
+    assert [band.size for band in batch.bands] == [2]
     chance = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(7, heads, 8, generator=chance) for heads in (2 * HEADS, HEADS, HEADS))
     cache = LayerCache(*(torch.randn(10, HEADS, PAGE, 8, generator=chance) for _ in range(2)))

@@ -70,7 +70,7 @@ def taken(model: OneLayer) -> int:
     for cache in caches:
         cache.k.zero_()
         cache.v.zero_()
-    builder = BatchBuilder(CacheShape(PAGE, 2, 1, model.kv.windows), torch.float32, CPU)
+    builder = BatchBuilder(CacheShape(PAGE, 2, 1), torch.float32, CPU)
     pages = [list(range(LENGTH // PAGE))]
     plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [LENGTH - TOKENS], [TOKENS], pages, [0] * TOKENS, [(0, 0)])
     with torch.inference_mode():
@@ -96,11 +96,11 @@ def test_many_long_contexts_that_decode_take_no_more_than_was_reserved() -> None
     for cache in caches:
         cache.k.zero_()
         cache.v.zero_()
-    builder = BatchBuilder(CacheShape(PAGE, 2, 1, model.kv.windows), torch.float32, CPU)
+    builder = BatchBuilder(CacheShape(PAGE, 2, 1), torch.float32, CPU)
     numbers, new = list(range(rows)), [NewRow(row, DEAREST) for row in range(rows)]
     plan = StepPlan(0, new, numbers, [LENGTH - 1] * rows, [1] * rows, [table] * rows, [0] * rows, [(i, 0) for i in numbers])
     with torch.inference_mode():
-        assert [group.size for group in builder.build(plan).groups] == [rows]
+        assert [band.size for band in builder.build(plan).bands] == [rows]
         peak = make_gauge(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
     assert peak * 0.7 <= reserved < 192 << 20
 

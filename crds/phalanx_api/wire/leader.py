@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.wire.request import FinishReason, Request
 
 Cause = Literal["", "outside", "alone"]
@@ -177,6 +178,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Requests that a step may hold; 0: not told."""
     refused_copies: int = 0
     """Connections that were turned away at the ports where ranks take pages in, since the start."""
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.speculation import Speculation
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -71,3 +73,4 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """Its client may ask for the rest at another router: when its router is lost it is an orphan, and not aborted."""
     waited_ms: float = 0.0
     """How long ago it came to its router: it keeps its place among others wherever it goes."""
+    speculation: Speculation = Speculation()

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from phalanx_runtime.core.plan import PoolShape
 
+MORE_DRAWS = 32
+"""Rows of scores that a step may have beyond one for each request that it may hold: for what is proposed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -40,6 +43,11 @@ class Limits:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "or a step could not hold one token of each running request"
             )
+
+    @property
+    def max_draws(self) -> int:
+        """Rows of scores that a step has at most: one for each request and for some proposals. Memory is kept for so many."""
+        return self.max_num_seqs + MORE_DRAWS
 
     def within(self, pool: PoolShape) -> "Limits":
         """These limits with max_model_len cut to what the whole pool holds, so that one request alone always fits."""

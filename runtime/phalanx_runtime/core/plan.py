@@ -22,6 +22,19 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     history: list[int] = []
 
 
+class Path(msgspec.Struct, frozen=True, array_like=True):
+    """Proposed tokens of one request: the last `depth` of those that it computes in this step, behind its own.
+
+    request: its index into `rows`. With `is_drafted` the plan does not know them, and has a 0 for each: the proposer of the first
+    stage fills them in. `behind`: the tokens before the request's own in this step that a draft model has not computed yet.
+    """
+
+    request: int
+    depth: int
+    is_drafted: bool = False
+    behind: list[int] = []
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass over packed tokens.
 
@@ -30,6 +43,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     tokens: packed ids, sum(counts) of them. draws: pairs (i, j): after the pass draw output index j of request i (an index
     into `rows`) from the logits of its last computed token. copies: pairs (from, to) of pages; before the pass the second
     becomes a bit-copy of the first, in this order.
+
+    paths: requests whose last tokens are proposals, each with a draw (i, j), in the order of the draws. There index j is drawn
+    behind the last token before the proposals, j + 1 behind the first of them, and so on, and the drawing stops at the first
+    drawn token that is not the one proposed for its place. cuts: pairs (i, n): the row keeps the first n pages of its table
+    before `pages[i]` are appended, for those after them were taken for proposals that came to nothing.
     """
 
     step: int
@@ -41,15 +59,27 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     draws: list[tuple[int, int]]
     copies: list[tuple[int, int]] = []
+    paths: list[Path] = []
+    cuts: list[tuple[int, int]] = []
+
+    @property
+    def depths(self) -> list[int]:
+        """How many proposals are looked at in each draw; parallel to `draws`."""
+        depth_of = {path.request: path.depth for path in self.paths}
+        return [depth_of.get(request, 0) for request, _ in self.draws]
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Drawn tokens, parallel to the plan's `draws`; `details` too, or empty when no request asked for any.
 
+    Where the plan has paths, draw d gave `runs[d]` tokens, at least one, at as many output indexes; tokens and details of all
+    draws lie one after the other. `runs` is empty when each gave one.
+
     `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
     tokens from `start` on) for request i of the plan. `failed`: positions in `draws` where no token could be drawn (the one in
     `tokens` is none), with the reason for the client; only such a request ends. `over`: positions whose request was complete by
-    its grammar before, with the tokens that it came with; none was drawn.
+    its grammar before, with the tokens that it came with; none was drawn. What is told of a draw with a run is told of its last
+    token. `draft_s`: how long the ranks took to draft proposals. `lost`: why they cannot draft any more.
     """
 
     step: int
@@ -59,6 +89,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_details: list[tuple[int, int, list[wire.TokenDetail]]] = []
     failed: list[tuple[int, str]] = []
     over: list[int] = []
+    runs: list[int] = []
+    draft_s: float = 0.0
+    lost: str = ""
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

@@ -12,8 +12,9 @@ from dataclasses import astuple
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.draft import Draft
+from phalanx_runtime.core.making import Making
 from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request
@@ -25,6 +26,7 @@ FOLLOWED = 20
 """How many of the latest values count."""
 LOOK_PAGES = 2048
 """Pages of waiting prompts that one report looks for in the cache: about a tenth of a millisecond."""
+NOTHING_PROPOSED = SpeculationCounts()
 
 
 class Followed:
@@ -60,11 +62,11 @@ class Reporter:
         self._longest_step_s = 0.0
         self._pages_taken = 0
 
-    def stepped(self, draft: Draft, wall_s: float) -> None:
+    def stepped(self, making: Making, wall_s: float) -> None:
         """A step was computed in this time."""
         self._step_s.add(wall_s)
         self._longest_step_s = max(self._longest_step_s, wall_s)
-        self._prompt_tokens.add(draft.work.prefill_tokens)
+        self._prompt_tokens.add(making.work.prefill_tokens)
         taken, self._pages_taken = self._pages_taken, self._sharing.taken_pages
         self._newcomer_pages.add(self._pages_taken - taken)
 
@@ -91,7 +93,14 @@ class Reporter:
         ]
         return Pressure(steps, self._step_s.mean, pool.free_pages, victims, pages_per_s)
 
-    def make(self, now: float, preemptions: int, reserved_pages: int, model: StepModel | None) -> wire.Load:
+    def make(
+        self,
+        now: float,
+        preemptions: int,
+        reserved_pages: int,
+        model: StepModel | None,
+        speculation: SpeculationCounts = NOTHING_PROPOSED,
+    ) -> wire.Load:
         """The next report."""
         self._look()
         self._sharing.heavy.decay(now)
@@ -130,6 +139,7 @@ class Reporter:
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             cached_pages=pool.cached_pages,
             max_num_seqs=self._limits.max_num_seqs,
+            speculation=speculation,
         )
 
     def _rest(self, request: Request) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys
+from phalanx_runtime.core.proposing import Proposing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class Request:
     num_losses: int = 0
     found: int = 0
     waits_since_s: float = 0.0
+    proposing: Proposing | None = None
+    """What is known of it where tokens are proposed for it."""
+    is_cut: bool = False
+    """Pages that the ranks know were given back: they have to forget those after `sent`."""
 
     @property
     def seniority(self) -> tuple[float, int]:

@@ -11,16 +11,21 @@ from phalanx_runtime.core.policy import Deadline, Fcfs, Policy, PolicyName, Prio
 from phalanx_runtime.core.policy_fair import Fair
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.sharing import Sharing
+from phalanx_runtime.core.speculator import Speculating
+
+NO_SPECULATION = Speculating()
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Order of requests, order of eviction, whether pages are shared at all, and the model's hash, in the keys of pages."""
+    """Order of requests, order of eviction, whether pages are shared at all, the model's hash, in the keys of pages, and who
+    proposes tokens."""
 
     scheduling_policy: PolicyName = "fcfs"
     eviction_policy: EvictionName = "adaptive"
     prefix_caching: bool = True
     model: str = ""
+    speculating: Speculating = NO_SPECULATION
 
 
 def make_policy(name: PolicyName) -> Policy:
@@ -42,4 +47,4 @@ def make_scheduler(limits: Limits, pool: PoolShape, rules: Rules) -> Scheduler:
     """A scheduler without requests over an empty pool."""
     pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
     sharing = Sharing(pages, rules.model, rules.prefix_caching)
-    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing)
+    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing, rules.speculating)

@@ -19,7 +19,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepFit
 from phalanx_runtime.core.admission import Limits, Refuse, fits_ever, may_wait
 from phalanx_runtime.core.compose import Composer
-from phalanx_runtime.core.draft import Draft
+from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.policy import Fcfs, Policy
@@ -30,6 +30,7 @@ from phalanx_runtime.core.rescue import Pressure
 from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
+from phalanx_runtime.core.speculator import Speculating, Speculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,14 @@ class Held:
 class Scheduler:
     """Requests in the engine, their rows and their pages."""
 
-    def __init__(self, limits: Limits, pool: PoolShape, policy: Policy | None = None, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PoolShape,
+        policy: Policy | None = None,
+        sharing: Sharing | None = None,
+        speculating: Speculating | None = None,
+    ) -> None:
         self.limits = limits.within(pool)
         self.sharing = sharing or Sharing(PagePool(pool.num_pages, pool.page_size), model="")
         self.pool = self.sharing.pool
@@ -63,8 +71,9 @@ class Scheduler:
         self._seats = Seats(limits.max_num_seqs, self.sharing)
         self.reservations = Reservations(self.limits, self._seats, self.sharing)
         self._reporter = Reporter(self.limits, self._queue, self._seats, self.sharing)
-        self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing)
-        self._flights: deque[Draft] = deque()
+        self.speculator = Speculator(self.limits, self.pool, speculating or Speculating())
+        self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing, self.speculator)
+        self._flights: deque[Making] = deque()
         self._step = 0
         self._order = 0
         self._is_unsorted = False
@@ -94,7 +103,11 @@ class Scheduler:
             return fits
         if handle in self._requests:
             return Refuse(400, "handle_in_use", f"handle {handle} names a request that still runs")
+        proposing = self.speculator.begin(asked)
+        if isinstance(proposing, Refuse):
+            return proposing
         request = make_request(handle, self._order, asked, self.limits.max_model_len, now)
+        request.proposing = proposing
         reason = request.finish()
         if reason is not None:
             return wire.Finished(handle, asked.epoch, reason)
@@ -167,38 +180,45 @@ class Scheduler:
         if self._is_unsorted:
             self._queue.sort(now)
             self._is_unsorted = False
-        draft = self._composer.draft(self._step + 1, self.fit.model(), now)
-        if not draft.chunks:
+        making = self._composer.make(self._step + 1, self.fit.model(), now)
+        if not making.chunks:
             return None
         self._step += 1
-        self._flights.append(draft)
-        return draft.finish()
+        self._flights.append(making)
+        return making.finish()
 
     def commit(self, result: StepResult, wall_s: float | None = None) -> wire.Tokens:
         """All tokens that the oldest plan in flight adds to requests, and the requests that it ends. Aborted ones leave silently.
 
         wall_s: how long the step took, if that was measured; later budgets follow it.
         """
-        draft = self._flights[0] if self._flights else None
-        assert draft is not None and result.step == draft.step, f"result of step {result.step} does not match the plans in flight"
-        assert len(result.tokens) == len(draft.draws), f"{len(result.tokens)} tokens for {len(draft.draws)} draws"
+        making = self._flights[0] if self._flights else None
+        assert making is not None and result.step == making.step, (
+            f"result of step {result.step} does not match the plans in flight"
+        )
+        runs = result.runs or [1] * len(making.draws)
+        assert len(runs) == len(making.draws), f"{len(runs)} runs for {len(making.draws)} draws"
+        assert len(result.tokens) == sum(runs), f"{len(result.tokens)} tokens for runs of {sum(runs)}"
         self._flights.popleft()
-        for chunk in draft.chunks:
+        for chunk in making.chunks:
             self._reporter.recomputed_tokens += max(0, min(chunk.end, chunk.request.farthest) - chunk.start)
             chunk.request.computed = chunk.end
-            chunk.request.farthest = max(chunk.request.farthest, chunk.end)
             chunk.request.in_flight = False
-        frame = self._read(draft, result)
+        frame = self._read(making, result, runs)
+        for chunk in making.chunks:
+            chunk.request.farthest = max(chunk.request.farthest, chunk.request.computed)
+            self.speculator.settle(chunk)
         self._seats.drop_gone()
+        self.speculator.learn(making, self.fit.model(), wall_s, result.draft_s, result.lost)
         if wall_s is not None:
-            self._learn(draft, wall_s)
+            self._learn(making, wall_s)
         return frame
 
     def admitted(self) -> list[int]:
         """Handles of requests that the latest plan starts, for the first time or again after a preemption."""
-        draft = self._flights[-1]
-        rows = {new.row for new in draft.admitted}
-        return [chunk.request.handle for chunk in draft.chunks if chunk.request.row in rows]
+        making = self._flights[-1]
+        rows = {new.row for new in making.admitted}
+        return [chunk.request.handle for chunk in making.chunks if chunk.request.row in rows]
 
     def expected_s(self) -> float | None:
         """How long the latest plan should take; None before enough steps were measured."""
@@ -219,7 +239,8 @@ class Scheduler:
 
     def load(self, now: float = 0.0) -> wire.Load:
         """The next report of what the engine has in hand."""
-        return self._reporter.make(now, self.num_preemptions, self.reservations.num_pages, self.fit.model())
+        counts = self.speculator.counts()
+        return self._reporter.make(now, self.num_preemptions, self.reservations.num_pages, self.fit.model(), counts)
 
     def is_full_soon(self) -> bool:
         """Whether so few pages are free that a preemption may be near."""
@@ -229,46 +250,62 @@ class Scheduler:
         """What is wrong with pages and rows; empty when all are accounted for."""
         return self._seats.check(self.reservations.held())
 
-    def _read(self, draft: Draft, result: StepResult) -> wire.Tokens:
+    def _read(self, making: Making, result: StepResult, runs: list[int]) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""
         frame = wire.Tokens([], [], [], [], [])
         ended, over, failed = frozenset(result.ended), frozenset(result.over), dict(result.failed)
         self.refused = []
         for i, start, details in result.prompt_details:
-            request = draft.chunks[i].request
+            request = making.chunks[i].request
             new = details[max(0, request.told + 1 - start) :]
             if new and not request.gone:
                 first, request.told = request.told + 1, request.told + len(new)
                 frame.prompt_details.append(wire.PromptDetails(request.handle, request.epoch, first, new))
-        for position, ((i, index), token) in enumerate(zip(draft.draws, result.tokens, strict=True)):
-            request = draft.chunks[i].request
-            if request.gone:
+        first = 0
+        for position, ((i, index), run) in enumerate(zip(making.draws, runs, strict=True)):
+            chunk, at = making.chunks[i], range(first, first + run)
+            first += run
+            if chunk.request.gone:
                 continue
             if position in over:
-                frame.finished.append(wire.Finished(request.handle, request.epoch, "stop", request.cached_tokens))
-                self._end(request)
-                continue
-            if position in failed:
+                self._finish(chunk.request, "stop", frame)
+            elif position in failed:
+                request = chunk.request
                 self.refused.append(wire.Refused(request.handle, request.epoch, 400, "nothing_to_draw", failed[position]))
                 self._end(request)
-                continue
+            else:
+                self._append(chunk, index, at, result, position in ended, frame)
+        return frame
+
+    def _append(self, chunk: Chunk, index: int, at: range, result: StepResult, is_complete: bool, frame: wire.Tokens) -> None:
+        """Gives a request its tokens, those of the result at these places, up to its end."""
+        request, kept = chunk.request, 0
+        for place in at:
+            token, kept = result.tokens[place], kept + 1
             request.tokens.append(token)
             self._policy.charge(request, 0, 1)
             if result.details:
-                frame.details.append(result.details[position])
+                frame.details.append(result.details[place])
             if request.cached_tokens and not request.has_drawn:
                 frame.cached.append(wire.Cached(request.handle, request.epoch, request.cached_tokens))
             request.has_drawn = True
             frame.handles.append(request.handle)
             frame.epochs.append(request.epoch)
-            frame.indices.append(index)
+            frame.indices.append(index + kept - 1)
             frame.tokens.append(token)
-            reason = "stop" if position in ended else request.finish()
+            reason = "stop" if is_complete and place == at[-1] else request.finish()
             if reason is not None:
                 self._reporter.output.add(request.num_output)
-                frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
-                self._end(request)
-        return frame
+                self._finish(request, reason, frame)
+                break
+        if len(at) > 1:
+            request.computed += min(len(at) - 1, kept)
+            self.sharing.note_accepted(chunk)
+        self.speculator.heard(chunk, len(at), kept)
+
+    def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
+        frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
+        self._end(request)
 
     def _enter(self, request: Request, now: float) -> None:
         self._policy.arrive(request, self._queue.lanes())
@@ -278,10 +315,10 @@ class Scheduler:
         del self._requests[request.handle]
         request.gone = True
 
-    def _learn(self, draft: Draft, wall_s: float) -> None:
+    def _learn(self, making: Making, wall_s: float) -> None:
         """Fits the step-time function and tells the policy."""
-        self.fit.add(draft.work, wall_s)
-        self._reporter.stepped(draft, wall_s)
+        self.fit.add(making.work, wall_s)
+        self._reporter.stepped(making, wall_s)
         model = self.fit.model()
         if model is not None:
             self._is_unsorted |= self._policy.learn(model)

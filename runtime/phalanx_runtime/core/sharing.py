@@ -14,8 +14,8 @@ At least the last token is always computed: its scores are wanted. Requests that
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_runtime.core.draft import Chunk, Draft
 from phalanx_runtime.core.heavy import HeavyPrefixes
+from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.request import Request
 
@@ -50,14 +50,14 @@ class Sharing:
             return []
         return self.pool.match(self._keys(request)[: self._full(request)])
 
-    def must_wait(self, request: Request, run: list[int], draft: Draft) -> bool:
+    def must_wait(self, request: Request, run: list[int], making: Making) -> bool:
         """Whether all but the tail of a waiting request is written, and the tail is being written in this step."""
         if len(run) < self._full(request) or not self._shares(request):
             return False
         pages = self._tails.get(self._tail(request))
-        return pages is not None and pages[0] in draft.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
+        return pages is not None and pages[0] in making.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
 
-    def take(self, request: Request, run: list[int], draft: Draft) -> None:
+    def take(self, request: Request, run: list[int], making: Making) -> None:
         """Gives a request all pages for its tokens: the run, which `find` gave just now, and new ones, published for others."""
         pool, keys = self.pool, self._keys(request)
         pool.reuse(run, self._full(request))
@@ -71,9 +71,9 @@ class Sharing:
             self.queried_tokens += request.num_prompt
             self.heavy.add(keys[: request.num_prompt // pool.page_size], request.num_prompt)
         before = request.computed
-        self.skip(request, draft)
+        self.skip(request, making)
         if request.computed == len(run) * pool.page_size and self._shares(request):
-            self._copy_beginning(request, len(run), draft)
+            self._copy_beginning(request, len(run), making)
         self._note_hits(request, before)
         self._publish(request, keys)
         self._offer_tail(request)
@@ -95,7 +95,7 @@ class Sharing:
         for page in pages[num_held:full]:
             self.pool.mark_written(page, self.pool.page_size)
 
-    def skip(self, request: Request, draft: Draft) -> bool:
+    def skip(self, request: Request, making: Making) -> bool:
         """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
         if not self._shares(request) or request.missing <= 1:
             return True
@@ -110,11 +110,11 @@ class Sharing:
             request.computed = end
         ready = True
         if request.computed == full * size < last:
-            ready = self._take_tail(request, full, draft)
+            ready = self._take_tail(request, full, making)
         self._note_hits(request, before)
         return ready
 
-    def note_written(self, chunk: Chunk, draft: Draft) -> None:
+    def note_written(self, chunk: Chunk, making: Making) -> None:
         """This chunk writes its tokens: pages that become full get their key, and others may read them from this step on."""
         request, size = chunk.request, self.pool.page_size
         if request.is_chained and chunk.end // size > request.keyed:
@@ -124,9 +124,18 @@ class Sharing:
         for i in range(chunk.start // size, -(-chunk.end // size)):
             page = request.pages[i]
             self.pool.mark_written(page, min(size, chunk.end - i * size))
-            draft.fresh.add(page)
+            making.fresh.add(page)
         if chunk.count > 1:
             self._offer_tail(request)
+
+    def note_accepted(self, chunk: Chunk) -> None:
+        """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now."""
+        request, size = chunk.request, self.pool.page_size
+        full = request.computed // size
+        if request.is_chained and full > request.keyed:
+            self._publish(request, self._keys(request), full)
+        for page in request.pages[chunk.start // size : full]:
+            self.pool.mark_written(page, size)
 
     def goes_on(self, chunk: Chunk) -> bool:
         """Whether nobody wrote what follows the chunk, so that it may be made longer."""
@@ -146,6 +155,9 @@ class Sharing:
         request.farthest = max(request.farthest, request.computed)
         request.computed = request.keyed = request.sent = request.found = 0
         request.is_chained = True
+        request.is_cut = False
+        if request.proposing is not None:
+            request.proposing.lag = 0
 
     def _shares(self, request: Request) -> bool:
         return self._is_on and request.sampling.prompt_logprobs is None
@@ -164,7 +176,7 @@ class Sharing:
         before = request.keys.keys[full - 1] if full else request.keys.root
         return before, tuple(request.tokens[full * self.pool.page_size : -1])
 
-    def _take_tail(self, request: Request, full: int, draft: Draft) -> bool:
+    def _take_tail(self, request: Request, full: int, making: Making) -> bool:
         """Copies the tail from a page that holds it, or makes this request the one that others copy from.
 
         The page that is copied to may have other sharers: when the prompt ends with a page, that page has a key already. They
@@ -174,13 +186,13 @@ class Sharing:
         pages = self._tails.get(tail, [])
         if own in pages:
             return True
-        if pages and pages[0] in draft.fresh:
+        if pages and pages[0] in making.fresh:
             return False
         if pages and self.pool.written(pages[0]) >= len(tail[1]):
-            self._copy(pages[0], own, draft)
+            self._copy(pages[0], own, making)
             request.computed += len(tail[1])
             self.pool.mark_written(own, len(tail[1]))
-            draft.fresh.add(own)
+            making.fresh.add(own)
             self._offer(own, tail)
             return True
         for page in pages:
@@ -202,21 +214,21 @@ class Sharing:
             self._tails.setdefault(tail, []).append(page)
             self._tail_of[page] = tail
 
-    def _copy_beginning(self, request: Request, position: int, draft: Draft) -> None:
+    def _copy_beginning(self, request: Request, position: int, making: Making) -> None:
         """Copies what a cached page has in common with the first page that was not found."""
         if not position or request.missing <= 1:
             return
         start = position * self.pool.page_size
         found = self.pool.match_beginning(request.pages[position - 1], request.tokens[start : start + self.pool.page_size])
-        if found is None or found[0] in draft.fresh or found[0] == request.pages[position]:
+        if found is None or found[0] in making.fresh or found[0] == request.pages[position]:
             return
         same = min(found[1], request.missing - 1)
         if same:
-            self._copy(found[0], request.pages[position], draft)
+            self._copy(found[0], request.pages[position], making)
             request.computed += same
 
-    def _copy(self, source: int, target: int, draft: Draft) -> None:
-        draft.copies.append((source, target))
+    def _copy(self, source: int, target: int, making: Making) -> None:
+        making.copies.append((source, target))
         self.pool.counters.copied += 1
 
     def _publish(self, request: Request, keys: list[bytes], end: int | None = None) -> None:

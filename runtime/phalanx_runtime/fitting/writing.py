@@ -60,7 +60,7 @@ class Writer:
         self._longest = min(LONGEST, model.positions)
         self._pages = -(-self._longest // PAGE_SIZE)
         self._caches = make_caches(model.kv, ROWS * self._pages, PAGE_SIZE, dtype, device)
-        self._builder = BatchBuilder(CacheShape(PAGE_SIZE, model.kv.kv_heads, 1 << 16, model.kv.windows), dtype, device)
+        self._builder = BatchBuilder(CacheShape(PAGE_SIZE, model.kv.kv_heads, 1 << 16), dtype, device)
 
     @torch.inference_mode()
     def steps(self, num_layers: int, seed: int, temperature: float) -> Iterator[Step]:

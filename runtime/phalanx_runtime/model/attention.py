@@ -1,11 +1,12 @@
 """Attention over paged keys and values.
 
 Pages of one layer lie as [pages, kv_heads, page, head_dim], so a gather is one `index_select` of whole (page, head) lumps.
-A step's tokens are packed with the decoding requests first, in groups padded to one length, then prefill chunks one by one.
+A step's tokens are packed with the decoding requests first, in bands padded to one length, then prefill chunks one by one.
 The query heads of one KV head are folded into the query length (decode) or spread over a stride-0 head (prefill).
 `DenseAttention` is the slow twin: the same numbers from the definition.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Windows = dict[int | None, Tensor]
-"""Mask of a group or chunk for each sliding window that the model has (None: full attention)."""
+Windows = Mapping[int | None, Tensor | None]
+"""Mask of a band or chunk for each sliding window that the model has (None: full attention). No mask: plain causal."""
 
 TILE_BYTES = 16 << 20
 """Scores that are there at once where attention is written out. Smaller tiles are more calls, larger ones fall out of caches."""
@@ -42,7 +43,7 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
+class DecodeBand:
     """Requests with one token each, tokens [start, start + size) of the step.
 
     lumps: [size * kv_heads * pages] rows of the cache seen as [pages * kv_heads, page * head_dim]. masks: additive,
@@ -64,7 +65,7 @@ class Chunk:
     """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages.
 
     lumps is None when the chunk is the whole context: then keys and values come straight from the step. masks are additive,
-    [size, length]; no entry for a window means plain causal.
+    [size, length].
     """
 
     start: int
@@ -86,7 +87,7 @@ class StepBatch:
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    groups: list[DecodeGroup]
+    bands: list[DecodeBand]
     chunks: list[Chunk]
     drawn: Tensor
 
@@ -124,8 +125,8 @@ class PagedAttention:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in batch.groups:
-            self._decode(q, cache, group, form, out)
+        for band in batch.bands:
+            self._decode(q, cache, band, form, out)
         for chunk in batch.chunks:
             self._prefill(q, k, v, cache, chunk, form, out)
         return out.view(q.shape[0], -1)
@@ -133,15 +134,16 @@ class PagedAttention:
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         write_pages(k, v, cache, slots)
 
-    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
+    def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, form: AttentionForm, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]
-        lumps, mask = group.lumps.view(group.size, -1), group.masks[form.window]
+        lumps, mask = band.lumps.view(band.size, -1), band.masks[form.window]
+        assert mask is not None, "a band is padded"
         size = max(1, self._gather_bytes // (2 * lumps.shape[1] * page * dim * cache.k.element_size()))
-        for first in range(0, group.size, size):
+        for first in range(0, band.size, size):
             part = slice(first, first + size)
             keys, values = self._gather(cache, lumps[part].reshape(-1))
             shape = (len(lumps[part]), kv_heads, -1, dim)
-            at = slice(group.start + first, group.start + first + shape[0])
+            at = slice(band.start + first, band.start + first + shape[0])
             folded = attend(q[at].view(shape), keys.view(shape), values.view(shape), mask[part], form)
             out[at].view(shape).copy_(folded)
 
@@ -158,7 +160,7 @@ class PagedAttention:
         # [kv_heads, group, tokens, dim]: a KV head's query heads share its keys through a stride of 0.
         queries = q[at].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         spread = (kv_heads, group, chunk.length, dim)
-        mask = chunk.masks.get(form.window)
+        mask = chunk.masks[form.window]
         attended = attend(queries, keys.unsqueeze(1).expand(spread), values.unsqueeze(1).expand(spread), mask, form)
         out[at].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
@@ -216,7 +218,7 @@ class DenseAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         write_pages(k, v, cache, batch.slots)
-        rows = [_attend(q[g.start + i], cache, g.tables[i], n, form) for g in batch.groups for i, n in enumerate(g.lengths)]
+        rows = [_attend(q[g.start + i], cache, g.tables[i], n, form) for g in batch.bands for i, n in enumerate(g.lengths)]
         for chunk in batch.chunks:
             first = chunk.length - chunk.size
             for i in range(chunk.size):

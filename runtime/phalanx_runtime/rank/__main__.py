@@ -69,6 +69,7 @@ def _serve(spec: RankSpec) -> None:
         return
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.rules import Rules
+    from phalanx_runtime.core.speculator import Speculating
     from phalanx_runtime.engine.loop import run_engine
 
     secret, near = secret_of(spec), range(spec.local_world_size)
@@ -82,7 +83,9 @@ def _serve(spec: RankSpec) -> None:
         long_prefill_tokens=spec.long_prefill_token_threshold,
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
-    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, ready.served.model_hash)
+    speculating = Speculating(spec.speculative_method, spec.speculative_tokens, spec.speculative_control == "adaptive")
+    model = ready.served.model_hash
+    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, model, speculating)
     run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars, carrier)
 
 

@@ -1,9 +1,10 @@
 """From a step plan to the tensors of a step.
 
 Each rank keeps the page table of every row; a plan only adds to it. Requests that compute one token are put first, sorted by
-length and cut into groups that are padded to one length; the rest follow as chunks.
+length and cut into bands that are padded to one length; the rest follow as chunks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,28 +13,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model.attention import Chunk, DecodeGroup, StepBatch, Windows
+from phalanx_runtime.model.attention import Chunk, DecodeBand, StepBatch
 from phalanx_runtime.rank.prompt_logprobs import prompt_parts
 
 WASTE_BYTES = 1 << 20
-"""Padding that a group of decoding requests may read per layer before another group, at some 50 us a layer, is cheaper."""
+"""Padding that a band of decoding requests may read per layer before another band, at some 50 us a layer, is cheaper."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What of the cache the builder must know: tokens per page, this rank's KV heads, bytes of one page in one layer, and the
-    sliding windows that the model's layers have."""
+    """What of the cache the builder must know: tokens per page, this rank's KV heads, and bytes of one page in one layer."""
 
     page_size: int
     kv_heads: int
     layer_page_bytes: int
-    windows: frozenset[int | None]
 
 
-def decode_groups(pages: list[int], waste_pages: int) -> list[int]:
-    """Sizes of the groups that requests with these falling page counts are cut into, each padded to its first."""
+class MadeWhenAsked(dict[int | None, Tensor | None]):
+    """Masks by window, each made when it is asked for: kernels that read pages where they lie need none."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[int | None], Tensor | None]) -> None:
+        self._make = make
+
+    def __missing__(self, window: int | None) -> Tensor | None:
+        self[window] = self._make(window)
+        return self[window]
+
+
+def decode_bands(pages: list[int], waste_pages: int) -> list[int]:
+    """Sizes of the bands that requests with these falling page counts are cut into, each padded to its first."""
     sizes: list[int] = []
     first, wasted = 0, 0
     for count in pages:
@@ -44,6 +56,13 @@ def decode_groups(pages: list[int], waste_pages: int) -> list[int]:
             sizes.append(1)
             first, wasted = count, 0
     return sizes
+
+
+def _last(ends: Ints, counts: Ints) -> Ints:
+    """The last `counts[i]` numbers before each `ends[i]`, one after the other."""
+    before = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else counts
+    last: Ints = np.repeat(ends - counts - before, counts) + np.arange(counts.sum())
+    return last
 
 
 class BatchBuilder:
@@ -60,7 +79,11 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's tensors. The rows' tables are brought up to date first."""
-        self._update(plan)
+        self.update(plan)
+        return self.tensors(plan)
+
+    def tensors(self, plan: StepPlan) -> StepBatch:
+        """The tensors of a plan over rows whose tables are up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
         lengths = starts + counts
         order = np.lexsort((-lengths, counts != 1))
@@ -71,9 +94,11 @@ class BatchBuilder:
         within = np.arange(first[-1]) - np.repeat(first[:-1], counts)
         positions = np.repeat(starts, counts) + within
         tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
+        np.maximum(tokens, 0, out=tokens)  # where nothing is proposed
         rank_of = np.empty_like(order)
         rank_of[order] = np.arange(len(order))
-        drawn = first[1:][rank_of[[request for request, _ in plan.draws]]] - 1 if plan.draws else np.zeros(0, np.int64)
+        ends = first[1:][rank_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
+        looked = np.asarray(plan.depths, np.int64) + 1
         told = [
             first[rank_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
             for part in prompt_parts(plan, self.params)
@@ -82,20 +107,23 @@ class BatchBuilder:
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
             slots=self._tensor(self._slots(np.repeat(rows, counts), positions)),
-            groups=self._groups(rows[:ones], lengths[:ones]),
+            bands=self._bands(rows[:ones], lengths[:ones]),
             chunks=[self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i])) for i in range(ones, len(rows))],
-            drawn=self._tensor(np.concatenate([drawn, *told])),
+            drawn=self._tensor(np.concatenate([_last(ends, looked), *told])),
         )
 
     def empty(self, rows: int, width: int) -> Tensor:
         """Room for so many tokens' hidden states."""
         return torch.empty((rows, width), dtype=self._dtype, device=self._device)
 
-    def _update(self, plan: StepPlan) -> None:
+    def update(self, plan: StepPlan) -> None:
+        """Brings rows and their tables up to date."""
         for new in plan.admitted:
             self._reserve(new.row + 1, 1)
             self.params[new.row] = new
             self._held[new.row] = 0
+        for request, kept in plan.cuts:
+            self._held[plan.rows[request]] = kept
         for row, pages in zip(plan.rows, plan.pages, strict=True):
             if pages:
                 held = int(self._held[row])
@@ -119,18 +147,18 @@ class BatchBuilder:
         slots: Ints = (lumps * page_size + (positions % page_size)[:, None]).reshape(-1)
         return slots
 
-    def _groups(self, rows: Ints, lengths: Ints) -> list[DecodeGroup]:
+    def _bands(self, rows: Ints, lengths: Ints) -> list[DecodeBand]:
         """Groups of decoding requests, longest first."""
         pages = -(-lengths // self._shape.page_size)
         waste = WASTE_BYTES // max(self._shape.layer_page_bytes, 1)
-        groups, start = [], 0
-        for size in decode_groups(pages.tolist(), waste):
+        bands, start = [], 0
+        for size in decode_bands(pages.tolist(), waste):
             at = slice(start, start + size)
-            groups.append(self._group(start, rows[at], lengths[at], pages[at]))
+            bands.append(self._band(start, rows[at], lengths[at], pages[at]))
             start += size
-        return groups
+        return bands
 
-    def _group(self, start: int, rows: Ints, lengths: Ints, pages: Ints) -> DecodeGroup:
+    def _band(self, start: int, rows: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
         wide = int(pages[0])
         columns = np.arange(wide)
         tables = self._tables[rows, :wide]
@@ -138,28 +166,31 @@ class BatchBuilder:
         tables = np.where(columns < pages[:, None], tables, tables[:, :1])
         lumps = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
         columns = np.arange(wide * self._shape.page_size)
-        seen = columns < lengths[:, None]
-        masks: Windows = {}
-        for window in self._shape.windows:
+
+        def mask(window: int | None) -> Tensor:
+            seen = columns < lengths[:, None]
             visible = seen if window is None else seen & (columns >= lengths[:, None] - window)
-            masks[window] = self._mask(visible[:, None, None, :])
+            return self._mask(visible[:, None, None, :])
+
+        masks = MadeWhenAsked(mask)
         ends = self._tensor(lengths)
-        return DecodeGroup(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist(), ends)
+        return DecodeBand(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist(), ends)
 
     def _chunk(self, start: int, row: int, size: int, length: int) -> Chunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]
         whole = size == length
         lumps = None if whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
-        masks: Windows = {}
-        columns, queries = np.arange(length), np.arange(length - size, length)[:, None]
-        for window in self._shape.windows:
-            narrow = window is not None and window < length
-            if not whole or narrow:
-                visible = columns <= queries
-                if window is not None:
-                    visible &= columns > queries - window
-                masks[window] = self._mask(visible)
-        return Chunk(start, size, length, lumps, masks, self._tensor(pages))
+
+        def mask(window: int | None) -> Tensor | None:
+            if whole and (window is None or window >= length):
+                return None
+            columns, queries = np.arange(length), np.arange(length - size, length)[:, None]
+            visible = columns <= queries
+            if window is not None:
+                visible &= columns > queries - window
+            return self._mask(visible)
+
+        return Chunk(start, size, length, lumps, MadeWhenAsked(mask), self._tensor(pages))
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, minus infinity elsewhere."""

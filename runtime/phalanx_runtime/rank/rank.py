@@ -23,6 +23,7 @@ from phalanx_runtime.rank.gauge import make_gauge
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes, pool_bytes
 from phalanx_runtime.rank.pipeline import Pipeline
+from phalanx_runtime.rank.proposer import Proposer
 from phalanx_runtime.rank.rehearsal import rehearse
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampler import Sampler
@@ -126,11 +127,13 @@ def make_runner(
     dtype: torch.dtype,
     device: torch.device,
     grammars: Grammars | None = None,
+    proposer: Proposer | None = None,
 ) -> ModelRunner:
     """A runner of this model over these pages."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
-    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, model.kv.windows)
-    return ModelRunner(model, caches, BatchBuilder(shape, dtype, device), pool, pipeline, Sampler(model.vocab_size, grammars))
+    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes)
+    builder, sampler = BatchBuilder(shape, dtype, device), Sampler(model.vocab_size, grammars)
+    return ModelRunner(model, caches, builder, pool, pipeline, sampler, proposer)
 
 
 def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:

@@ -1,8 +1,8 @@
 """A dry run of the largest step before the page pool is sized: what it needs is measured, what it computes is forgotten.
 
 The largest step computes one prompt chunk of `max_num_batched_tokens` that ends the longest context there may be, and draws for
-`max_num_seqs` requests, each with penalties and every filter. The ranks of a stage run it together; pages of its own are taken
-and given back: all that lies before the chunk is one page, again and again.
+`max_num_seqs` requests and some proposals, each with penalties and every filter. The ranks of a stage run it together; pages of
+its own are taken and given back: all that lies before the chunk is one page, again and again.
 On CPU a long context takes too long to attend over at every start. There a shorter one is run, and what grows with the context
 is added: the mask, and the keys and values that are gathered (scores are computed in tiles, which do not grow; two more of them
 stand for what the allocator may not find again between larger pieces).
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
+from phalanx_runtime.core.admission import MORE_DRAWS
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import GATHER_BYTES, TILE_BYTES
@@ -73,7 +74,7 @@ def _measure(
     for cache in caches:  # taken before it is measured: pages are no activations
         cache.k.zero_()
         cache.v.zero_()
-    builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1, model.kv.windows), dtype, device)
+    builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1), dtype, device)
     seen: list[Tensor] = []
 
     def compute() -> None:
@@ -91,7 +92,7 @@ def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
     first = (length - tokens) // spec.page_size
     own = -(-length // spec.page_size) - first
     pages = [0] * first + list(range(own))
-    draws = [(0, 0)] * spec.max_num_seqs
+    draws = [(0, 0)] * (spec.max_num_seqs + MORE_DRAWS)
     return StepPlan(0, [NewRow(0, DEAREST)], [0], [length - tokens], [tokens], [pages], [0] * tokens, draws), own
 
 

@@ -18,8 +18,10 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.paths import NO_TOKEN, drafted_tokens, filled, num_drafted, proposals
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
+from phalanx_runtime.rank.proposer import Proposer
 from phalanx_runtime.rank.sampler import Sampler
 
 POLL_S = 0.001
@@ -40,6 +42,7 @@ class ModelRunner:
         pool: PoolShape,
         pipeline: Pipeline,
         sampler: Sampler,
+        proposer: Proposer | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
@@ -47,6 +50,11 @@ class ModelRunner:
         self._pool = pool
         self._pipeline = pipeline
         self._sampler = sampler
+        self._proposer = proposer
+        self._all_caches = [*caches, *(proposer.caches if proposer is not None else ())]
+        self._last_draft_s = 0.0
+        self._draft_s: deque[float] = deque()
+        """Of the plans that were started and not finished."""
         self._done: deque[StepResult] = deque()
         self._step_done = 0
 
@@ -57,8 +65,8 @@ class ModelRunner:
 
     @property
     def caches(self) -> list[LayerCache]:
-        """The memory of this rank's pages."""
-        return self._caches
+        """The memory of this rank's pages, those of a draft's layers last."""
+        return self._all_caches
 
     def wait_for(self, step: int) -> None:
         """Returns when this rank has computed a step that it was or will soon be told of. Any thread may call it."""
@@ -79,12 +87,17 @@ class ModelRunner:
         """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
         self._pipeline.tell(_encode(plan) if self._pipeline.world.world_size > 1 else b"")
         result = self._step(plan)
+        self._draft_s.append(self._last_draft_s)
         if result is not None:
             self._done.append(result)
 
     def finish(self) -> StepResult:
         """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
-        return self._done.popleft() if self._pipeline.draws else _decode_result(self._pipeline.result())
+        result = self._done.popleft() if self._pipeline.draws else _decode_result(self._pipeline.result())
+        draft_s = self._draft_s.popleft()
+        if self._proposer is None:
+            return result
+        return msgspec.structs.replace(result, draft_s=draft_s, lost=self._proposer.lost)
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
@@ -111,34 +124,61 @@ class ModelRunner:
         if pipeline.draws:
             for new in plan.admitted:
                 self._sampler.admit(new)
-        hidden = self._hidden(plan) if plan.rows else None
+        before: Tensor | None = None
+        self._prepare(plan)
+        if stage.is_first:
+            plan = self._drafted(plan)
+        elif plan.rows:
+            plan, before = self._received(plan)
+        hidden = self._model.hidden(self._builder.tensors(plan), self._caches, before) if plan.rows else None
         if not stage.is_last:
             if hidden is not None:
-                pipeline.hand_on(hidden)
+                self._hand_on(plan, hidden)
             return None
         scores, told = (None, []) if hidden is None else self._scores(plan, hidden)
         if not pipeline.draws:
             return None
         if scores is None:
             return StepResult(plan.step, [], prompt_details=told)
-        drawn = self._sampler.draw(scores, [(plan.rows[request], index) for request, index in plan.draws])
-        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed, drawn.over)
+        asked = [(plan.rows[request], index) for request, index in plan.draws]
+        drawn = self._sampler.draw(scores, asked, proposals(plan) if plan.paths else ())
+        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed, drawn.over, drawn.runs)
 
-    def _hidden(self, plan: StepPlan) -> Tensor:
-        """What this stage makes of the plan's tokens."""
+    def _prepare(self, plan: StepPlan) -> None:
+        """Copies pages and brings the rows' tables up to date."""
         for source, target in plan.copies:
-            for cache in self._caches:
+            for cache in self._all_caches:
                 cache.k[target].copy_(cache.k[source])
                 cache.v[target].copy_(cache.v[source])
-        batch = self._builder.build(plan)
-        if self._pipeline.stage.is_first:
-            return self._model.hidden(batch, self._caches)
-        before = self._pipeline.receive(self._builder.empty(len(plan.tokens), self._model.width))
-        return self._model.hidden(batch, self._caches, before)
+        self._builder.update(plan)
+
+    def _drafted(self, plan: StepPlan) -> StepPlan:
+        """The plan with what the ranks of the first stage drafted for it."""
+        if self._proposer is None:
+            return filled(plan, [NO_TOKEN] * num_drafted(plan)) if num_drafted(plan) else plan
+        began = time.perf_counter()
+        drafted = self._proposer.propose(plan, self._builder) if plan.rows else []
+        self._last_draft_s = time.perf_counter() - began
+        return filled(plan, drafted) if drafted else plan
+
+    def _hand_on(self, plan: StepPlan, hidden: Tensor) -> None:
+        """Gives the next stage what it computes with: the hidden states, and what was drafted, for the drawer."""
+        if num_drafted(plan):
+            self._pipeline.hand_on(torch.tensor(drafted_tokens(plan), device=hidden.device))
+        self._pipeline.hand_on(hidden)
+
+    def _received(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:
+        """The plan and the hidden states, as the stage before handed them on."""
+        hidden = self._builder.empty(len(plan.tokens), self._model.width)
+        count = num_drafted(plan)
+        if count:
+            drafted = self._pipeline.receive(torch.zeros(count, dtype=torch.int64, device=hidden.device))
+            plan = filled(plan, drafted.tolist())
+        return plan, self._pipeline.receive(hidden)
 
     def _scores(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:
         """On the drawer all scores of the drawn tokens and the details of told prompt tokens; elsewhere nothing."""
-        num_draws = len(plan.draws)
+        num_draws = len(plan.draws) + sum(plan.depths)
         scores = self._pipeline.peers.gather(self._model.scores(hidden[:num_draws])) if num_draws else None
         parts = prompt_parts(plan, self._builder.params)
         return scores, self._tell(parts, hidden[num_draws:]) if parts else []

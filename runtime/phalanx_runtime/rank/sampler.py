@@ -8,12 +8,18 @@ The order, for each row alone:
         -> / temperature -> top-k -> top-p -> min-p -> Gumbel noise -> argmax
 
 All of it follows from the request's tokens. Rows that ask for none of it are drawn from the raw scores, without state.
+
+Where tokens are proposed, a row is drawn at each index along its path, and its run ends with the first token that is not the one
+proposed (`runs`). A row without state is drawn at all indexes at once; one with state goes from token to token, so that what it
+remembers is what was drawn.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
+import torch
 from torch import Tensor
 
 from phalanx_api import wire
@@ -23,6 +29,7 @@ from phalanx_runtime.rank.gaps import gap
 from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import token_details
 from phalanx_runtime.rank.row import COMPLETE, Row
+from phalanx_runtime.rank.runs import Run, Spot
 from phalanx_runtime.rank.sampling import Draw, draw
 
 MIN_TEMPERATURE = 1e-5
@@ -31,10 +38,10 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens parallel to what was asked; details too, or empty.
+    """Tokens parallel to what was asked; details too, or empty. With `runs` draw i has `runs[i]` of them, one after the other.
 
-    `ended`, `failed` and `over` name positions: complete by their grammar, not drawn for the reason told (the token there is
-    none), and not drawn because the grammar was complete before.
+    `ended`, `failed` and `over` name positions in what was asked: complete by their grammar, not drawn for the reason told (the
+    token there is none), and not drawn because the grammar was complete before.
     """
 
     tokens: list[int]
@@ -42,6 +49,7 @@ class Drawn:
     ended: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
 
 
 class Sampler:
@@ -56,23 +64,46 @@ class Sampler:
         """Starts a row anew."""
         self._rows[new.row] = Row(new, self.vocab_size, self.grammars)
 
-    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]]) -> Drawn:
-        """The next token of each (row, output index). scores: [asked, vocabulary], raw; they stay as they are."""
-        rows = [self._rows[row] for row, _ in asked]
-        draws = [_draw_of(row.sampling, index) for row, (_, index) in zip(rows, asked, strict=True)]
-        special = [at for at, row in enumerate(rows) if row.is_special(draws[at].index)]
-        changed = change(scores, rows, special, [draws[at].index for at in special]) if special else None
-        tokens = _draw(scores, draws, changed)
-        if changed is None:
-            return Drawn(tokens, _details(scores, rows, draws, tokens, None))
-        drawn = [at for at in special if at not in changed.failed]
+    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[Sequence[int]] = ()) -> Drawn:
+        """The next tokens of each (row, output index), as many as `proposals` allow, which are parallel; empty: one each.
+
+        scores: [asked and proposed, vocabulary], raw; they stay as they are. The rows of a draw are in order of its indexes.
+        """
+        paths = proposals or [()] * len(asked)
+        firsts = accumulate((1 + len(path) for path in paths), initial=0)
+        places = zip(firsts, asked, paths, strict=False)
+        runs = [Run(self._rows[row], index, first, path) for first, (row, index), path in places]
+        spots = [spot for run in runs for spot in run.next()]
+        while spots:
+            at_all = len(spots) == len(scores)
+            part = scores if at_all else scores.index_select(0, torch.tensor([s.place for s in spots], device=scores.device))
+            _draw_spots(part, spots)
+            spots = [spot for run in runs for spot in run.next()]
+        why = [(at, run.failure) for at, run in enumerate(runs) if run.failure is not None]
+        has_details = any(run.wants_details for run in runs)
         return Drawn(
-            tokens,
-            _details(scores, rows, draws, tokens, changed),
-            ended=[at for at in drawn if rows[at].has_state and rows[at].drew(tokens[at])],
-            failed=[(at, why) for at, why in changed.failed.items() if why != COMPLETE],
-            over=[at for at, why in changed.failed.items() if why == COMPLETE],
+            [token for run in runs for token in run.tokens],
+            [detail for run in runs for detail in run.all_details()] if has_details else [],
+            ended=[at for at, run in enumerate(runs) if run.is_complete],
+            failed=[(at, failure) for at, failure in why if failure != COMPLETE],
+            over=[at for at, failure in why if failure == COMPLETE],
+            runs=[len(run.tokens) for run in runs] if any(paths) else [],
         )
+
+
+def _draw_spots(scores: Tensor, spots: Sequence[Spot]) -> None:
+    """Draws at these spots and tells their runs. scores: [spots, vocabulary]."""
+    rows = [spot.run.row for spot in spots]
+    draws = [_draw_of(spot.run.row.sampling, spot.index) for spot in spots]
+    special = [at for at, row in enumerate(rows) if row.is_special(draws[at].index)]
+    changed = change(scores, rows, special, [draws[at].index for at in special]) if special else None
+    tokens = _draw(scores, draws, changed)
+    kept: list[int] = []
+    for at, (spot, token) in enumerate(zip(spots, tokens, strict=True)):
+        failure = changed.failed.get(at) if changed is not None else None
+        if spot.run.take(spot, token, failure):
+            kept.append(at)
+    _tell(scores, spots, draws, changed, [at for at in kept if spots[at].run.wants_details])
 
 
 def _draw_of(s: wire.Sampling, index: int) -> Draw:
@@ -93,18 +124,15 @@ def _draw(scores: Tensor, draws: Sequence[Draw], changed: Changed | None) -> lis
     return tokens
 
 
-def _details(
-    raw: Tensor, rows: Sequence[Row], draws: Sequence[Draw], tokens: Sequence[int], changed: Changed | None
-) -> list[wire.TokenDetail | None]:
-    """What was asked about the drawn tokens; empty when nobody asked."""
-    asked = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None or row.sampling.return_gaps]
+def _tell(raw: Tensor, spots: Sequence[Spot], draws: Sequence[Draw], changed: Changed | None, asked: Sequence[int]) -> None:
+    """Gives runs what was asked about the tokens that were drawn at these spots."""
     if not asked:
-        return []
-    details: list[wire.TokenDetail | None] = [None] * len(rows)
-    tops = [rows[at].sampling.logprobs or 0 for at in asked]
-    for at, detail in zip(asked, token_details(raw, [tokens[at] for at in asked], tops, asked), strict=True):
-        details[at] = detail
-        if rows[at].sampling.return_gaps:
+        return
+    tops = [spots[at].run.row.sampling.logprobs or 0 for at in asked]
+    tokens = [spots[at].token for at in asked]
+    for at, detail in zip(asked, token_details(raw, tokens, tops, asked), strict=True):
+        run = spots[at].run
+        if run.row.sampling.return_gaps:
             scores = raw[at] if changed is None or at not in changed.places else changed.scores[changed.places[at]]
-            details[at] = msgspec.structs.replace(detail, gap=gap(raw[at], scores, draws[at]))
-    return details
+            detail = msgspec.structs.replace(detail, gap=gap(raw[at], scores, draws[at]))
+        run.details.append(detail)

@@ -13,6 +13,7 @@ from phalanx_api import wire
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, Tally
 from phalanx_runtime.engine.client import NO_LOAD
 from phalanx_runtime.engine.meter import Ended
+from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
 _SHOWN = {
@@ -70,6 +71,7 @@ class EngineMetrics:
             registry=registry,
         ).labels(model_name)
         self._load = NO_LOAD
+        self._speculation = SpeculationMetrics(registry, model_name)
         self._steps = counter("phalanx_engine_steps", "Steps that brought tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
@@ -99,6 +101,7 @@ class EngineMetrics:
             before, now = getattr(self._load, name), getattr(load, name)
             count.inc(now - before if now >= before else now)
         self._load = load
+        self._speculation.follow(load.speculation)
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

@@ -244,6 +244,9 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             scheduling_policy=settings.scheduling_policy,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             itl_target_ms=settings.itl_target_ms,
+            speculative_method=settings.speculative_method,
+            speculative_tokens=settings.speculative_tokens,
+            speculative_control=settings.speculative_control,
         )
         for i in range(local)
     ]

@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeGroup, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeBand, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.native.library import Library, library
 
 MAX_GROUP = 64
@@ -34,9 +34,9 @@ def attends(library: Library, page: int, head_dim: int, dtype: torch.dtype) -> b
 def runs_of(batch: StepBatch) -> Tensor:
     """The step's runs as the kernel reads them: [runs, 4] of start, size, length and the address of the page numbers."""
     runs = []
-    for group in batch.groups:
-        first, step = group.tables.data_ptr(), group.tables.stride(0) * group.tables.element_size()
-        runs += [(group.start + i, 1, length, first + i * step) for i, length in enumerate(group.lengths)]
+    for band in batch.bands:
+        first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
+        runs += [(band.start + i, 1, length, first + i * step) for i, length in enumerate(band.lengths)]
     runs += [(chunk.start, chunk.size, chunk.length, chunk.table.data_ptr()) for chunk in batch.chunks]
     return torch.tensor(runs, dtype=torch.int64)
 
@@ -77,7 +77,7 @@ class NativeAttention(PagedAttention):
             dim**-0.5 if form.scale is None else form.scale,
             form.softcap or 0.0,
         )
-        decoded = sum(group.size for group in batch.groups)
+        decoded = sum(band.size for band in batch.bands)
         self.num_decoded += decoded
         self.num_prefilled += q.shape[0] - decoded
         return out
@@ -90,20 +90,20 @@ class NativeAttention(PagedAttention):
         places = (part.data_ptr() for part in (k, v, cache.k, cache.v, slots))
         self._library.functions.phalanx_write(*places, sizes)
 
-    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup, form: AttentionForm, out: Tensor) -> None:
+    def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, form: AttentionForm, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]
         if not decodes(self._library, q.shape[1], kv_heads, dim, q.dtype):
-            return super()._decode(q, cache, group, form, out)
-        self.num_decoded += group.size
-        sizes = Sizes(group.size, q.shape[1], kv_heads, dim, page, group.tables.shape[1], q.stride(0), form.window or 0)
+            return super()._decode(q, cache, band, form, out)
+        self.num_decoded += band.size
+        sizes = Sizes(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), form.window or 0)
         self._library.functions.phalanx_decode(
             q.dtype == torch.bfloat16,
-            q.data_ptr() + group.start * q.stride(0) * q.element_size(),
+            q.data_ptr() + band.start * q.stride(0) * q.element_size(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
-            group.tables.data_ptr(),
-            group.ends.data_ptr(),
-            out.data_ptr() + group.start * out.stride(0) * out.element_size(),
+            band.tables.data_ptr(),
+            band.ends.data_ptr(),
+            out.data_ptr() + band.start * out.stride(0) * out.element_size(),
             sizes,
             dim**-0.5 if form.scale is None else form.scale,
             form.softcap or 0.0,

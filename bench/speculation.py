@@ -1,0 +1,181 @@
+"""Speculation against plain decoding with one model in one process: what is accepted, and what it is worth.
+
+    python -m bench.speculation MODEL [--method ngram] [--kinds editing chat] [--batches 1 8 64] [--control adaptive] [--rounds 3]
+
+Each row: prompts of one kind, so many at once, greedy, a prompt again and again with another first line where there are more
+requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and the row tells the
+median of the rounds' ratios. Times are those of the decoding steps, of an engine without HTTP. In bf16 a step with proposals
+may round otherwise, so texts may part; --dtype float32 counts tokens that differ.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from tokenizers import Tokenizer
+
+from bench.speculation_prompts import KINDS
+from phalanx_api import wire
+from phalanx_api.speculation import Method, SpeculationCounts
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.group import join_group
+from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank_spec import RankSpec
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one engine made of one set of prompts. Seconds and tokens of steps without prompt tokens."""
+
+    tokens: list[list[int]]
+    decode_s: float = 0.0
+    decoded: int = 0
+    steps: int = 0
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
+        return self.decoded / self.decode_s if self.decode_s else 0.0
+
+
+class Engine:
+    """A scheduler that is kept between rounds, as a server's is: what it learns of times and acceptance stays."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits, speculating: Speculating) -> None:
+        self._runner = runner
+        self.scheduler: Scheduler = make_scheduler(limits, runner.pool, Rules(prefix_caching=False, speculating=speculating))
+        self._handle = 0
+
+    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Outcome:
+        """All prompts at once, to their end."""
+        first = self._handle + 1
+        outcome = Outcome([[] for _ in prompts])
+        before = self.scheduler.speculator.counts()
+        for prompt in prompts:
+            self._handle += 1
+            sampling = wire.Sampling(max_tokens, self._handle, temperature=0.0)
+            self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
+        while not self.scheduler.is_idle():
+            began = time.perf_counter()
+            plan = self.scheduler.schedule(began)
+            assert plan is not None
+            computing = time.perf_counter()
+            self._runner.start(plan)
+            result = self._runner.finish()
+            frame = self.scheduler.commit(result, time.perf_counter() - computing)
+            if not plan.admitted and len(plan.draws) == len(plan.rows) and all(index for _, index in plan.draws):
+                outcome.decode_s += time.perf_counter() - began
+                outcome.decoded += len(frame.tokens)
+                outcome.steps += 1
+            for handle, token in zip(frame.handles, frame.tokens, strict=True):
+                outcome.tokens[handle - first].append(token)
+        outcome.counts = _since(before, self.scheduler.speculator.counts())
+        return outcome
+
+
+def _since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCounts:
+    def less(name: str) -> list[int]:
+        old: list[int] = getattr(before, name)
+        return [count - (old[at] if at < len(old) else 0) for at, count in enumerate(getattr(now, name))]
+
+    return SpeculationCounts(now.paths - before.paths, less("proposed"), less("accepted"), now.saved - before.saved)
+
+
+def encoded(folder: Path, texts: Sequence[str], count: int, is_chat: bool) -> list[list[int]]:
+    """So many prompts as tokens. Beyond the texts each begins with another line."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = []
+    for at in range(count):
+        text = texts[at % len(texts)]
+        again = f"Request {at}.\n" if at >= len(texts) else ""
+        if is_chat:
+            text = f"<|im_start|>user\n{again}{text}<|im_end|>\n<|im_start|>assistant\n"
+        prompts.append(tokenizer.encode(text if is_chat else again + text).ids)
+    return prompts
+
+
+def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
+    """One line of the table."""
+    ratio = median(ours.speed / plain.speed for plain, ours in pairs)
+    plain = median(plain.speed for plain, _ in pairs)
+    proposed = [sum(part) for part in zip(*(ours.counts.proposed for _, ours in pairs), strict=False)]
+    accepted = [sum(part) for part in zip(*(ours.counts.accepted for _, ours in pairs), strict=False)]
+    shares = " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked)
+    decodes = sum(ours.decoded - ours.counts.saved for _, ours in pairs)
+    mean = sum(ours.decoded for _, ours in pairs) / decodes if decodes else 0.0
+    proposals = sum(proposed) / decodes if decodes else 0.0
+    differ = sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True))
+    return f"| {kind} | {batch} | {proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {differ} |"
+
+
+def load(args: argparse.Namespace) -> ModelRunner:
+    """The model on one rank of this process."""
+    spec = RankSpec(
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        local_rank=0,
+        incarnation=0,
+        hosts=["127.0.0.1"],
+        base_port=0,
+        token="00",
+        model_dir=str(args.model),
+        dtype=args.dtype,
+        num_threads=args.threads,
+        kv_cache_memory_bytes=args.cache_mb << 20,
+    )
+    prepare_process(spec, System())
+    device = choose_device(spec)
+    return load_rank(spec, join_group(spec, device), device, System())[0]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description="Speculation against plain decoding.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--tokens", type=int, default=6, help="most tokens proposed at once")
+    parser.add_argument("--control", choices=["adaptive", "fixed"], default="adaptive")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--cache-mb", type=int, default=1024)
+    args = parser.parse_args()
+    runner = load(args)
+    limits = Limits(2048, 64, 512)
+    method: Method = args.method
+    engines = [
+        Engine(runner, limits, Speculating()),
+        Engine(runner, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}))),
+    ]
+    is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
+    print(
+        "| kind | requests | proposed a step | tokens a step | accepted by position | plain tok/s | speed | texts that differ |"
+    )
+    print("|---" * 8 + "|")
+    for batch in args.batches:
+        for kind in args.kinds:
+            prompts = encoded(args.model, KINDS[kind], max(batch, len(KINDS[kind])), is_chat)
+            sets = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
+            pairs = [
+                (engines[0].run(some, args.max_tokens), engines[1].run(some, args.max_tokens))
+                for _ in range(args.rounds)
+                for some in sets
+            ]
+            print(row_of(kind, batch, pairs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Words of speculation that the door, the link and the engine share: how tokens are proposed, and what became of them."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+Method = Literal["none", "ngram", "draft", "self_draft"]
+"""Who proposes: nobody; earlier occurrences of the last tokens; a draft model; the target's first layers."""
+METHODS: tuple[Method, ...] = get_args(Method)
+MAX_DEPTH = 16
+"""Most tokens that are proposed for one request in a step."""
+
+
+class Speculation(msgspec.Struct, frozen=True, array_like=True):
+    """What a request wants of speculation. None is what the service does. It changes times, never tokens."""
+
+    method: Method | None = None
+    num_tokens: int | None = None
+    """Most tokens that are proposed for it in a step."""
+
+
+class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What became of proposals since the start of an engine.
+
+    `paths`: requests for which tokens were proposed in a step, one for each such step. `proposed[p]` and `accepted[p]` count
+    tokens at position p of a path. `saved`: tokens that were told beyond one for each step and request. `draft_s`: time of the
+    ranks in drafts; `verify_s`: by how much steps with proposals took longer than their fitted time without, drafts not counted.
+    """
+
+    paths: int = 0
+    proposed: list[int] = []
+    accepted: list[int] = []
+    saved: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    lost: str = ""
+    """Why the ranks draft no more; empty while they can, or never could."""

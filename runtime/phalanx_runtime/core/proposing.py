@@ -1,0 +1,19 @@
+"""What an engine knows of one request that wants proposals."""
+
+from dataclasses import dataclass, field
+
+from phalanx_api.speculation import Method
+from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, Shares
+from phalanx_runtime.core.lookup import Lookup
+
+
+@dataclass(slots=True)
+class Proposing:
+    """By which method, and how many at once at most. `lag`: tokens in its pages that a draft model has not computed."""
+
+    method: Method
+    most: int
+    lookup: Lookup = field(default_factory=Lookup)
+    shares: Shares = field(default_factory=lambda: Shares(FADE_OF_REQUEST))
+    lag: int = 0
+    last_step: int = 0

@@ -1,0 +1,47 @@
+"""Who drafts tokens on the ranks. A seam: the runner asks before each step, and the drawer compares (docs/adr/0009).
+
+    update tables, copy pages -> propose -> the target computes the step, proposals included -> draw along each path
+
+The ranks of the first stage draft, at the beginning of the step in which their proposals are verified. What lies in the pages of
+the draft's own layers is carried by the same page numbers as the target's: copies, sharing, roll-back and moves do it for both.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.rank.batch import BatchBuilder
+
+
+class Proposer(Protocol):
+    """Drafts with a model: one of its own, or the target's first layers. One on each rank of the first stage.
+
+    A draft that draws with the request's own noise (`sampling.draw`, the same seed and output index) agrees most often with what
+    the target will draw; one that disagrees costs time, never a token.
+    """
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """Pages of its own layers, as many as the target's; empty when it has none. The runner copies and moves them."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why it can draft no more; empty while it can. Then no further plan names a path that is drafted."""
+        ...
+
+    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+        """The proposals of all paths with `is_drafted`, `depth` tokens each, one after the other: the same ones on every rank.
+
+        Called for every plan, also for one without paths: a draft model computes the prompt chunks of the plan, those that have
+        more than one token of their own, so that its pages hold what the target's do. A request decoded without a draft falls
+        behind; when it is drafted again `Path.behind` has the tokens that lie in positions [starts[i] - len(behind), starts[i]).
+        The plan's own token of such a path, at starts[i], is known to all; its first proposal has the output index of its draw,
+        and behind d proposals the draft's pages hold starts[i] + d tokens: the last proposal is computed by the target alone.
+
+        The tables of `builder` hold the plan's pages already and copies are made; `builder.tensors` makes the tensors of any plan
+        over the same rows, and `builder.params` has how each row is sampled. Two machines may compute different scores, so one
+        rank draws and tells its peers. A token of -1 says that there is none: it is equal to no token. Raises PeerLost alone.
+        """
+        ...

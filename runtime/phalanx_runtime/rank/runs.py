@@ -1,0 +1,74 @@
+"""One draw of a step: the tokens that a row is given along its path, one where nothing is proposed.
+
+    proposals       d1   d2   d3
+    drawn      t0'  t1'  t2'           t0' = d1, t1' = d2, t2' is another than d3: the run is t0', t1', t2'
+
+A token is looked at only if all before it are the proposed ones, so it is what would be drawn without proposals.
+"""
+
+from collections.abc import Sequence
+
+from phalanx_api import wire
+from phalanx_runtime.rank.row import Row
+
+
+class Spot:
+    """One place of a run: the row of the step's scores and the output index. `token` is what was drawn there."""
+
+    __slots__ = ("index", "place", "run", "token")
+
+    def __init__(self, run: "Run", place: int, index: int) -> None:
+        self.run = run
+        self.place = place
+        self.index = index
+        self.token = 0
+
+
+class Run:
+    """The draw of a row from output index `index` on, whose scores begin at `first`, along these proposals."""
+
+    __slots__ = ("_first", "_index", "_is_open", "_path", "details", "failure", "is_complete", "row", "tokens", "wants_details")
+
+    def __init__(self, row: Row, index: int, first: int, path: Sequence[int]) -> None:
+        self.row = row
+        self.tokens: list[int] = []
+        self.details: list[wire.TokenDetail] = []
+        self.wants_details = row.sampling.logprobs is not None or row.sampling.return_gaps
+        self.failure: str | None = None
+        """Why nothing was drawn; then the only token is none."""
+        self.is_complete = False
+        """Whether its grammar is complete with the last token."""
+        self._index = index
+        self._first = first
+        self._path = path
+        self._is_open = True
+
+    def next(self) -> list[Spot]:
+        """Where to draw now; nothing once the run has ended. All places at once where no draw depends on the one before."""
+        if not self._is_open:
+            return []
+        drawn = len(self.tokens)
+        places = range(drawn, drawn + 1 if self.row.has_state else len(self._path) + 1)
+        return [Spot(self, self._first + at, self._index + at) for at in places]
+
+    def take(self, spot: Spot, token: int, failure: str | None) -> bool:
+        """Whether the token that was drawn at this place belongs to the run: all before it are as proposed."""
+        if not self._is_open:
+            return False
+        at = len(self.tokens)
+        if failure is not None:
+            self._is_open = False
+            if not at:  # further on the run just ends: the next step finds the same
+                self.failure = failure
+                self.tokens.append(token)
+            return False
+        spot.token = token
+        self.tokens.append(token)
+        if self.row.has_state:
+            self.is_complete = self.row.drew(token)
+        self._is_open = not self.is_complete and at < len(self._path) and token == self._path[at]
+        return True
+
+    def all_details(self) -> Sequence[wire.TokenDetail | None]:
+        """What was asked of each token, or None for each."""
+        return self.details if len(self.details) == len(self.tokens) else [None] * len(self.tokens)

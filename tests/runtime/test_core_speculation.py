@@ -1,0 +1,211 @@
+"""Pure parts of speculation: what is looked up, what is believed of it, how much of it a step gets, and what it costs."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.speculation import Method, Speculation
+from phalanx_runtime.core.acceptance import Shares, add_path, chances, draft_grades, lookup_grades
+from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.depths import MARGIN, Offer, StepCosts, choose_depths
+from phalanx_runtime.core.lookup import AT_ONCE, LONGEST, PLACES, Lookup
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating
+from phalanx_runtime.core.verify_cost import ENOUGH, VerifyCost
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+DRAFTS: frozenset[Method] = frozenset({"draft"})
+
+
+def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:
+    """By definition: of the latest places behind the last two tokens the one before which most tokens agree, later ones first."""
+    end, best = len(tokens), (0, 0)
+    places = [p for p in range(end - 1, 1, -1) if end > 2 and tokens[p - 2 : p] == tokens[end - 2 :]]
+    for place in places[:PLACES]:
+        same = 2
+        while same < min(place, LONGEST) and tokens[place - same - 1] == tokens[end - same - 1]:
+            same += 1
+        best = max(best, (same, place)) if same > best[0] else best
+    if not best[1]:
+        return [], 0
+    following = list(tokens)
+    for _ in range(count):
+        following.append(following[best[1] + len(following) - end])
+    return following[end:], best[0]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8), st.lists(st.integers(0, 60), max_size=6))
+def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], count: int, stops: list[int]) -> None:
+    """However the tokens came: it looked before at some lengths, or not."""
+    lookup = Lookup()
+    for length in sorted(stops):
+        lookup.find(tokens[:length], count)
+    tokens = tokens[max([0, *(stop for stop in stops if stop <= len(tokens))]) :] and tokens
+    assert lookup.find(tokens, count) == slow_find(tokens, count)
+
+
+def test_a_text_that_repeats_is_proposed_beyond_its_end() -> None:
+    assert Lookup().find([9, 1, 2, 3, 1, 2, 3, 1, 2], 8) == ([3, 1, 2, 3, 1, 2, 3, 1], 5)
+
+
+def test_a_long_prompt_is_entered_over_several_looks() -> None:
+    lookup, tokens = Lookup(), [at % 50 for at in range(2 * AT_ONCE + 100)]
+    assert [bool(lookup.find(tokens, 4)[0]) for _ in range(3)] == [False, False, True]
+
+
+def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
+    engine, own = Shares(0.99), Shares(0.9)
+    grades = lookup_grades(4, 3)
+    assert chances(own, engine, grades) == [0.5, 0.25, 0.125]
+    for _ in range(50):
+        add_path(engine, grades, 3)
+    assert chances(own, engine, grades)[2] > 0.7
+    for _ in range(20):
+        add_path(own, grades, 0)
+    assert chances(own, engine, grades)[0] < 0.4
+    assert set(lookup_grades(2, 9)).isdisjoint(draft_grades(16))
+
+
+def test_what_was_not_looked_at_teaches_nothing() -> None:
+    shares = Shares(0.9)
+    add_path(shares, [-1, -2, -3], 1)
+    assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.4, 0.5]
+
+
+CHANCES = st.lists(st.floats(0.01, 0.99), max_size=4).map(lambda some: sorted(some, reverse=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.builds(Offer, CHANCES, st.booleans()), min_size=1, max_size=3),
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+    st.integers(0, 8),
+    st.integers(1, 6),
+)
+def test_depths_are_the_fastest_of_all_that_there_are(
+    offers: list[Offer], token_s: float, pass_s: float, room: int, others: int
+) -> None:
+    decodes = len(offers) + others
+
+    def speed(depths: Sequence[int]) -> float:
+        gained = sum(sum(offer.chances[:depth]) for offer, depth in zip(offers, depths, strict=True))
+        passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
+        return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes)
+
+    chosen = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
+    assert sum(chosen) <= room
+    every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
+    best = max(map(speed, every))
+    assert speed(chosen) == pytest.approx(best) if best > MARGIN * decodes * (1 + 1e-9) else not any(chosen)
+
+
+def test_under_load_nothing_is_proposed_and_alone_much() -> None:
+    """A step of 10 ms for one and 1 ms more for each token: chances that pay alone do not among sixty-four."""
+
+    def deepest(decodes: int, chance: float) -> int:
+        costs = StepCosts(0.009 + 0.001 * decodes, lambda count: 0.001 * count)
+        return max(choose_depths([Offer([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000))
+
+    assert [deepest(1, chance) for chance in (0.05, 0.3, 0.6, 0.9)] == [0, 1, 3, 8]
+    assert [deepest(64, chance) for chance in (0.3, 0.6, 0.85)] == [0, 0, 0]
+
+
+def test_before_any_step_was_measured_likely_proposals_are_made() -> None:
+    assert choose_depths([Offer([0.9, 0.5, 0.3]), Offer([0.3, 0.2], True)], None, 2, 10) == [2, 0]
+    assert choose_depths([Offer([0.9, 0.5]), Offer([0.8])], None, 2, 2) == [1, 1]
+
+
+def test_the_cost_of_proposals_is_what_was_measured() -> None:
+    model, plain = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100)
+    cost = VerifyCost()
+    assert cost.costs(model, plain).plain_s == pytest.approx(0.010)
+    assert cost.costs(model, plain).extra_s(4) == pytest.approx(0.004)
+    for _ in range(50):
+        cost.learn(model, plain, 0, 0, 0.012, 0.0)
+    for _ in range(ENOUGH + 50):
+        cost.learn(model, plain, 4, 2, 0.012 + 4 * 0.003 + 0.005, 0.005)
+    told = cost.costs(model, plain)
+    assert told.plain_s == pytest.approx(0.012, rel=0.01)
+    assert told.extra_s(2) == pytest.approx(0.006, rel=0.05)
+    assert told.pass_s == pytest.approx(0.0025, rel=0.01)
+    assert cost.verify_s == pytest.approx((ENOUGH + 50) * 0.012, rel=0.1)
+    assert cost.costs(model, StepWork(0, 40, 100)).extra_s(1) == pytest.approx(0.001), "other sizes are not judged by this one"
+
+
+def scheduler(runner: FakeRunner, speculating: Speculating, max_num_seqs: int = 4) -> Scheduler:
+    return make_scheduler(Limits(200, max_num_seqs, 64), runner.pool, Rules(speculating=speculating))
+
+
+def test_a_method_that_is_not_offered_is_refused_by_its_field_but_a_begun_stream_goes_on() -> None:
+    made = scheduler(FakeRunner(40, 4), Speculating())
+    asked = make_request(5, 6)
+    refused = made.submit(1, wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=Speculation("draft")))
+    assert isinstance(refused, Refuse) and refused.status == 400 and refused.code == "unsupported_speculation"
+    assert "ngram" in refused.message
+    begun = wire.Request("b", 1, asked.prompt, [3], asked.sampling, speculation=Speculation("draft"))
+    assert made.submit(2, begun) is None
+
+
+def finish(runner: FakeRunner, made: Scheduler, wall_s: float | None = None) -> list[int]:
+    """The output of the only request, and the depths of its steps."""
+    output: list[int] = []
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        output += made.commit(runner.run(plan), wall_s).tokens
+    return output
+
+
+def test_a_request_asks_for_its_own_method_and_depth() -> None:
+    for wanted, deepest in (
+        (Speculation(), 3),
+        (Speculation("none"), 0),
+        (Speculation(None, 2), 2),
+        (Speculation("draft", 99), 16),
+    ):
+        runner = FakeRunner(60, 4)
+        made = scheduler(runner, Speculating("draft", 3, False, DRAFTS))
+        asked = make_request(5, 60)
+        request = wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=wanted)
+        assert made.submit(1, request) is None
+        assert finish(runner, made) == expected_output(request)
+        assert max(max(plan.depths, default=0) for plan in runner.plans) == deepest
+
+
+def test_ranks_that_lost_their_draft_are_asked_no_more() -> None:
+    runner = FakeRunner(60, 4)
+    made = scheduler(runner, Speculating("draft", 3, False, DRAFTS))
+    made.submit(1, make_request(5, 40))
+    for turn in range(5):
+        plan = made.schedule()
+        assert plan is not None and bool(plan.paths) == (1 <= turn <= 2)
+        result = runner.run(plan)
+        made.commit(msgspec.structs.replace(result, lost="out of memory" * (turn == 2)))
+    assert made.load().speculation.lost == "out of memory"
+
+
+def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
+    """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
+
+    class Wrong(FakeRunner):
+        def _drafted(self, plan):  # type: ignore[no-untyped-def]
+            return plan
+
+    runner = Wrong(60, 4)
+    made = scheduler(runner, Speculating("draft", 4, drafts=DRAFTS))
+    made.submit(1, make_request(5, 150))
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        made.commit(runner.run(plan), 0.001 * sum(plan.counts))
+    deep = [sum(plan.depths) for plan in runner.plans]
+    late = deep[len(deep) // 2 :]
+    assert 0 < sum(late) <= len(late) / PROBE_EVERY + 1
