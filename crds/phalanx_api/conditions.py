@@ -11,7 +11,17 @@ from pydantic import Field
 
 from phalanx_api.schema import Record
 
-ConditionType = Literal["Ready", "Available", "Progressing", "Stalled", "ScalingActive", "Balanced", "Compatible"]
+ConditionType = Literal[
+    "Ready",
+    "Available",
+    "Progressing",
+    "Stalled",
+    "CapacityAvailable",
+    "ModelCached",
+    "ScalingActive",
+    "Balanced",
+    "Compatible",
+]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -35,6 +45,18 @@ class Reason(StrEnum):
     ROLLING = "Rolling"
     SCALING = "Scaling"
     COMPLETE = "Complete"
+    PAUSED = "Paused"
+    SURGE_UNSCHEDULABLE = "SurgeUnschedulable"
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    RESTART_BUDGET_SPENT = "RestartBudgetSpent"
+    SCHEDULED = "Scheduled"
+    UNSCHEDULABLE = "Unschedulable"
+    GANG_WAITING = "GangWaiting"
+    CACHED = "Cached"
+    DOWNLOADING = "Downloading"
+    AUTH_FAILED = "AuthFailed"
+    NOT_FOUND = "NotFound"
+    CLAIM_UNBOUND = "ClaimUnbound"
     ACTIVE = "Active"
     EXTERNAL = "External"
     """HPA or KEDA writes the count; the operator tells it by a metric."""

@@ -11,6 +11,7 @@ CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
 _PARENTS = (
     "parallelism",
     "resources",
+    "placement",
     "engine",
     "rollout",
     "rebalancing",
@@ -38,6 +39,7 @@ def _columns() -> list[dict[str, Any]]:
         _column("TP", "integer", ".spec.parallelism.tensor"),
         _column("Model", "string", ".spec.model.uri"),
         _column("Age", "date", ".metadata.creationTimestamp"),
+        _column("PP", "integer", ".spec.parallelism.pipeline", wide=True),
         _column("URL", "string", ".status.url", wide=True),
         _column("Revision", "string", ".status.updateRevision", wide=True),
     ]

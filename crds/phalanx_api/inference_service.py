@@ -1,8 +1,8 @@
 """The InferenceService: its spec, as pydantic models that are the single source of the CRD, and how a manifest is read.
 
 Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
-Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `engine`, `podTemplate`) make a new revision, and so
-does `rollout.restartId`;
+Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `placement`, `engine`, `podTemplate`) make a new revision,
+and so does `rollout.restartId`;
 counts, scaling, rebalancing, drain, router and network policy never do.
 """
 
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 
 from phalanx_api.autoscaling import MAX_GROUPS, Autoscaling
 from phalanx_api.group import GroupShape
+from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
 from phalanx_api.schema import Record, rule, rules, with_rules
@@ -59,6 +60,39 @@ class SecretRef(Record):
     """Key in the Secret that holds the token, for hf:// and gs://. Other sources have keys of their own: see `secretRef`."""
 
 
+class Cache(Record):
+    """Where downloaded models are kept, so that a pod that starts again need not fetch them."""
+
+    model_config = Record.model_config | rules(
+        rule("(self.type == 'Shared') == has(self.claimName)", "claimName goes with type Shared, which needs it", ".claimName"),
+        rule("(self.type == 'NodeLocal') == has(self.size)", "size goes with type NodeLocal, which needs it", ".size"),
+        rule(
+            "self.type == 'NodeLocal' || !has(self.storageClassName)",
+            "storageClassName goes with type NodeLocal only",
+            ".storageClassName",
+        ),
+    )
+    type: Literal["None", "NodeLocal", "Shared"]
+    """NodeLocal: a claim of its own for each pod, as long as the pod lives. Shared: one claim for all pods, which all nodes can mount
+    for writing. None: the pod's own disk, as long as the pod lives."""
+    claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    """Shared: a PersistentVolumeClaim in the namespace of the service."""
+    storage_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    """NodeLocal: the StorageClass of each pod's claim; the cluster's default otherwise."""
+    size: Memory | None = None
+    """NodeLocal: how large each pod's claim is."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Cache":
+        if (self.type == "Shared") != (self.claim_name is not None):
+            raise ValueError("claimName goes with type Shared, which needs it")
+        if (self.type == "NodeLocal") != (self.size is not None):
+            raise ValueError("size goes with type NodeLocal, which needs it")
+        if self.type != "NodeLocal" and self.storage_class_name is not None:
+            raise ValueError("storageClassName goes with type NodeLocal only")
+        return self
+
+
 class Model(Record):
     """Where the weights and the tokenizer come from."""
 
@@ -78,6 +112,11 @@ class Model(Record):
             "key names a token: it goes with hf:// and gs:// only; Secrets for s3:// and oci:// have keys of their own",
             ".secretRef.key",
         ),
+        rule(
+            "!has(self.cache) || self.cache.type == 'None' || self.uri.matches('^(hf|s3|gs|oci)://')",
+            "cache keeps what is downloaded: it goes with hf://, s3://, gs:// and oci:// only",
+            ".cache",
+        ),
     )
     uri: Annotated[str, AfterValidator(_known_uri)] = Field(
         min_length=1,
@@ -94,6 +133,7 @@ class Model(Record):
     secret_ref: SecretRef | None = None
     """Who asks. For hf:// and gs:// the token under `key`; for s3:// the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if
     there is one, AWS_SESSION_TOKEN; for oci:// the key .dockerconfigjson, as `kubectl create secret docker-registry` makes it."""
+    cache: Cache | None = None
 
 
 class Parallelism(Record):
@@ -101,13 +141,15 @@ class Parallelism(Record):
 
     model_config = Record.model_config | rules(
         rule(
-            "self.gpusPerPod == 0 || self.tensor % self.gpusPerPod == 0",
-            "gpusPerPod must divide tensor, or be 0 to put all ranks in one pod",
+            "self.gpusPerPod == 0 || (self.tensor * self.pipeline) % self.gpusPerPod == 0",
+            "gpusPerPod must divide tensor times pipeline, or be 0 to put all ranks in one pod",
             ".gpusPerPod",
         )
     )
     tensor: int = Field(default=1, ge=1, le=64)
     """Ranks that share each layer."""
+    pipeline: int = Field(default=1, ge=1, le=16)
+    """Stages that the layers are cut into, each of `tensor` ranks."""
     gpus_per_pod: int = Field(default=0, ge=0, le=64)
     """Devices, and so ranks, in each pod; 0 puts all ranks in one pod."""
 
@@ -117,6 +159,8 @@ class Accelerator(Record):
 
     resource_name: str = Field(default="nvidia.com/gpu", max_length=253, pattern=_RESOURCE_NAME)
     """Extended resource of which each rank asks for one; empty for ranks on CPU."""
+    product: str | None = Field(default=None, min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
+    """Only nodes with this value of the label nvidia.com/gpu.product."""
 
 
 class Resources(Record):
@@ -186,6 +230,7 @@ class Spec(Record):
     """Names by which clients ask for the model; the service's name otherwise."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     resources: Resources = Field(default_factory=Resources)
+    placement: Placement = Field(default_factory=Placement)
     engine: Engine = Field(default_factory=Engine)
     replicas: int | None = Field(default=None, ge=0, le=MAX_GROUPS)
     """Groups wanted. The operator writes 1 here once if it is not given; after that it belongs to the scale subresource."""
@@ -211,7 +256,7 @@ class Spec(Record):
 
 def shape_of(parallelism: Parallelism) -> GroupShape:
     """The shape of a group. Raises: ValueError when the ranks do not fill the pods."""
-    return GroupShape(parallelism.tensor, parallelism.gpus_per_pod)
+    return GroupShape(parallelism.tensor, parallelism.gpus_per_pod, parallelism.pipeline)
 
 
 @dataclass(frozen=True, slots=True)

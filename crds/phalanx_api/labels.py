@@ -15,6 +15,11 @@ POD_INDEX = "apps.kubernetes.io/pod-index"
 DRAINING = "phalanx.dev/draining"
 """Annotation on a group's StatefulSet: since when, what for and why it is being emptied; and on its leader pod, for routers
 that watch: only since when. Set and taken off by the operator; `kubectl phalanx drain` sets the first one too."""
+GANG = "phalanx.dev/gang"
+"""Label on groups: who places their pods together, as when they were made. Set and read by the operator."""
+RESTARTS = "phalanx.dev/restarts"
+"""Annotation on a group's StatefulSet: when it was started anew, and which pods were deleted for it last. Set and read by the
+operator."""
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Label on every child, with the value `MANAGER`."""
 MANAGER = "phalanx-operator"
@@ -43,6 +48,9 @@ MODEL_DIR = "/models"
 """Where a claim named by `pvc://claim/path` is mounted in pods of a group."""
 CACHE_DIR = "/var/cache/phalanx"
 """Writable folder in pods of a group: downloaded models, compiled bytecode."""
+
+MODEL_CACHE_DIR = "/var/cache/phalanx-models"
+"""Where the claim of `spec.model.cache` is mounted in pods of a group: downloaded models."""
 
 ENV_POD_INDEX = "PHALANX_POD_INDEX"
 """Ordinal of the pod in its group, from the label POD_INDEX. Set by the operator, read by the runtime's --node-rank."""

@@ -20,9 +20,18 @@ CACHE_VOLUME = "cache"
 SHM_VOLUME = "shm"
 MODEL_VOLUME = "model"
 REGISTRY_VOLUME = "registry"
-RESERVED_VOLUMES = (TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, MODEL_VOLUME, REGISTRY_VOLUME)
+MODEL_CACHE_VOLUME = "model-cache"
+RESERVED_VOLUMES = (TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME)
 """Volumes that the operator makes in each pod of a group."""
-RESERVED_PATHS = (labels.TOKEN_DIR, "/tmp", labels.CACHE_DIR, "/dev/shm", labels.MODEL_DIR, labels.REGISTRY_DIR)
+RESERVED_PATHS = (
+    labels.TOKEN_DIR,
+    "/tmp",
+    labels.CACHE_DIR,
+    "/dev/shm",
+    labels.MODEL_DIR,
+    labels.REGISTRY_DIR,
+    labels.MODEL_CACHE_DIR,
+)
 """Where those volumes are mounted."""
 S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Variables of the runtime, and keys of the Secret, that prove who asks for a model in S3."""

@@ -24,7 +24,11 @@ class GroupStatus(Record):
     nodes: tuple[NodeName, ...] = Field(default=(), max_length=64)
     """Nodes of the pods, by pod index; shorter while some are not scheduled."""
     reason: str = Field(default="", max_length=256)
-    """Why it is not ready, if a pod says so."""
+    """Why it is not ready, if a pod or its leader says so."""
+    restarts: int = 0
+    """How often it was started anew in the last `restartPolicy.windowSeconds`, for no cause outside of it."""
+    incarnation: int = 0
+    """Its joint start, as routers know it; 0 before they do."""
 
 
 class AutoscalingStatus(Record):
@@ -68,6 +72,21 @@ class RebalancingStatus(Record):
     """More than half of the groups are: nothing but more of them helps."""
 
 
+MAX_AVOIDED = 16
+
+
+class RecoveryStatus(Record):
+    """Groups of the newest revision that were given up because they were restarted too often."""
+
+    revision: str = Field(max_length=63)
+    given_up: int = 0
+    last_time: str = Field(max_length=64)
+    """When the last one was."""
+    nodes: tuple[NodeName, ...] = Field(default=(), max_length=MAX_AVOIDED)
+    """Where they ran: their successors keep away from there, if they can."""
+    message: str = Field(default="", max_length=512)
+
+
 class Status(Record):
     """What the operator last saw and did."""
 
@@ -94,6 +113,9 @@ class Status(Record):
     )
     """At most 64 groups, those that are not ready first."""
     autoscaling: AutoscalingStatus | None = None
+    gang: str = Field(default="", max_length=32)
+    """Who places the pods of groups that are made now."""
+    recovery: RecoveryStatus | None = None
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     conditions: tuple[Condition, ...] = Field(
         default=(),

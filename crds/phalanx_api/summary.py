@@ -68,7 +68,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     """One group as a router sees it. `streams` are this router's own; all else is of the whole group.
 
     `pressure`, `backlog_s`, `itl_s`, `speed` are those of `phalanx_router.route.view`; `step_model` is `cost.StepModel` in order.
-    `live_tokens`: in pages of running requests.
+    `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
     """
 
     group: str
@@ -88,6 +88,8 @@ class GroupSummary(msgspec.Struct, frozen=True):
     step_model: list[float] = []
     incarnation: int = 0
     model_hash: str = ""
+    deaths: int = 0
+    death: str = ""
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
 """How groups that run are kept: `spec.rollout`, `spec.rebalancing`, `spec.drain` and `spec.restartPolicy`."""
 
-from pydantic import Field
+from typing import Literal
 
-from phalanx_api.quantities import Memory
-from phalanx_api.schema import Record
+from pydantic import Field, model_validator
+
+from phalanx_api.quantities import Memory, Share, share_of
+from phalanx_api.schema import Record, rule, rules
 from phalanx_api.summary import Mode
 
 
@@ -26,11 +28,51 @@ class Rebalancing(Record):
     budgets: RebalancingBudgets = Field(default_factory=RebalancingBudgets)
 
 
-class Rollout(Record):
-    """How groups are replaced."""
+_NONE = ("0", "0%")
+_BOTH_ZERO = "maxUnavailable and maxSurge must not both be 0: no group could ever be replaced"
 
+
+class Rollout(Record):
+    """How groups are replaced when what changes a pod changes."""
+
+    model_config = Record.model_config | rules(
+        rule(
+            "!((type(self.maxSurge) == int ? self.maxSurge == 0 : self.maxSurge == '0%') && "
+            "(type(self.maxUnavailable) == int ? self.maxUnavailable == 0 : self.maxUnavailable == '0%'))",
+            _BOTH_ZERO,
+            ".maxUnavailable",
+        )
+    )
+    max_unavailable: Share = 1
+    """Groups, or a percentage of `replicas`, that may be missing at once. What was broken before counts too."""
+    max_surge: Share = 0
+    """Groups above `replicas`, or a percentage of it: then a group goes only when its successor is ready. Where the cluster has
+    no room for that, groups go first after all, as `maxUnavailable` allows."""
+    surge_timeout_seconds: int = Field(default=300, ge=0, le=86_400)
+    """How long a group above `replicas` may wait for room."""
+    partition: int = Field(default=0, ge=0, le=1000)
+    """Groups that stay on their old revision, while they live."""
+    paused: bool = False
+    """Replace no group for its revision. Groups that are lost or added are of the newest one all the same."""
+    progress_deadline_seconds: int = Field(default=3600, ge=1, le=604_800)
+    """How long a group of the newest revision may take to be ready; then the rollout stops, and `Stalled` says so."""
     restart_id: str = Field(default="", max_length=128)
     """Any change replaces every group, one after another; what it says is up to you. In a new service it starts nothing."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Rollout":
+        if str(self.max_unavailable) in _NONE and str(self.max_surge) in _NONE:
+            raise ValueError(_BOTH_ZERO)
+        return self
+
+    def surge(self, replicas: int) -> int:
+        """How many groups above so many."""
+        return share_of(self.max_surge, replicas, up=True)
+
+    def unavailable(self, replicas: int) -> int:
+        """How many of so many may be missing; one where percentages of few groups come to nothing at all."""
+        count = min(share_of(self.max_unavailable, replicas, up=False), replicas)
+        return count if count or self.surge(replicas) else 1
 
 
 class Drain(Record):
@@ -48,7 +90,16 @@ class Drain(Record):
 
 
 class RestartPolicy(Record):
-    """When a group is given up for another one."""
+    """When a group is started anew, and when it is given up for another one."""
 
+    mode: Literal["RecreateGroup", "None"] = "RecreateGroup"
+    """RecreateGroup: all pods of a group that does not come to serve are replaced, and it is given up if that does not help. None:
+    only what ranks and containers do by themselves."""
+    startup_seconds: int = Field(default=1800, ge=1, le=86_400)
+    """How long a group may take to be ready, from its start or from when it was ready last: the time to load the model."""
+    max_group_restarts: int = Field(default=5, ge=0, le=32)
+    """How often a group may be started anew, or die without a cause outside, before another one takes its place on other nodes."""
+    window_seconds: int = Field(default=3600, ge=1, le=604_800)
+    """For how long a restart counts."""
     node_lost_seconds: int = Field(default=120, ge=1, le=86_400)
     """How long a node may be away before groups with pods there are replaced."""

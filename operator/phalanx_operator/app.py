@@ -23,6 +23,7 @@ from phalanx_operator.lease import Lease
 from phalanx_operator.loop import Loop
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
+from phalanx_operator.offers import Offers
 from phalanx_operator.reconcile import Reconciler
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
@@ -85,7 +86,7 @@ def _assemble(
     neighbours = Neighbours(settings.lease_namespace, settings.prometheus_namespace)
     hands = Hands(kube, children, images, lambda: secrets.token_hex(32), neighbours=neighbours)
     asking = Asking(kube, http, lambda key: loop.wake(key))
-    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics, asking).reconcile, metrics)
+    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics, asking, Offers(kube)).reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake)
         for namespace in settings.namespaces or (None,)

@@ -7,6 +7,7 @@ render. What all groups share is kept by `shared`.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from phalanx_api import labels
 from phalanx_api.inference_service import InferenceService
@@ -19,21 +20,30 @@ from phalanx_operator.decide.actions import (
     GroupAction,
     InitReplicas,
     KeepChildren,
+    KeepGang,
     KeepGroup,
     MarkLeader,
+    NoteRestarts,
+    RestartGroup,
     SetReplicas,
 )
+from phalanx_operator.decide.draining import LAST_S
+from phalanx_operator.decide.recovery import written
 from phalanx_operator.decide.snapshot import Draining, Snapshot
 from phalanx_operator.errors import Conflict, Gone
 from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
 from phalanx_operator.observe import Children
-from phalanx_operator.render import pods
+from phalanx_operator.offers import POD_GROUPS
+from phalanx_operator.render import gangs, pods
+from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
+from phalanx_operator.render.pods import Making
 from phalanx_operator.shared import Shared
 from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
+GANG_AGAIN_S = 60.0
 
 
 class Hands:
@@ -51,6 +61,8 @@ class Hands:
         self._client = client
         self._children = children
         self._images = images
+        self._clock = clock
+        self._gangs: dict[Key, dict[str, float]] = {}
         self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock)
 
     def forget(self, key: Key) -> None:
@@ -58,16 +70,19 @@ class Hands:
         self._shared.forget(key)
         self._children.doomed.pop(key, None)
         self._children.notes.pop(key, None)
+        self._children.counts.pop(key, None)
+        self._gangs.pop(key, None)
 
     async def carry_out(
-        self, actions: Sequence[Action], service: InferenceService, snapshot: Snapshot, revision: str, now: str
+        self, actions: Sequence[Action], service: InferenceService, snapshot: Snapshot, revision: str, gang: Gang, now: str
     ) -> list[GroupAction | SetReplicas]:
-        """The actions that changed groups, or their number.
+        """The actions that changed groups, or their number. New groups are of that revision, and placed together by that gang.
 
         Raises: a KubeError at the first that fails; the rest is left for later.
         """
         done: list[GroupAction | SetReplicas] = []
-        await self._try_successor(actions, service, revision)
+        making = Making(revision, self._images, gang)
+        await self._try_successor(actions, service, making)
         for action in actions:
             match action:
                 case InitReplicas():
@@ -78,12 +93,19 @@ class Hands:
                     log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
                 case KeepChildren():
                     await self._shared.keep(service, snapshot, action.groups)
-                case CreateGroup() if await self._create_group(action, service, revision):
+                case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid)):
                     done.append(action)
                 case DrainGroup() | KeepGroup() if await self._note(action, service, now):
                     done.append(action)
                 case DeleteGroup() if await self._delete_group(action, service):
                     done.append(action)
+                case RestartGroup():
+                    await self._restart(action, service)
+                    done.append(action)
+                case NoteRestarts():
+                    await self._note_restarts(action, service)
+                case KeepGang():
+                    await self._keep_gang(gangs.of_kind(action.kind), service, action.name, action.uid, action.pods)
                 case MarkLeader():
                     await self._mark(action, service, now)
                 case EndPod():
@@ -95,25 +117,63 @@ class Hands:
         patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": replicas}}
         await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch, subresource=subresource)
 
-    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, revision: str) -> None:
+    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, making: Making) -> None:
         """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected."""
         given_up = next((action for action in actions if isinstance(action, DeleteGroup | DrainGroup)), None)
         created = next((action.name for action in actions if isinstance(action, CreateGroup)), "")
         name = created or (given_up.successor if isinstance(given_up, DrainGroup) else "")
         if given_up and name:
-            body = pods.group(service, name, revision, self._images)
+            body = pods.group(service, name, making)
             try:
                 await self._client.create(STATEFUL_SETS, body, dry_run=True)
             except Conflict:
                 pass  # it is there already, so it was taken
 
-    async def _create_group(self, action: CreateGroup, service: InferenceService, revision: str) -> bool:
-        body = pods.group(service, action.name, revision, self._images)
+    async def _create_group(self, action: CreateGroup, service: InferenceService, making: Making) -> bool:
+        body = pods.group(service, action.name, making)
         try:
-            await self._client.create(STATEFUL_SETS, body)
+            made = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
             return False  # made before, and the informer has not told yet
         log.info("group created", extra=_fields(service, action.name, action.why))
+        await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
+        return True
+
+    async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:
+        """Makes what places a group's pods together; tried at most once in a minute, for it is mostly there."""
+        tried = self._gangs.setdefault((service.namespace, service.name), {})
+        if self._clock() - tried.get(uid, -GANG_AGAIN_S) < GANG_AGAIN_S:
+            return
+        for body in gang.objects(service, group, uid, pods):
+            try:
+                await self._client.create(POD_GROUPS[body["apiVersion"]], body)
+            except Conflict:
+                pass  # it is there
+        tried[uid] = self._clock()
+        known = {there.group.uid for there in self._children.sets.of((service.namespace, service.name))}
+        for gone in [one for one in tried if one not in known and one != uid]:
+            del tried[gone]
+
+    async def _restart(self, action: RestartGroup, service: InferenceService) -> None:
+        """Deletes the pods, once it is noted which."""
+        noted = await self._note_restarts(NoteRestarts(action.name, action.uid, action.note), service)
+        if not noted:
+            return
+        for pod, uid in action.pods:
+            try:
+                await self._client.delete(PODS, service.namespace, pod, uid, grace_s=LAST_S)
+            except (Gone, Conflict):
+                pass  # it went before: what is there now is new
+        log.warning("group started anew", extra=_fields(service, action.name, action.why))
+
+    async def _note_restarts(self, action: NoteRestarts, service: InferenceService) -> bool:
+        """Whether the group is there still, and carries the note."""
+        patch = {"metadata": {"uid": action.uid, "annotations": {labels.RESTARTS: written(action.note)}}}
+        try:
+            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
+        except (Gone, Conflict):
+            return False
+        self._children.restarted((service.namespace, service.name), action.uid, action.note)
         return True
 
     async def _note(self, action: DrainGroup | KeepGroup, service: InferenceService, now: str) -> bool:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from phalanx_api import labels
 from phalanx_api.status import Status
+from phalanx_operator.decide import recovery
 from phalanx_operator.decide.draining import LAST_S
 from phalanx_operator.decide.snapshot import (
     Draining,
@@ -17,6 +18,7 @@ from phalanx_operator.decide.snapshot import (
     ObservedRouter,
     Purpose,
     ReplicasWriter,
+    Restarts,
     Snapshot,
 )
 from phalanx_operator.kube import Json
@@ -65,8 +67,12 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         reason=reason,
         message=message[:300],
         uid=metadata.get("uid", ""),
+        restarts=sum(one.get("restartCount", 0) for one in status.get("containerStatuses") or []),
+        ended=_ended(status),
         ip=status.get("podIP") or "",
         leaving="deletionTimestamp" in metadata,
+        created=metadata.get("creationTimestamp") or "",
+        unready_since="" if ready else conditions.get("Ready", {}).get("lastTransitionTime") or "",
         hurried=metadata.get("deletionGracePeriodSeconds", LAST_S + 1) <= LAST_S,
         marked=labels.DRAINING in _annotations(metadata),
     )
@@ -85,6 +91,12 @@ def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, An
     return "", ""
 
 
+def _ended(status: Mapping[str, Any]) -> str:
+    """How a container of the pod ended before it was started again, in the word of Kubernetes."""
+    lasts = [(one.get("lastState") or {}).get("terminated") or {} for one in status.get("containerStatuses") or []]
+    return next((str(last.get("reason") or "Error") for last in lasts if last), "")
+
+
 def trim_set(body: Mapping[str, Any]) -> ObservedSet:
     """What matters of a StatefulSet; its pods are filled in by `snapshot`."""
     metadata = body["metadata"]
@@ -96,6 +108,8 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
         size=body["spec"].get("replicas", 1),
         terminating="deletionTimestamp" in metadata,
         draining=draining_of(metadata),
+        gang=_labels(metadata).get(labels.GANG, ""),
+        restarts=recovery.read(_annotations(metadata).get(labels.RESTARTS)),
     )
     return ObservedSet(owner_uid(metadata), group)
 
@@ -155,7 +169,8 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
 class Children:
     """The stores of all children, and of the nodes.
 
-    `doomed` are UIDs of groups that we deleted, by service, and `notes` what we noted on groups: the store may not know yet.
+    `doomed` are UIDs of groups that we deleted, by service; `notes` and `counts` what we noted on groups, of draining and of
+    restarts: the store may not know yet.
     """
 
     pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
@@ -165,6 +180,7 @@ class Children:
     nodes: Store[ObservedNode] = field(default_factory=lambda: Store(trim_node))
     doomed: dict[Key, set[str]] = field(default_factory=dict)
     notes: dict[Key, dict[str, Draining | None]] = field(default_factory=dict)
+    counts: dict[Key, dict[str, Restarts]] = field(default_factory=dict)
 
     def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
         """Kind and name of the watched children that a service shares between its groups; one that is missing is made again."""
@@ -179,12 +195,20 @@ class Children:
         """Count this group as being emptied, or as staying, from now on."""
         self.notes.setdefault(key, {})[uid] = draining
 
+    def restarted(self, key: Key, uid: str, note: Restarts) -> None:
+        """Count this as noted on the group from now on."""
+        self.counts.setdefault(key, {})[uid] = note
+
     def prune(self, key: Key) -> None:
         """Forget doomed groups that are gone, and notes that the store knows by now: nothing is kept of them."""
         known = {s.group.uid: s.group.draining for s in self.sets.of(key)}
         late = {uid: note for uid, note in self.notes.pop(key, {}).items() if uid in known and known[uid] != note}
         if late:
             self.notes[key] = late
+        noted = {s.group.uid: s.group.restarts for s in self.sets.of(key)}
+        waiting = {uid: note for uid, note in self.counts.pop(key, {}).items() if uid in noted and noted[uid] != note}
+        if waiting:
+            self.counts[key] = waiting
         left = self.doomed.pop(key, set()) & {s.group.uid for s in self.sets.of(key)}
         if left:
             self.doomed[key] = left
@@ -216,12 +240,13 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
     by_owner: dict[str, list[ObservedPod]] = {}
     for pod in children.pods.of(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
-    notes = children.notes.get(key, {})
+    notes, counts = children.notes.get(key, {}), children.counts.get(key, {})
     groups = [
         replace(
             s.group,
             terminating=s.group.terminating or s.group.uid in children.doomed.get(key, ()),
             draining=notes.get(s.group.uid, s.group.draining),
+            restarts=counts.get(s.group.uid, s.group.restarts),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
         for s in children.sets.of(key)

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,19 @@ from phalanx_api.status import Status
 from phalanx_operator import observe
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Routers, Target, address_of
-from phalanx_operator.decide import autoscaler, plan
+from phalanx_operator.decide import admission, autoscaler, plan
 from phalanx_operator.decide import status as decide_status
-from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, GroupAction, KeepGroup, SetReplicas
+from phalanx_operator.decide.actions import (
+    Action,
+    CreateGroup,
+    DeleteGroup,
+    DrainGroup,
+    GroupAction,
+    KeepGroup,
+    RestartGroup,
+    SetReplicas,
+)
+from phalanx_operator.decide.admission import Turn, Turns
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
 from phalanx_operator.decide.draining import is_awaited, to_empty
@@ -27,7 +38,9 @@ from phalanx_operator.events import Note, Notes
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
-from phalanx_operator.render import names
+from phalanx_operator.offers import Offers
+from phalanx_operator.render import gangs, names
+from phalanx_operator.render.gangs import GangKind
 from phalanx_operator.render.revision import revision
 from phalanx_operator.store import Key
 
@@ -50,10 +63,12 @@ class Reconciler:
     notes: Notes
     metrics: Metrics
     routers: Routers
+    offers: Offers
     now: Callable[[], str] = utc_now
     clock: Callable[[], float] = time.monotonic
     minds: dict[Key, Mind] = field(default_factory=dict)
     granted: dict[Key, Granted] = field(default_factory=dict)
+    turns: Turns = field(default_factory=lambda: Turns(random.random))
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
@@ -80,19 +95,23 @@ class Reconciler:
         self.routers.forget(key)
         self.minds.pop(key, None)
         self.granted.pop(key, None)
+        self.turns.forget(key)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
         """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
         now = self.now()
         current = revision(service)
-        count = plan.wanted_replicas(service) + len(snapshot.groups)
-        desired = plan.desired_groups(service, current, names.group_names(service.name, service.uid, current, count))
         fleet = self.routers.fleet(key, _targets(snapshot))
         snapshot = plan.assessed(service, snapshot, fleet, now)
+        free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))
         mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
-        todo = plan.decide(service, Seen(snapshot, fleet, scaling), desired, now)
+        gang = gangs.chosen(service, await self.offers.served(service.namespace))
+        seen = Seen(snapshot, fleet, scaling, gang.kind, self._turn(key, service, snapshot))
+        desired = plan.desired_groups(service, current, free, seen, now)
+        todo = plan.decide(service, seen, desired, now)
+        self._take_turn(key, service, snapshot, gang.kind, todo.actions)
         try:
-            done = await self.hands.carry_out(todo.actions, service, snapshot, current, now)
+            done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
             wrong = [FieldError("spec", str(error))]
             await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), ())
@@ -105,6 +124,25 @@ class Reconciler:
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         await self._write(snapshot, todo.status, done)
         return todo.again_s
+
+    def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> Turn:
+        """Whether the service may make a group now. A group that is given up waits no more."""
+        waiting = [group.name for group in admission.unplaced(snapshot.groups) if not group.lost]
+        return self.turns.look(service.spec.resources.accelerator.resource_name, key, waiting, self.clock())
+
+    def _take_turn(
+        self, key: Key, service: InferenceService, snapshot: Snapshot, kind: GangKind, actions: Sequence[Action]
+    ) -> None:
+        """Tells the others what is made or given up now, before anything else can happen."""
+        device, now_s = service.spec.resources.accelerator.resource_name, self.clock()
+        unplaced = {group.uid: group.lost for group in admission.unplaced(snapshot.groups)}
+        if any(isinstance(action, DeleteGroup) and unplaced.get(action.uid) for action in actions):
+            self.turns.gave_up(device, key, now_s)
+        for action in actions:
+            if isinstance(action, CreateGroup) and kind == "Fallback":
+                self.turns.take(device, key, action.name, now_s)
+        if not unplaced and any(group.ready for group in snapshot.groups):
+            self.turns.placed(key)
 
     def _tell(self, key: Key, service: InferenceService, snapshot: Snapshot, empty: Sequence[str], urgent: bool) -> None:
         """Asks the routers that are ready, with the policy as it is now."""
@@ -150,6 +188,7 @@ _NOTES: dict[type[GroupAction | SetReplicas], str] = {
     DrainGroup: "GroupDraining",
     KeepGroup: "GroupKept",
     DeleteGroup: "GroupDeleted",
+    RestartGroup: "GroupRestarted",
     SetReplicas: "Scaled",
 }
 

@@ -245,7 +245,7 @@ class LeaderLink:
         if not self.is_open:
             return
         self.is_open = False
-        self.state = wire.State(False, self.state.incarnation, why)
+        self.state = wire.State(False, self.state.incarnation, why, deaths=self.state.deaths, death=self.state.death)
         self._outbox.clear()
         self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave, "outside" if is_outside else "")
         self._listener.link_changed(self)

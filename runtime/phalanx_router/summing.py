@@ -21,6 +21,7 @@ class Crossing:
     emptied: frozenset[str]
     is_leaving: bool
     unknown_versions: frozenset[str] = frozenset()
+    deaths: frozenset[tuple[str, int]] = frozenset()
 
 
 class Summing:
@@ -39,7 +40,9 @@ class Summing:
         hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
         has_held = self._num_held() > 0
         unknown = frozenset(one.group for one in self._unknown_versions())
-        return Crossing(hotspots, found.is_saturated, has_held, frozenset(self._emptied()), self._fleet.draining, unknown)
+        deaths = frozenset((link.endpoint.group, link.state.deaths) for link in self._fleet.links.all())
+        emptied, leaves = frozenset(self._emptied()), self._fleet.draining
+        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths)
 
     def summary(self) -> RouterSummary:
         """As of now."""
@@ -117,4 +120,6 @@ def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
         step_model=load.step_model if load is not None else [],
         incarnation=link.state.incarnation,
         model_hash=served.model_hash,
+        deaths=link.state.deaths,
+        death=link.state.death[:300],
     )

@@ -36,8 +36,8 @@ def make_group(name: str, revision: str = "new", *, ready: bool = True, created:
     return ObservedGroup(name, uid, revision, created, size, **{"pods": pods} | fields)
 
 
-def make_desired(replicas: int, revision: str = "new", routers: int = 1) -> Desired:
-    return Desired(revision, replicas, routers, group_names("chat", "uid-1", revision, replicas + 50))
+def make_desired(replicas: int, revision: str = "new", routers: int = 1, **fields: Any) -> Desired:
+    return Desired(revision, replicas, routers, group_names("chat", "uid-1", revision, replicas + 50), **fields)
 
 
 def make_snapshot(*groups: ObservedGroup, **fields: Any) -> Snapshot:

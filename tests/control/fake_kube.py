@@ -47,12 +47,13 @@ class FakeRouters:
 class FakeKube:
     """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call.
 
-    `unknown`: kinds whose CRDs are not there.
+    `unknown`: kinds whose CRDs are not there. `schedulers`: API versions of PodGroups that are.
     """
 
     def __init__(self) -> None:
         self.objects: dict[Where, Json] = {}
         self.unknown = {"servicemonitors", "prometheusrules"}
+        self.schedulers: set[str] = set()
         self.calls: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
@@ -131,6 +132,8 @@ class FakeKube:
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
         self._record("list", resource, after, write=False)
+        if resource.plural == "podgroups" and resource.api_version not in self.schedulers:
+            raise Gone("404 page not found")
         bodies = sorted(self.of(resource).items())
         left = [body for name, body in bodies if name > after]
         return Page(left[:2], str(self._count), left[1]["metadata"]["name"] if len(left) > 2 else "")

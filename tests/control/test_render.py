@@ -9,6 +9,7 @@ from phalanx_api.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, names, network, pods, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
+from phalanx_operator.render.pods import Making
 from phalanx_operator.render.overlay import merged
 from phalanx_operator.render.revision import revision
 from tests.control.builders import make_body, make_service
@@ -69,7 +70,7 @@ def as_yaml(*objects: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", SPECS)
 def test_golden_groups(name: str, golden: Check) -> None:
     service = make_service(**SPECS[name])
-    golden(f"objects/group-{name}.yaml", as_yaml(pods.group(service, "chat-g-xxxxx", revision(service), IMAGES)))
+    golden(f"objects/group-{name}.yaml", as_yaml(pods.group(service, "chat-g-xxxxx", Making(revision(service), IMAGES))))
 
 
 def test_golden_shared_objects(golden: Check) -> None:
@@ -84,7 +85,7 @@ def test_golden_shared_objects(golden: Check) -> None:
 
 def container(**spec: Any) -> dict[str, Any]:
     service = make_service(**spec)
-    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", "rev", IMAGES)["spec"]["template"]["spec"]["containers"][0]
+    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", Making("rev", IMAGES))["spec"]["template"]["spec"]["containers"][0]
     return first
 
 
@@ -117,7 +118,7 @@ def test_settings_that_are_not_given_are_no_flags() -> None:
 def all_pods() -> list[dict[str, Any]]:
     service = make_service()
     deployment = router.router_objects(service, IMAGES)[-1]
-    return [body["spec"]["template"]["spec"] for body in (pods.group(service, "g", "r", IMAGES), deployment)]
+    return [body["spec"]["template"]["spec"] for body in (pods.group(service, "g", Making("r", IMAGES)), deployment)]
 
 
 @pytest.mark.parametrize("pod", all_pods(), ids=["group", "router"])
@@ -138,7 +139,7 @@ def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     assert ["--api-keys-file", f"{folder}/list"] == pod["containers"][0]["args"][-2:]
     assert {"name": "api-keys", "mountPath": folder, "readOnly": True} in pod["containers"][0]["volumeMounts"]
     assert {"name": "api-keys", "secret": {"secretName": "clients", "defaultMode": 0o440}} in pod["volumes"]
-    assert "clients" not in str(pods.group(service, "g", "r", IMAGES))
+    assert "clients" not in str(pods.group(service, "g", Making("r", IMAGES)))
     assert revision(service) == revision(make_service())
 
 
@@ -232,5 +233,5 @@ def test_the_users_labels_never_replace_ours() -> None:
     body = make_body(podTemplate={"metadata": {"labels": {"phalanx.dev/service": "other"}}})
     service = parse(body)
     assert not isinstance(service, list), [e for e in service if isinstance(e, FieldError)]
-    template = pods.group(service, "g", "r", IMAGES)["spec"]["template"]
+    template = pods.group(service, "g", Making("r", IMAGES))["spec"]["template"]
     assert template["metadata"]["labels"]["phalanx.dev/service"] == "chat"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
 from phalanx_operator.decide.groups import in_order_of_deletion, live, staying
-from phalanx_operator.decide.rollout import MAX_UNAVAILABLE, Step, carry_out, next_step, run_to_end
+from phalanx_operator.decide.rollout import Step, carry_out, next_step, run_to_end
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod
 from tests.control.builders import make_desired, make_group
 from tests.control.conftest import Check
@@ -71,6 +71,17 @@ SCENARIOS = {
     "lost-node": (make_desired(2), (make_group("a"), make_group("b", ready=False, lost="node n was not heard for 120 s"))),
     "straggler": (make_desired(2), (make_group("a", slow="far slower than its equals for 60 s"), make_group("b"))),
     "draining-breaks": (make_desired(2), (make_group("a", "old", ready=False, draining=GOING), make_group("b", "old"))),
+    "surge": (make_desired(2, max_surge=1), tuple(make_group(n, "old", created=n) for n in "ab")),
+    "surge-of-two": (make_desired(3, max_surge=2), tuple(make_group(n, "old", created=n) for n in "abc")),
+    "surge-and-broken": (make_desired(2, max_surge=1), (make_group("a", "old", ready=False), make_group("b", "old"))),
+    "surge-held": (make_desired(1, max_surge=1, held="b is late"), (make_group("a", "old"), make_group("b", ready=False))),
+    "two-at-once": (make_desired(4, max_unavailable=2), tuple(make_group(n, "old", created=n) for n in "abcd")),
+    "canary": (make_desired(3, partition=2), tuple(make_group(n, "old", created=n) for n in "abc")),
+    "paused": (make_desired(3, paused=True), (make_group("a", "old"), make_group("b", "old", ready=False))),
+    "rollback": (
+        make_desired(3, "old"),
+        (make_group("a", "old"), make_group("b", "new", ready=False), make_group("c", "new")),
+    ),
     "three-revisions": (make_desired(3), (make_group("a", "old"), make_group("b", "middle"), make_group("c", "new"))),
 }
 
@@ -176,7 +187,7 @@ def test_a_step_never_takes_a_second_ready_group_from_a_service(groups: Groups, 
         step = next_step(desired, groups)
         after = carry_out(step, desired, groups, 0) if step else groups
         serving = sum(group.serving for group in staying(after))
-        assert serving >= min(before, replicas - MAX_UNAVAILABLE if len(staying(groups)) <= replicas else replicas)
+        assert serving >= min(before, replicas - desired.max_unavailable)
         assert len(staying(after)) <= replicas <= len(live(after)) <= max(len(live(groups)), replicas)
         groups = start_one(after)
 

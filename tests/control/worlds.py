@@ -9,6 +9,7 @@ from phalanx_operator.events import Notes
 from phalanx_operator.kube import EVENTS, SERVICES_OF_OURS, STATEFUL_SETS, Json
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
+from phalanx_operator.offers import Offers
 from phalanx_operator.reconcile import Reconciler
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body
@@ -32,7 +33,7 @@ class World:
         self.now = NOW
         self.reconciler = Reconciler(
             self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers,
-            now=lambda: self.now, clock=lambda: self.clock,
+            Offers(self.kube, clock=lambda: self.clock), now=lambda: self.now, clock=lambda: self.clock,
         )  # fmt: skip
         if spec or kube is None:
             body = make_body(**spec)

@@ -205,3 +205,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     draining: bool = False
     served: Served | None = None
     cause: Cause = ""
+    deaths: int = 0
+    """Incarnations of this leader that ended, or never came to serve, for no cause outside of the group."""
+    death: str = ""
+    """Why the last of them did."""

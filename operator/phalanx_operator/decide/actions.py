@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx_api.status import Status
-from phalanx_operator.decide.snapshot import Purpose
+from phalanx_operator.decide.snapshot import Purpose, Restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,11 @@ class KeepChildren:
 
 @dataclass(frozen=True, slots=True)
 class CreateGroup:
-    """Make a group. An existing group of that name is left as it is."""
+    """Make a group, away from these nodes if it can be. An existing group of that name is left as it is."""
 
     name: str
     why: str
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,40 @@ class EndPod:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartGroup:
+    """Delete all pods of a group, each only if it is still the one with its UID; note that before, with its UID and the group's.
+
+    `pods`: names and UIDs.
+    """
+
+    name: str
+    uid: str
+    pods: tuple[tuple[str, str], ...]
+    note: Restarts
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteRestarts:
+    """Note on a group what became of it."""
+
+    name: str
+    uid: str
+    note: Restarts
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGang:
+    """Make what places the pods of a group together, where it is missing."""
+
+    name: str
+    uid: str
+    kind: str
+    pods: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteGroup:
     """Delete a group, if it is still the one with this UID."""
 
@@ -94,8 +129,8 @@ class SetReplicas:
     why: str
 
 
-GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup
-Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod
+GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
+Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod | NoteRestarts | KeepGang
 
 
 @dataclass(frozen=True, slots=True)

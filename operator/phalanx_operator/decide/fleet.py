@@ -35,7 +35,8 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
-    `tokens` count tokens: all that fit into its pages, and those of running requests."""
+    `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that ended
+    for no cause outside, as far as any router knows; `death`: why the last one did."""
 
     name: str
     fresh: bool
@@ -49,6 +50,9 @@ class SeenGroup:
     capacity: int
     model: StepModel | None
     tokens: int = 0
+    incarnation: int = 0
+    deaths: int = 0
+    death: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ def _groups(summaries: Sequence[RouterSummary]) -> dict[str, SeenGroup]:
 
 def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
     """One group, from what each router says of it."""
+    most = max(seen, key=lambda group: group.deaths)
     best = min(seen, key=lambda group: _BY_FRESHNESS.index(group.state))
     return SeenGroup(
         name=best.group,
@@ -176,6 +181,9 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         capacity=max(best.total_pages, 0) * max(best.page_size, 0),
         model=_model(best.step_model),
         tokens=max(best.live_tokens, 0),
+        incarnation=max(max(group.incarnation for group in seen), 0),
+        deaths=max(most.deaths, 0),
+        death=most.death,
     )
 
 

@@ -10,14 +10,26 @@ from phalanx_operator.decide.snapshot import ObservedGroup
 class Desired:
     """How many groups, of which revision, how many routers, and the names that new groups take.
 
-    `names` are for groups of this revision only, at least `replicas` of them, always the same ones for the same service and
-    revision: a retry after a lost answer takes the same name again, and so makes no second group.
+    `names` are for groups of this revision only, at least as many as there may ever be, always the same ones for the same service
+    and revision: a retry after a lost answer takes the same name again, and so makes no second group.
+    max_unavailable, max_surge: of a rollout, in groups. partition: groups that stay on their old revision. paused: no group is
+    replaced for its revision. held: why no group that serves is given up for another one now, if so; late: because a group of the
+    newest revision should be ready by now. no_room: why there is no surge although the spec asks for one, if so.
+    spent: of which groups were given up for their restarts, if that was twice or more.
     """
 
     revision: str
     replicas: int
     routers: int
     names: tuple[str, ...]
+    max_unavailable: int = 1
+    max_surge: int = 0
+    partition: int = 0
+    paused: bool = False
+    held: str = ""
+    late: str = ""
+    no_room: str = ""
+    spent: str = ""
 
 
 def live(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
@@ -28,6 +40,12 @@ def live(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
 def staying(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
     """The groups that are neither being deleted nor being emptied, nor lost with a node."""
     return [group for group in live(groups) if group.draining is None and not group.lost]
+
+
+def outdated(groups: Iterable[ObservedGroup], desired: Desired) -> list[ObservedGroup]:
+    """The groups of an old revision that stay and are to be replaced, in order of deletion: all but `partition` of them."""
+    old = [group for group in in_order_of_deletion(staying(groups), desired.revision) if group.revision != desired.revision]
+    return old[: max(len(old) - desired.partition, 0)]
 
 
 def in_order_of_deletion(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:

@@ -1,16 +1,31 @@
 """All that is to be done for one service now."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from phalanx_api.inference_service import InferenceService
-from phalanx_operator.decide import autoscaler, balanced, draining, lost, versions
-from phalanx_operator.decide.actions import Action, InitReplicas, KeepChildren, Plan, SetReplicas
+from phalanx_api.status import RecoveryStatus, Status
+from phalanx_operator.decide import admission, autoscaler, balanced, caching, capacity, draining, lost, progress, recovery, versions
+from phalanx_operator.decide.actions import (
+    Action,
+    CreateGroup,
+    DeleteGroup,
+    GroupAction,
+    InitReplicas,
+    KeepChildren,
+    KeepGang,
+    NoteRestarts,
+    Plan,
+    RestartGroup,
+    SetReplicas,
+)
+from phalanx_operator.decide.admission import Turn
 from phalanx_operator.decide.autoscaler import Scaling
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import Desired
+from phalanx_operator.decide.groups import Desired, live
 from phalanx_operator.decide.rollout import next_step
 from phalanx_operator.decide.scale import PANIC_TICK_S, TICK_S
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
 from phalanx_operator.decide.status import status
 
 FIRST_REPLICAS = 1
@@ -21,16 +36,59 @@ LEAST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say."""
+    """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say.
+
+    gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does.
+    """
 
     snapshot: Snapshot
     fleet: Fleet
     scaling: Scaling | None = None
+    gang: str = "None"
+    turn: Turn = Turn()
 
 
-def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...]) -> Desired:
-    """The groups that the spec asks for."""
-    return Desired(revision, wanted_replicas(service), service.spec.router.replicas, names)
+def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
+    """More groups than there may ever be at once, counted with those that are there."""
+    replicas = wanted_replicas(service)
+    return replicas + service.spec.rollout.surge(replicas) + len(snapshot.groups)
+
+
+def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...], seen: Seen, now: str) -> Desired:
+    """The groups that the spec asks for, and how they may be replaced now."""
+    rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), seen.snapshot
+    surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
+    late = progress.late(snapshot.groups, revision, rollout, now)
+    no_room = progress.no_room(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
+    past = followed(service, seen, revision, now)
+    return Desired(
+        revision,
+        replicas,
+        service.spec.router.replicas,
+        names,
+        max_unavailable=unavailable,
+        max_surge=0 if no_room and unavailable else surge,
+        partition=rollout.partition,
+        paused=rollout.paused,
+        held=late or _waits(service, seen, past, now).why,
+        late=late,
+        no_room=no_room,
+        spent=past.message if past and past.given_up > 1 else "",
+    )
+
+
+def followed(service: InferenceService, seen: Seen, revision: str, now: str) -> RecoveryStatus | None:
+    """What is remembered of groups that were given up for their restarts."""
+    snapshot = seen.snapshot
+    return recovery.followed(snapshot.status.recovery, snapshot.groups, revision, service.spec.restart_policy, now)
+
+
+def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, now: str) -> Turn:
+    """What keeps new groups from being made now, if anything."""
+    pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
+    if past and pause_s > 0:
+        return Turn(f"{past.given_up} groups were given up for their restarts; the next one is made after a pause", pause_s)
+    return seen.turn if seen.gang == "Fallback" else Turn()
 
 
 def wanted_replicas(service: InferenceService) -> int:
@@ -41,39 +99,113 @@ def wanted_replicas(service: InferenceService) -> int:
 
 
 def assessed(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> Snapshot:
-    """The snapshot with what nodes and routers mean for its groups."""
+    """The snapshot with what nodes, restarts and routers mean for its groups."""
     spec = service.spec
     groups = lost.assess(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now)
+    half = admission.given_up(groups, spec.placement.gang.timeout_seconds, now)
+    groups = tuple(replace(group, lost=group.lost or half.get(group.uid, "")) for group in groups)
+    groups = recovery.assess(groups, fleet, spec.restart_policy, now)
     return replace(snapshot, groups=draining.assess(groups, fleet, spec.drain.timeout_seconds, now))
 
 
 def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) -> Plan:
     """The plan for a service whose spec is valid. Calling it twice with the same arguments does no harm."""
     snapshot, scaling = seen.snapshot, seen.scaling
+    past = followed(service, seen, desired.revision, now)
+    waits = _waits(service, seen, past, now)
+    step = next_step(desired, snapshot.groups)
+    of_groups = _allowed(step.actions if step else (), seen, waits, past)
+    of_groups += _mended(service, seen, of_groups, now)
     actions: list[Action] = []
     if not snapshot.has_replicas:
         actions.append(InitReplicas(FIRST_REPLICAS, "the manifest does not say how many groups"))
     actions.append(KeepChildren(desired.replicas, "every service has them"))
-    step = next_step(desired, snapshot.groups)
-    of_groups = step.actions if step else ()
-    actions += [*of_groups, *draining.marks(snapshot.groups, of_groups)]
+    actions += _noted(snapshot.groups, of_groups)
+    actions += [*of_groups, *draining.marks(snapshot.groups, of_groups), *_gangs(snapshot.groups)]
     actions += lost.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
     actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
-    said = status(snapshot, desired, suspended=service.spec.suspend, now=now)
-    said = balanced.told(said, seen.fleet, snapshot, now)
-    said = versions.told(said, seen.fleet, snapshot, now)
-    said = autoscaler.told(said, service, scaling, snapshot, now)
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
-    return Plan(tuple(actions), said, empty, _again_s(service, seen, urgent, now), urgent)
+    said = _told(service, seen, desired, past, waits, now)
+    return Plan(tuple(actions), said, empty, _again_s(service, seen, desired, waits, urgent, now), urgent)
 
 
-def _again_s(service: InferenceService, seen: Seen, urgent: bool, now: str) -> float:
+def _allowed(
+    actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: RecoveryStatus | None
+) -> tuple[GroupAction, ...]:
+    """The actions without groups that may not be made yet: one after another where nobody places their pods together."""
+    avoid = past.nodes if past else ()
+    made = [replace(action, avoid=avoid) for action in actions if isinstance(action, CreateGroup)]
+    most = 0 if waits.why else 1 if seen.gang == "Fallback" else len(made)
+    return (*(action for action in actions if not isinstance(action, CreateGroup)), *made[:most])
+
+
+def _mended(
+    service: InferenceService, seen: Seen, actions: tuple[GroupAction, ...], now: str
+) -> tuple[RestartGroup, ...]:
+    """Groups of which all pods are to be replaced: those that had their time, and those of which some pods were already."""
+    policy = service.spec.restart_policy
+    touched = {action.uid for action in actions if not isinstance(action, CreateGroup)}
+    found = []
+    for group in live(seen.snapshot.groups):
+        if group.uid in touched:
+            continue
+        begun = recovery.begun(group)
+        if begun:
+            pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in begun)
+            found.append(RestartGroup(group.name, group.uid, pods, group.noted or group.restarts, "the rest of its pods"))
+        elif recovery.overdue(group, policy, now):
+            pods = tuple((pod.name, pod.uid) for pod in group.pods)
+            why = f"it is not ready after {policy.startup_seconds} s"
+            found.append(RestartGroup(group.name, group.uid, pods, recovery.restarted(group, policy, now), why))
+    return tuple(found)
+
+
+def _noted(groups: Iterable[ObservedGroup], actions: tuple[GroupAction, ...]) -> list[NoteRestarts]:
+    """Notes that are to be written and are not by anything else that is done now."""
+    touched = {action.uid for action in actions if isinstance(action, DeleteGroup | RestartGroup)}
+    return [
+        NoteRestarts(group.name, group.uid, group.noted)
+        for group in live(groups)
+        if group.noted is not None and group.noted != group.restarts and group.uid not in touched
+    ]
+
+
+def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
+    """What places pods together may be missing where some have no node."""
+    return [
+        KeepGang(group.name, group.uid, group.gang, group.size, "its pods have no nodes yet")
+        for group in live(groups)
+        if group.gang in ("Native", "Volcano") and not all(pod.node for pod in group.pods)
+    ]
+
+
+def _told(
+    service: InferenceService, seen: Seen, desired: Desired, past: RecoveryStatus | None, waits: Turn, now: str
+) -> Status:
+    """All that the status says."""
+    snapshot, fleet = seen.snapshot, seen.fleet
+    said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)
+    said = said.model_copy(update={"recovery": past, "gang": seen.gang})
+    said = capacity.told(said, snapshot, waits, now)
+    said = caching.told(said, service.spec.model, snapshot, fleet, now)
+    said = balanced.told(said, fleet, snapshot, now)
+    said = versions.told(said, fleet, snapshot, now)
+    return autoscaler.told(said, service, seen.scaling, snapshot, now)
+
+
+def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, urgent: bool, now: str) -> float:
     """Seconds until the next look, if nothing wakes us before."""
     snapshot, spec = seen.snapshot, service.spec
     due = [draining.left_s(group, spec.drain.timeout_seconds, now) for group in snapshot.groups]
-    due.append(lost.left_s(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now))
+    due += [
+        progress.left_s(snapshot.groups, desired.revision, spec.rollout, now),
+        lost.left_s(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now),
+        recovery.left_s(snapshot.groups, spec.restart_policy, now),
+        admission.left_s(snapshot.groups, spec.placement.gang.timeout_seconds, now),
+        waits.left_s if waits.why else None,
+    ]
     every_s = PANIC_TICK_S if urgent else TICK_S if seen.scaling else RESYNC_S
     return min([every_s, *(max(left, LEAST_S) for left in due if left is not None)])

@@ -8,21 +8,24 @@
     emptied, or broken now    -> delete it
     too few                   -> create the rest, of the newest revision
     old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability
-    old groups, ready         -> empty one, if that leaves no more than one group unavailable (delete first, no surge)
+    old groups, ready         -> empty as many as leave no more than `max_unavailable` missing (delete first), or with a surge
+                                 as many as are ready above `replicas`
     far too slow groups       -> likewise, after the old ones
 
 A group that is being emptied still has its devices, so its successor is made when it is deleted, in the same step: the new pods
-wait in the scheduler for what the old ones give back. It never counts as available, so no second one is emptied beside it.
+wait in the scheduler for what the old ones give back. It never counts as available, so no more are emptied beside it than may be.
+
+With a surge there are up to `max_surge` groups more while old ones are to be replaced, counted with those that are being emptied.
+What does not fit into the cluster is found by `plan`, which then asks for a rollout without surge.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
-from phalanx_operator.decide.groups import Desired, free_names, in_order_of_deletion, live, staying
+from phalanx_operator.decide.groups import Desired, free_names, in_order_of_deletion, live, outdated, staying
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, Purpose
 
-MAX_UNAVAILABLE = 1
 Leaving = tuple[ObservedGroup, str, Purpose]
 """A group that is to leave now, why, and what for."""
 
@@ -44,27 +47,48 @@ class Step:
 
 def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | None:
     """What to do now, or None when there is nothing to do but wait, or nothing at all."""
-    here, stays = live(groups), staying(groups)
-    surplus = len(stays) - desired.replicas
+    here = live(groups)
+    old = [] if desired.paused else outdated(groups, desired)
+    broken = [group for group in old if not group.ready]
+    stays = [group for group in staying(groups) if group not in broken]
+    above = _above(desired, stays, len(old) - len(broken))
+    wanted = desired.replicas + above
+    surplus = len(stays) - wanted
     keep = tuple(_kept(desired, here, -surplus))
     kept = {action.uid for action in keep}
     if surplus > 0:
-        why = f"{len(stays)} groups, {desired.replicas} wanted"
+        why = f"{len(stays)} groups, {wanted} wanted"
         victims = in_order_of_deletion(stays, desired.revision)[:surplus]
         leaving: list[Leaving] = [(group, why, "surplus") for group in victims]
         successor = ""
     else:
-        leaving, successor = _replaced(desired, stays, len(kept)), next(iter(free_names(desired, groups, 1)), "")
+        leaving = _replaced(desired, stays, len(kept), 0 if above else desired.max_unavailable)
+        successor = next(iter(free_names(desired, groups, 1)), "")
     drain = tuple(DrainGroup(g.name, g.uid, why, successor, purpose) for g, why, purpose in leaving if g.ready)
-    delete = tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in leaving if not g.ready)
+    delete = tuple(DeleteGroup(g.name, g.uid, f"revision {g.revision} is old, and the group is not ready") for g in broken)
+    delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in leaving if not g.ready)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g in here if g.uid not in kept and (why := _why_gone(g)))
     left = len(here) - len(delete)
     create = tuple(
-        CreateGroup(name, f"{left} groups of {desired.replicas}, revision {desired.revision}")
-        for name in free_names(desired, groups, max(desired.replicas - left, 0))
+        CreateGroup(name, f"{left} groups of {wanted}, revision {desired.revision}")
+        for name in free_names(desired, groups, max(wanted - left, 0))
     )
     step = Step(keep, drain, delete, create)
     return step if step.actions else None
+
+
+def _above(desired: Desired, stays: list[ObservedGroup], old: int) -> int:
+    """How many groups more than `replicas` there should be now: while so many old ones are to be replaced that serve.
+
+    A rollout that is held or paused makes no more of them, and keeps those that it has.
+    """
+    if desired.held or desired.paused:
+        return min(desired.max_surge, max(len(stays) - desired.replicas, 0)) if _has_old(desired, stays) else 0
+    return min(desired.max_surge, old) if desired.replicas else 0
+
+
+def _has_old(desired: Desired, stays: list[ObservedGroup]) -> bool:
+    return any(group.revision != desired.revision for group in stays) and desired.replicas > 0
 
 
 def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:
@@ -87,18 +111,15 @@ def _why_gone(group: ObservedGroup) -> str:
     return f"{group.draining.why}; {group.drained}" if group.drained else ""
 
 
-def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int) -> list[Leaving]:
-    """The groups of an old revision, and the far too slow ones, that may leave now, with the reason."""
-    old = [group for group in in_order_of_deletion(stays, desired.revision) if group.revision != desired.revision]
-    broken: list[Leaving] = [
-        (g, f"revision {g.revision} is old, and the group is not ready", "revision") for g in old if not g.ready
-    ]
-    budget = MAX_UNAVAILABLE - (desired.replicas - kept - sum(group.ready for group in stays))
-    ready: list[Leaving] = [
-        (g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old if g.ready
-    ]
-    slow: list[Leaving] = [(g, g.slow, "straggler") for g in stays if g.slow and g.ready and g not in old]
-    return broken + (ready + slow)[: max(budget, 0)]
+def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int, may_miss: int) -> list[Leaving]:
+    """The groups of an old revision, and the far too slow ones, that serve and may leave now, with the reason."""
+    if desired.held:
+        return []
+    old = [] if desired.paused else [group for group in outdated(stays, desired) if group.ready]
+    leaving: list[Leaving] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
+    leaving += [(g, g.slow, "straggler") for g in stays if g.slow and g.ready and g not in old]
+    budget = may_miss - (desired.replicas - kept - sum(group.ready for group in stays))
+    return leaving[: max(budget, 0)]
 
 
 def run_to_end(

@@ -21,12 +21,32 @@ class ObservedPod:
     message: str = ""
     uid: str = ""
     ip: str = ""
+    created: str = ""
+    unready_since: str = ""
+    """Since when it is not ready, as the kubelet noted it; empty while it has not said."""
+    restarts: int = 0
+    ended: str = ""
+    """How often its containers were started again, and how the last one ended before."""
     leaving: bool = False
     """It is being deleted: somebody evicted it, or its group goes."""
     hurried: bool = False
     """Its grace is short already."""
     marked: bool = False
     """Routers that watch are told that its group is being emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """What is noted on a group of its restarts: when they were, and the UIDs of the pods that were deleted for the last one.
+
+    engine: which start of the leader `deaths` are counted of. containers: starts of containers that were counted.
+    """
+
+    at: tuple[str, ...] = ()
+    pods: tuple[str, ...] = ()
+    engine: str = ""
+    deaths: int = 0
+    containers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +84,8 @@ class ObservedGroup:
 
     lost: why it is given up for one elsewhere, if so. cordoned: a node of it takes no new pods. tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
-    replaced although it serves.
+    replaced although it serves. gang: who places its pods together.
+    restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
     """
 
     name: str
@@ -80,6 +101,11 @@ class ObservedGroup:
     slow: str = ""
     cordoned: bool = False
     tokens: int = 0
+    gang: str = ""
+    restarts: Restarts = Restarts()
+    noted: Restarts | None = None
+    recent_restarts: int = 0
+    spent: bool = False
 
     @property
     def serving(self) -> bool:

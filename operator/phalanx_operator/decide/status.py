@@ -1,38 +1,43 @@
 """The status of a service, from what is seen of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx_api import labels
 from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, set_condition
 from phalanx_api.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
-from phalanx_operator.decide.groups import Desired, live, staying
+from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.groups import Desired, live, outdated, staying
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter, Snapshot
 
+NOBODY = Fleet()
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "Error")
 
 
-def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -> Status:
+def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspended: bool, now: str) -> Status:
     """The whole status of a service whose spec is valid."""
     here = staying(snapshot.groups)
     updated = [group for group in here if group.revision == desired.revision]
-    settled = len(here) == len(updated) == desired.replicas and all(group.ready for group in here)
+    behind = outdated(snapshot.groups, desired)
+    settled = len(here) == desired.replicas and not behind and all(group.ready for group in here)
     settled = settled and not _draining(snapshot)
     serving = any(group.ready for group in live(snapshot.groups))
     former = snapshot.status
-    conditions = drop_condition(former.conditions, "Stalled")
+    conditions = former.conditions
     generation = snapshot.generation
     reason, message = _why_not_ready(snapshot, desired)
     if reason is None:
         reason = Reason.SUSPENDED if suspended else Reason.SCALED_TO_ZERO if not desired.replicas else Reason.READY
-        message = f"{len(here)} groups of revision {desired.revision} are ready" if desired.replicas else "no group is wanted"
+        message = f"{len(updated)} groups of revision {desired.revision} are ready" if desired.replicas else "no group is wanted"
+        if len(updated) < len(here):
+            message += f", {len(here) - len(updated)} stay on the one before: spec.rollout.partition"
         conditions = set_condition(conditions, "Ready", True, reason=reason, message=message, generation=generation, now=now)
     else:
         conditions = set_condition(conditions, "Ready", False, reason=reason, message=message, generation=generation, now=now)
     conditions = _set_available(conditions, snapshot.router, serving, generation, now)
-    progress = Reason.COMPLETE if settled else Reason.ROLLING if len(updated) < len(here) else Reason.SCALING
-    conditions = set_condition(conditions, "Progressing", True, reason=progress, generation=generation, now=now)
+    conditions = _set_progressing(conditions, desired, settled, bool(behind), generation, now)
+    conditions = _set_stalled(conditions, desired, generation, now)
     return Status(
         observed_generation=generation,
         replicas=len(here),
@@ -41,11 +46,37 @@ def status(snapshot: Snapshot, desired: Desired, *, suspended: bool, now: str) -
         draining_replicas=len(_draining(snapshot)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
         url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
-        current_revision=desired.revision if settled and here else former.current_revision or desired.revision,
+        current_revision=desired.revision if settled and here and len(updated) == len(here) else former.current_revision or desired.revision,
         update_revision=desired.revision,
-        groups=_listed(snapshot.groups),
+        groups=_listed(snapshot.groups, fleet, former.groups),
         conditions=conditions,
     )
+
+
+def _set_progressing(
+    conditions: tuple[Condition, ...], desired: Desired, settled: bool, behind: bool, generation: int, now: str
+) -> tuple[Condition, ...]:
+    """Whether the groups come nearer to what is wanted."""
+    verdict: bool | None
+    if desired.late:
+        verdict, reason, message = False, Reason.PROGRESS_DEADLINE_EXCEEDED, desired.late
+    elif behind and desired.paused:
+        verdict, reason, message = None, Reason.PAUSED, "spec.rollout.paused"
+    elif behind and desired.no_room:
+        verdict, reason, message = True, Reason.SURGE_UNSCHEDULABLE, desired.no_room
+    else:
+        verdict, message = True, ""
+        reason = Reason.COMPLETE if settled else Reason.ROLLING if behind else Reason.SCALING
+    return set_condition(conditions, "Progressing", verdict, reason=reason, message=message, generation=generation, now=now)
+
+
+def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
+    """`Stalled`, only while a person must act."""
+    if not desired.late and not desired.spent:
+        return drop_condition(conditions, "Stalled")
+    reason = Reason.RESTART_BUDGET_SPENT if desired.spent else Reason.PROGRESS_DEADLINE_EXCEEDED
+    message = desired.spent or desired.late
+    return set_condition(conditions, "Stalled", True, reason=reason, message=message, generation=generation, now=now)
 
 
 def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str) -> Status:
@@ -63,7 +94,7 @@ def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], no
             "observed_generation": generation,
             "replicas": len(here),
             "ready_replicas": sum(group.ready for group in here),
-            "groups": _listed(snapshot.groups),
+            "groups": _listed(snapshot.groups, NOBODY, snapshot.status.groups),
             "conditions": conditions,
         }
     )
@@ -93,16 +124,23 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
         for pod in pods:
             if pod.reason in reasons:
                 return answer, f"pod {pod.name}: {pod.reason}: {pod.message}"
+    if desired.spent:
+        return Reason.RESTART_BUDGET_SPENT, desired.spent
     there = live(snapshot.groups)
-    old = sum(group.revision != desired.revision for group in there)
-    if old:
-        return Reason.ROLLING_OUT, f"{old} of {len(there)} groups are not of revision {desired.revision} yet"
+    old = sum(group.revision != desired.revision for group in there) - min(desired.partition, _num_old(here, desired))
+    if old > 0:
+        paused = "; spec.rollout.paused" if desired.paused else ""
+        return Reason.ROLLING_OUT, f"{old} of {len(there)} groups are not of revision {desired.revision} yet{paused}"
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
     if not routers_settled:
         ready = snapshot.router.ready if snapshot.router else 0
         return Reason.ROUTER_NOT_READY, f"{ready} of {desired.routers} routers are ready"
     return None, ""
+
+
+def _num_old(groups: Sequence[ObservedGroup], desired: Desired) -> int:
+    return sum(group.revision != desired.revision for group in groups)
 
 
 def _short(unready: Sequence[ObservedGroup]) -> str:
@@ -123,15 +161,24 @@ def _phase(group: ObservedGroup) -> GroupPhase:
     return "Draining" if group.draining else "Ready" if group.ready else "Starting"
 
 
-def _reason(group: ObservedGroup) -> str:
+def _reason(group: ObservedGroup, fleet: Fleet) -> str:
     """Why it does not simply serve, if anything says so."""
     if group.draining:
         return group.draining.why[:256]
-    return group.lost or next((pod.reason for pod in group.pods if pod.reason and not group.ready), "")
+    seen = fleet.groups.get(group.name)
+    said = [group.lost, *(pod.reason for pod in group.pods), seen.death if seen else ""]
+    return "" if group.ready else next((words[:256] for words in said if words), "")
 
 
-def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
+def _incarnation(group: ObservedGroup, fleet: Fleet, former: Mapping[str, int]) -> int:
+    """As routers know it; where none of them does now, as it was."""
+    seen = fleet.groups.get(group.name)
+    return seen.incarnation if seen else former.get(group.name, 0)
+
+
+def _listed(groups: tuple[ObservedGroup, ...], fleet: Fleet, former: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
     """The groups for people to read: those that are not ready first, and no more than the schema takes."""
+    before = {group.name: group.incarnation for group in former}
     worst_first = sorted(groups, key=lambda group: (group.ready, group.name))
     return tuple(
         GroupStatus(
@@ -141,7 +188,9 @@ def _listed(groups: tuple[ObservedGroup, ...]) -> tuple[GroupStatus, ...]:
             pods=group.size,
             ready_pods=group.ready_pods,
             nodes=tuple(pod.node for pod in group.pods if pod.node)[:64],
-            reason=_reason(group),
+            reason=_reason(group, fleet),
+            restarts=group.recent_restarts,
+            incarnation=_incarnation(group, fleet, before),
         )
         for group in worst_first[:MAX_LISTED_GROUPS]
     )

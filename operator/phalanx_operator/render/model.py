@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Model, SecretRef
+from phalanx_api.inference_service import Cache, Model, SecretRef
 from phalanx_operator.render.objects import Object
 
 
@@ -29,8 +29,27 @@ def model_source(model: Model) -> ModelSource:
         mount = {"name": pod_template.MODEL_VOLUME, "mountPath": labels.MODEL_DIR, "readOnly": True}
         return ModelSource(f"{labels.MODEL_DIR}/{path}".rstrip("/"), volumes=(volume,), mounts=(mount,))
     flags = ("--revision", model.revision) if model.revision else ()
-    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", labels.CACHE_DIR))
+    volume = _cache_volume(model.cache)
+    folder = labels.MODEL_CACHE_DIR if volume else labels.CACHE_DIR
+    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", folder), volumes=volume, mounts=_cache_mount(volume))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
+
+
+def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:
+    """The volume that keeps downloaded models; none where the pod's own disk does."""
+    if cache is None or cache.type == "None":
+        return ()
+    if cache.type == "Shared":
+        claim: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+    else:
+        storage = {"storageClassName": cache.storage_class_name} if cache.storage_class_name else {}
+        spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cache.size}}} | storage
+        claim = {"ephemeral": {"volumeClaimTemplate": {"spec": spec}}}
+    return ({"name": pod_template.MODEL_CACHE_VOLUME} | claim,)
+
+
+def _cache_mount(volume: tuple[Object, ...]) -> tuple[Object, ...]:
+    return ({"name": pod_template.MODEL_CACHE_VOLUME, "mountPath": labels.MODEL_CACHE_DIR},) if volume else ()
 
 
 def _with_credentials(source: ModelSource, scheme: str, secret: SecretRef) -> ModelSource:
@@ -46,8 +65,8 @@ def _with_credentials(source: ModelSource, scheme: str, secret: SecretRef) -> Mo
             return replace(
                 source,
                 env=({"name": "DOCKER_CONFIG", "value": labels.REGISTRY_DIR},),
-                volumes=({"name": pod_template.REGISTRY_VOLUME, "secret": content},),
-                mounts=(mount,),
+                volumes=(*source.volumes, {"name": pod_template.REGISTRY_VOLUME, "secret": content}),
+                mounts=(*source.mounts, mount),
             )
         case "gs":
             return replace(source, env=(_variable("GOOGLE_OAUTH_ACCESS_TOKEN", secret.name, secret.key),))

@@ -1,10 +1,13 @@
 """A group as a StatefulSet: one pod for each part of the ranks, started together, never re-templated."""
 
+from dataclasses import dataclass, field
+
 from phalanx_api import labels, pod_template
 from phalanx_api.inference_service import Engine, InferenceService, Resources
 from phalanx_api.quantities import parse_bytes
 from phalanx_api.upkeep import Drain
-from phalanx_operator.render import names
+from phalanx_operator.render import names, placement
+from phalanx_operator.render.gangs import Alone, Gang
 from phalanx_operator.render.model import ModelSource, model_source
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.overlay import merged
@@ -14,12 +17,24 @@ STARTUP_FAILURES = 600
 """Seconds that the HTTP process has to come up, at one probe a second; loading the model is not part of it."""
 
 
-def group(service: InferenceService, name: str, revision: str, images: Images) -> Object:
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What a group is made with beside its spec: its revision, the images, who places its pods, and nodes to keep away from."""
+
+    revision: str
+    images: Images
+    gang: Gang = field(default_factory=Alone)
+    avoid: tuple[str, ...] = ()
+
+
+def group(service: InferenceService, name: str, making: Making) -> Object:
     """The StatefulSet of a group. Its pods come back under the same DNS names, and all of them start at once."""
+    revision, added = making.revision, making.gang.additions(service, name)
     identity = {labels.SERVICE: service.name, labels.GROUP: name}
     own = child_labels(service, COMPONENT) | {labels.GROUP: name, labels.REVISION: revision}
     overlay = service.spec.pod_template or pod_template.PodTemplate()
-    annotations = dict(overlay.metadata.annotations)
+    annotations = dict(overlay.metadata.annotations) | added.pod_annotations
+    pod = _pod(service, name, making.images) | placement.of_pod(service, name, making.avoid) | added.pod_spec
     template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
     rendered = child(
         service,
@@ -34,10 +49,10 @@ def group(service: InferenceService, name: str, revision: str, images: Images) -
             "updateStrategy": {"type": "OnDelete"},
             "revisionHistoryLimit": 0,
             "selector": {"matchLabels": identity},
-            "template": {"metadata": template_metadata, "spec": merged(_pod(service, name, images), overlay.overlay())},
+            "template": {"metadata": template_metadata, "spec": merged(pod, overlay.overlay())},
         },
     )
-    rendered["metadata"]["labels"] = own
+    rendered["metadata"]["labels"] = own | {labels.GANG: making.gang.kind} | added.labels
     return rendered
 
 
@@ -107,6 +122,7 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
     return [
         *("serve", source.argument, *source.flags),
         *("--tensor-parallel-size", str(service.shape.tensor)),
+        *(("--pipeline-parallel-size", str(service.shape.pipeline)) if service.shape.pipeline > 1 else ()),
         *("--nnodes", str(service.shape.pods), "--node-rank", f"$({labels.ENV_POD_INDEX})"),
         *("--master-addr", names.leader_host(service.name, service.namespace, name)),
         *("--master-port", str(labels.RENDEZVOUS_PORT)),

@@ -90,6 +90,7 @@ class EngineClient:
         self._assets: wire.Assets | None = None
         self._is_leaving = False
         self._stops: str | None = None
+        self._deaths, self._death = 0, ""
         self._subscribers: list[Callable[[], None]] = []
         self._followers: list[Follower] = []
         self._pages = PageKeys()
@@ -172,6 +173,10 @@ class EngineClient:
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason, cause=cause))
 
+    def died(self, deaths: int, death: str) -> None:
+        """Tells with the next state how many incarnations ended for no cause outside, and why the last did."""
+        self._deaths, self._death = deaths, death
+
     def tell(self, next_incarnation: int, reason: str) -> None:
         """Says anew why the group does not serve."""
         self._change(wire.State(False, next_incarnation, reason))
@@ -241,6 +246,7 @@ class EngineClient:
         return known
 
     def _change(self, state: wire.State) -> None:
+        state = msgspec.structs.replace(state, deaths=self._deaths, death=self._death)
         if state == self._state or (self._is_leaving and not self._state.serving):
             return
         self._state = state

@@ -132,6 +132,7 @@ class Group:
     """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
 
     `memory` are the accounts of the ranks that are ready, by rank. `leaving`: pods that wait for what runs, and will not be back.
+    `deaths` counts incarnations that ended for no cause outside of the group; `death` is the last one's.
     """
 
     num_pods: int
@@ -146,6 +147,8 @@ class Group:
     why: str = ""
     is_echo: bool = False
     leaving: frozenset[int] = frozenset()
+    deaths: int = 0
+    death: str = ""
 
     def reason(self) -> str:
         """Why the group does not serve, in words; empty when it does."""
@@ -221,7 +224,7 @@ def _without(group: Group, pods: frozenset[int]) -> Group:
 def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:
     why = f"pod {event.pod}: {event.why}"
     if event.incarnation == group.incarnation - 1 and group.is_echo and not event.is_echo:
-        return replace(group, why=why, is_echo=False), []
+        return _died(replace(group, why=why, is_echo=False), event, why), []
     if event.incarnation != group.incarnation or group.phase not in ("loading", "serving"):
         return group, []
     since = group.serving_since
@@ -230,12 +233,18 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     delay_s = backoff_s(failures, has_served=since is not None)
     if not event.is_charged:
         failures, delay_s = before, 0.0
+    group = _died(group, event, why)
     group, actions = _lost(group, why, event.is_echo)  # an echo: of a rank or of a whole pod that is gone, which is not known yet
     group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
     if delay_s == 0:
         group, more = _start_if_all_here(group)
         return group, actions + more
     return replace(group, phase="backoff"), [*actions, WakeAfter(group.incarnation, delay_s)]
+
+
+def _died(group: Group, event: RanksFailed, why: str) -> Group:
+    """The group with this death counted, unless it is an echo of another, or no fault of the group."""
+    return group if event.is_echo or not event.is_charged else replace(group, deaths=group.deaths + 1, death=why)
 
 
 def backoff_s(failures: int, has_served: bool) -> float:

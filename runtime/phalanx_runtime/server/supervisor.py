@@ -143,6 +143,7 @@ class LeaderSupervisor:
             event = replace(event, is_charged=False)
         before = self._group
         self._group, actions = inc.advance(before, event, self._clock())
+        self._client.died(self._group.deaths, self._group.death)
         for action in actions:
             self._do(action)
         if self._group.phase != "serving" and self._group.reason() != before.reason():

@@ -1,0 +1,71 @@
+"""Where the pods of a group may run, and who places them: `spec.placement`. The order in which `Auto` chooses is in docs/scaling.md."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from phalanx_api.schema import Record, rule, rules
+
+_LABEL = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+_VALUE = r"^$|^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=316, pattern=_LABEL)]
+LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=_VALUE)]
+Wish = Literal["None", "Preferred", "Required"]
+GangMode = Literal["Auto", "None", "Fallback", "Native", "Volcano", "Kueue"]
+_NEEDS_QUEUE = "gang mode Kueue needs queueName: the LocalQueue that admits the groups"
+
+
+class Toleration(Record):
+    """A taint that the pods bear, as in a pod."""
+
+    key: str | None = Field(default=None, max_length=316)
+    operator: Literal["Exists", "Equal"] | None = None
+    value: str | None = Field(default=None, max_length=63)
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: int | None = Field(default=None, ge=0)
+
+
+class Topology(Record):
+    """Which pods of one group are kept together."""
+
+    key: LabelKey = "topology.kubernetes.io/zone"
+    """Label of nodes: all pods of a group run on nodes with the same value."""
+    mode: Wish = "None"
+
+
+class Gang(Record):
+    """How all pods of a group are placed, or none."""
+
+    mode: GangMode = "Auto"
+    """Native: a PodGroup of Kubernetes. Volcano: one of Volcano. Kueue: its queue admits whole groups. Fallback: groups are made one
+    after another, and a half one gives its devices back. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`, else
+    Native, and Fallback where the cluster has none of these. None: pods are placed one by one."""
+    timeout_seconds: int = Field(default=300, ge=1, le=86_400)
+    """Fallback: how long a group may wait with only some of its pods placed."""
+
+
+class Placement(Record):
+    """Where the pods of groups may run."""
+
+    model_config = Record.model_config | rules(
+        rule("!has(self.gang) || self.gang.mode != 'Kueue' || has(self.queueName)", _NEEDS_QUEUE, ".queueName")
+    )
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
+    """Labels that nodes must have."""
+    tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32)
+    topology: Topology = Field(default_factory=Topology)
+    spread_groups: Wish = "None"
+    """Groups of the service keep away from one another's nodes."""
+    priority_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
+    runtime_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
+    scheduler_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
+    gang: Gang = Field(default_factory=Gang)
+    queue_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
+    """Queue of Kueue or Volcano."""
+
+    @model_validator(mode="after")
+    def _queue(self) -> "Placement":
+        if self.gang.mode == "Kueue" and self.queue_name is None:
+            raise ValueError(_NEEDS_QUEUE)
+        return self

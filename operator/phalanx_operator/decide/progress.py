@@ -1,0 +1,68 @@
+"""How long groups wait: for a node, and to be ready; and which rollouts that stops.
+
+A group of the newest revision that is not ready for `progressDeadlineSeconds` stops the rollout: no further group that serves is
+given up for that revision. A group above `replicas` that waits for a node for `surgeTimeoutSeconds` ends the surge: the rest of
+that rollout goes delete-first, where `maxUnavailable` allows one. That it did is remembered by the reason in `Progressing`.
+"""
+
+from collections.abc import Iterable
+
+from phalanx_api.conditions import Reason, find_condition
+from phalanx_api.status import Status
+from phalanx_api.upkeep import Rollout
+from phalanx_operator.decide.clock import age_s
+from phalanx_operator.decide.groups import staying
+from phalanx_operator.decide.snapshot import ObservedGroup
+
+
+def waiting_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long the pod that waits longest for a node has waited; None when all that are there have one."""
+    ages = [age_s(pod.created or group.created, now) for pod in group.pods if not pod.node]
+    return max((age for age in ages if age is not None), default=None)
+
+
+def unready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long a group has not been ready; None when it is."""
+    if group.ready:
+        return None
+    if not group.pods:
+        return age_s(group.created, now)
+    ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
+    return max((age for age in ages if age is not None), default=0.0)
+
+
+def late(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:
+    """Which group of this revision should be ready by now, and what it says; empty when none should."""
+    for group in staying(groups):
+        age = unready_s(group, now)
+        if group.revision == revision and age is not None and age >= rollout.progress_deadline_seconds:
+            words = next((f": {pod.name}: {pod.reason} {pod.message}" for pod in group.pods if pod.reason), "")
+            return f"{group.name} is not ready after {rollout.progress_deadline_seconds} s{words}"
+    return ""
+
+
+def no_room(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> str:
+    """Why a rollout to this revision has no surge (any more); empty while it has, or needs none."""
+    here = staying(groups)
+    if all(group.revision == revision for group in here):
+        return ""
+    former = find_condition(status.conditions, "Progressing")
+    if former and former.reason == Reason.SURGE_UNSCHEDULABLE and status.update_revision == revision:
+        return former.message
+    for group in here:
+        age = waiting_s(group, now)
+        if group.revision == revision and age is not None and age >= rollout.surge_timeout_seconds:
+            words = next((f": {pod.message}" for pod in group.pods if not pod.node and pod.message), "")
+            return f"{group.name} waited {rollout.surge_timeout_seconds} s for room{words}"
+    return ""
+
+
+def left_s(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> float | None:
+    """Seconds until the next of these times is over; None when none runs."""
+    due = []
+    for group in staying(groups):
+        if group.revision == revision:
+            waits, unready = waiting_s(group, now), unready_s(group, now)
+            due += [] if waits is None else [rollout.surge_timeout_seconds - waits]
+            due += [] if unready is None else [rollout.progress_deadline_seconds - unready]
+    return min((left for left in due if left > 0), default=None)

@@ -1,0 +1,46 @@
+"""Which schedulers' APIs the cluster serves: asked at most every ten minutes, for they come and go with an installation."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from phalanx_operator.errors import Denied, Gone, KubeError
+from phalanx_operator.kube import KubeClient, Resource
+from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
+
+log = logging.getLogger(__name__)
+ASK_AGAIN_S = 600.0
+POD_GROUPS = {api: Resource(api, "podgroups") for api in (NATIVE_API, VOLCANO_API)}
+
+
+class Offers:
+    """What the cluster serves, as last asked. Belongs to one event loop."""
+
+    def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._served: frozenset[str] = frozenset()
+        self._asked_at: float | None = None
+
+    async def served(self, namespace: str) -> frozenset[str]:
+        """Versions of APIs that the cluster has. Raises: a KubeError when it cannot be asked, and never was."""
+        if self._asked_at is not None and self._clock() - self._asked_at < ASK_AGAIN_S:
+            return self._served
+        try:
+            found = [api for api, resource in POD_GROUPS.items() if await self._has(resource, namespace)]
+        except KubeError:
+            if self._asked_at is None:
+                raise
+            return self._served
+        if frozenset(found) != self._served:
+            log.info("schedulers", extra={"apis": ", ".join(found)})
+        self._served, self._asked_at = frozenset(found), self._clock()
+        return self._served
+
+    async def _has(self, resource: Resource, namespace: str) -> bool:
+        """Whether the operator can make such objects. Raises: a KubeError when nobody says."""
+        try:
+            await self._client.list_page(resource, namespace, "phalanx.dev/service=none", "")
+        except (Gone, Denied):
+            return False
+        return True

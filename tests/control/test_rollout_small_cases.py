@@ -1,0 +1,105 @@
+"""Every small rollout there is: up to three groups in any state, up to three wanted, any strategy. Each is run to its end.
+
+It ends; with as many groups as are wanted, all serving, and no more of an old revision than the partition keeps; it never has
+more groups than `replicas` and the surge, nor less that serve than `replicas` without those that may be missing, but for what was
+so before; groups that do not serve go first; and no name is ever taken while a group of that name is there.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from phalanx_operator.decide.actions import CreateGroup
+from phalanx_operator.decide.groups import Desired, live, staying
+from phalanx_operator.decide.rollout import Step, carry_out, next_step
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup
+from tests.control.builders import make_desired, make_group
+from tests.control.test_rollout import start_one
+
+Groups = tuple[ObservedGroup, ...]
+GOING = Draining("2026-01-02T03:04:05Z", "it goes")
+STATES = ("ready", "starting", "draining", "drained", "lost", "terminating")
+KINDS = tuple(itertools.product(("new", "old"), STATES))
+STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), (1, 2))
+MOST_STEPS = 60
+
+
+def in_state(name: str, revision: str, state: str) -> ObservedGroup:
+    return make_group(
+        name,
+        revision,
+        size=1,
+        ready=state not in ("starting", "lost"),
+        terminating=state == "terminating",
+        draining=GOING if state in ("draining", "drained") else None,
+        drained="it holds no stream" if state == "drained" else "",
+        lost="its node is lost" if state == "lost" else "",
+    )
+
+
+def starts() -> Iterator[Groups]:
+    for count in range(4):
+        for kinds in itertools.combinations_with_replacement(KINDS, count):
+            yield tuple(in_state(f"g{i}", *kind) for i, kind in enumerate(kinds))
+
+
+def serving(groups: Groups) -> int:
+    return sum(group.serving for group in staying(groups))
+
+
+def checked(desired: Desired, groups: Groups, moment: int) -> tuple[Step | None, Groups]:
+    """The next step, carried out. What must hold of every step is asserted here."""
+    step = next_step(desired, groups)
+    if step is None:
+        return None, groups
+    there = {group.name for group in groups}
+    made = [action.name for action in step.actions if isinstance(action, CreateGroup)]
+    assert not there & set(made) and len(set(made)) == len(made), "a name that is taken"
+    after = carry_out(step, desired, groups, moment)
+    most = desired.replicas + desired.max_surge
+    assert len(live(after)) <= max(most, len(live(groups)) - len(step.delete)), "above the surge"
+    assert serving(after) >= min(serving(groups), desired.replicas - desired.max_unavailable), "below availability"
+    if desired.max_surge and any(one.purpose == "revision" for one in step.drain):
+        assert serving(after) >= desired.replicas, "with a surge nothing goes before its successor serves"
+    by_uid = {group.uid: group for group in groups}
+    assert not any(by_uid[one.uid].serving for one in step.delete), "a group that serves was not emptied first"
+    if any(by_uid[one.uid].revision != desired.revision for one in step.drain):
+        left = [g for g in staying(after) if g.revision != desired.revision and not g.ready]
+        assert len(left) <= desired.partition, "one that serves goes, and one that does not stays"
+    return step, after
+
+
+@pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
+@pytest.mark.parametrize("partition", [0, 1])
+def test_every_small_rollout(unavailable: int, surge: int, partition: int) -> None:
+    for replicas in range(4):
+        desired = make_desired(replicas, max_unavailable=unavailable, max_surge=surge, partition=partition)
+        for start in starts():
+            groups = start
+            for moment in range(MOST_STEPS):
+                step, after = checked(desired, groups, moment)
+                settled = start_one(after)
+                if step is None and settled == groups:
+                    break
+                groups = settled
+            else:
+                raise AssertionError(f"no end: {start}, {desired}")
+            assert [group.serving for group in live(groups)] == [True] * replicas, start
+            assert sum(group.revision != "new" for group in live(groups)) <= partition, start
+
+
+@pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
+def test_a_rollout_that_is_held_or_paused_goes_on_when_it_may(unavailable: int, surge: int) -> None:
+    """While it is stopped nothing that serves is given up; and stopped at any moment, it ends as if it had not been."""
+    start = tuple(in_state(name, "old", "ready") for name in "abc")
+    free = make_desired(3, max_unavailable=unavailable, max_surge=surge)
+    for stopped, after_moments in itertools.product((replace(free, held="late"), replace(free, paused=True)), range(12)):
+        groups = start
+        for moment in range(MOST_STEPS):
+            desired = stopped if after_moments <= moment < after_moments + 6 else free
+            step, after = checked(desired, groups, moment)
+            assert desired is free or step is None or not step.drain
+            groups = start_one(after)
+        assert sorted((group.revision, group.serving) for group in live(groups)) == [("new", True)] * 3
