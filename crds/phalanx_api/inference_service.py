@@ -1,9 +1,8 @@
 """The InferenceService: its spec, as pydantic models that are the single source of the CRD, and how a manifest is read.
 
 Each bound stands here once; the CRD carries it to the API server, which refuses a bad manifest before the operator sees it.
-Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `placement`, `engine`, `podTemplate`) make a new revision,
-and so does `rollout.restartId`;
-counts, scaling, rebalancing, drain, router and network policy never do.
+Fields that change a pod (`model`, `servedNames`, `parallelism`, `resources`, `placement`, `engine`, `podTemplate`) make a new
+revision, and so does `rollout.restartId`; counts, scaling, rebalancing, drain, router and network policy never do.
 """
 
 import re
@@ -73,11 +72,13 @@ class Cache(Record):
         ),
     )
     type: Literal["None", "NodeLocal", "Shared"]
-    """NodeLocal: a claim of its own for each pod, as long as the pod lives. Shared: one claim for all pods, which all nodes can mount
-    for writing. None: the pod's own disk, as long as the pod lives."""
+    """NodeLocal: a claim of its own for each pod, as long as the pod lives. Shared: one claim for all pods, which all nodes can
+    mount for writing. None: the pod's own disk, as long as the pod lives."""
     claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
     """Shared: a PersistentVolumeClaim in the namespace of the service."""
-    storage_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    storage_class_name: str | None = Field(
+        default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+    )
     """NodeLocal: the StorageClass of each pod's claim; the cluster's default otherwise."""
     size: Memory | None = None
     """NodeLocal: how large each pod's claim is."""

@@ -1,19 +1,27 @@
-"""Where the pods of a group may run, and who places them: `spec.placement`. The order in which `Auto` chooses is in docs/scaling.md."""
+"""Where the pods of a group may run, and who places them: `spec.placement`."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from phalanx_api.schema import Record, rule, rules
+from phalanx_api.schema import Record, rule, rules, with_rules
 
 _LABEL = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 _VALUE = r"^$|^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_KEYS = "keys are labels of nodes, such as example.com/pool"
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=316, pattern=_LABEL)]
 LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=_VALUE)]
 Wish = Literal["None", "Preferred", "Required"]
 GangMode = Literal["Auto", "None", "Fallback", "Native", "Volcano", "Kueue"]
 _NEEDS_QUEUE = "gang mode Kueue needs queueName: the LocalQueue that admits the groups"
+
+
+def _keys(selector: dict[str, str]) -> dict[str, str]:
+    if not all(re.search(_LABEL, key) for key in selector):
+        raise ValueError(_KEYS)
+    return selector
 
 
 class Toleration(Record):
@@ -38,9 +46,9 @@ class Gang(Record):
     """How all pods of a group are placed, or none."""
 
     mode: GangMode = "Auto"
-    """Native: a PodGroup of Kubernetes. Volcano: one of Volcano. Kueue: its queue admits whole groups. Fallback: groups are made one
-    after another, and a half one gives its devices back. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`, else
-    Native, and Fallback where the cluster has none of these. None: pods are placed one by one."""
+    """Native: a PodGroup of Kubernetes. Volcano: one of Volcano. Kueue: its queue admits whole groups. Fallback: groups are made
+    one after another, and a half one gives its devices back. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`,
+    else Native, and Fallback where the cluster has none of these. None: pods are placed one by one."""
     timeout_seconds: int = Field(default=300, ge=1, le=86_400)
     """Fallback: how long a group may wait with only some of its pods placed."""
 
@@ -51,7 +59,10 @@ class Placement(Record):
     model_config = Record.model_config | rules(
         rule("!has(self.gang) || self.gang.mode != 'Kueue' || has(self.queueName)", _NEEDS_QUEUE, ".queueName")
     )
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
+    node_selector: Annotated[dict[str, LabelValue], AfterValidator(_keys)] = Field(
+        default_factory=dict,
+        json_schema_extra={"maxProperties": 32} | with_rules(rule(f"self.all(k, k.matches('{_LABEL}'))", _KEYS)),
+    )
     """Labels that nodes must have."""
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32)
     topology: Topology = Field(default_factory=Topology)

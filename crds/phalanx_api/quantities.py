@@ -1,4 +1,4 @@
-"""Kubernetes quantities as the spec writes them: memory such as `16Gi`, CPU such as `4` or `500m`, counts such as `2` or `25%`."""
+"""Kubernetes quantities as the spec writes them: memory such as `16Gi`, CPU such as `4` or `500m`, counts such as `25%`."""
 
 import re
 from decimal import Decimal

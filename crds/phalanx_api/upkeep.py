@@ -93,12 +93,12 @@ class RestartPolicy(Record):
     """When a group is started anew, and when it is given up for another one."""
 
     mode: Literal["RecreateGroup", "None"] = "RecreateGroup"
-    """RecreateGroup: all pods of a group that does not come to serve are replaced, and it is given up if that does not help. None:
-    only what ranks and containers do by themselves."""
+    """RecreateGroup: all pods of a group that does not come to serve are replaced, and it is given up if that does not help.
+    None: only what ranks and containers do by themselves."""
     startup_seconds: int = Field(default=1800, ge=1, le=86_400)
     """How long a group may take to be ready, from its start or from when it was ready last: the time to load the model."""
     max_group_restarts: int = Field(default=5, ge=0, le=32)
-    """How often a group may be started anew, or die without a cause outside, before another one takes its place on other nodes."""
+    """How often a group may be started anew, or die without a cause outside, before another takes its place on other nodes."""
     window_seconds: int = Field(default=3600, ge=1, le=604_800)
     """For how long a restart counts."""
     node_lost_seconds: int = Field(default=120, ge=1, le=86_400)

@@ -40,7 +40,7 @@ from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import Offers
 from phalanx_operator.render import gangs, names
-from phalanx_operator.render.gangs import GangKind
+from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
 from phalanx_operator.store import Key
 
@@ -109,7 +109,7 @@ class Reconciler:
         seen = Seen(snapshot, fleet, scaling, gang.kind, self._turn(key, service, snapshot))
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
-        self._take_turn(key, service, snapshot, gang.kind, todo.actions)
+        self._take_turn(key, service, gang, todo.actions)
         try:
             done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
@@ -126,23 +126,21 @@ class Reconciler:
         return todo.again_s
 
     def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> Turn:
-        """Whether the service may make a group now. A group that is given up waits no more."""
-        waiting = [group.name for group in admission.unplaced(snapshot.groups) if not group.lost]
-        return self.turns.look(service.spec.resources.accelerator.resource_name, key, waiting, self.clock())
-
-    def _take_turn(
-        self, key: Key, service: InferenceService, snapshot: Snapshot, kind: GangKind, actions: Sequence[Action]
-    ) -> None:
-        """Tells the others what is made or given up now, before anything else can happen."""
+        """Whether the service may make a group now. One that is given up waits no more, and what follows it waits a while."""
         device, now_s = service.spec.resources.accelerator.resource_name, self.clock()
-        unplaced = {group.uid: group.lost for group in admission.unplaced(snapshot.groups)}
-        if any(isinstance(action, DeleteGroup) and unplaced.get(action.uid) for action in actions):
+        unplaced = admission.unplaced(snapshot.groups)
+        if any(group.lost for group in unplaced):
             self.turns.gave_up(device, key, now_s)
-        for action in actions:
-            if isinstance(action, CreateGroup) and kind == "Fallback":
-                self.turns.take(device, key, action.name, now_s)
-        if not unplaced and any(group.ready for group in snapshot.groups):
+        elif not unplaced and any(group.ready for group in snapshot.groups):
             self.turns.placed(key)
+        waiting = [group.name for group in unplaced if not group.lost]
+        return self.turns.look(device, key, waiting, now_s, [group.name for group in snapshot.groups])
+
+    def _take_turn(self, key: Key, service: InferenceService, gang: Gang, actions: Sequence[Action]) -> None:
+        """Tells the others what is made now, before anything else can happen."""
+        for action in actions:
+            if isinstance(action, CreateGroup) and gang.kind == "Fallback":
+                self.turns.take(service.spec.resources.accelerator.resource_name, key, action.name, self.clock())
 
     def _tell(self, key: Key, service: InferenceService, snapshot: Snapshot, empty: Sequence[str], urgent: bool) -> None:
         """Asks the routers that are ready, with the policy as it is now."""

@@ -347,7 +347,9 @@ async def test_groups_have_a_disruption_budget_unless_there_is_only_one(replicas
 
 
 async def test_a_lost_node_costs_its_groups_and_they_get_successors() -> None:
-    world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1}, restartPolicy={"nodeLostSeconds": 60})
+    one_by_one = {"gang": {"mode": "None"}}
+    two_pods = {"tensor": 2, "gpusPerPod": 1}
+    world = World(replicas=2, parallelism=two_pods, placement=one_by_one, restartPolicy={"nodeLostSeconds": 60})
     await world.settle()
     before = world.groups
     world.cluster.lose_node("node-1", "2026-01-02T03:03:30Z")

@@ -16,7 +16,8 @@ from tests.control.worlds import KEY, World
 
 
 async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
-    world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2})
+    one_by_one = {"gang": {"mode": "None"}}
+    world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2}, placement=one_by_one)
     writes = await world.look()
     groups = sorted(world.groups)
     assert writes[:12] == [

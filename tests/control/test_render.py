@@ -9,8 +9,8 @@ from phalanx_api.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, names, network, pods, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import Making
 from phalanx_operator.render.overlay import merged
+from phalanx_operator.render.pods import Making
 from phalanx_operator.render.revision import revision
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
@@ -85,7 +85,9 @@ def test_golden_shared_objects(golden: Check) -> None:
 
 def container(**spec: Any) -> dict[str, Any]:
     service = make_service(**spec)
-    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", Making("rev", IMAGES))["spec"]["template"]["spec"]["containers"][0]
+    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", Making("rev", IMAGES))["spec"]["template"]["spec"]["containers"][
+        0
+    ]
     return first
 
 

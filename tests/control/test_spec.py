@@ -30,7 +30,28 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor", "greater than or equal to 1"),
         ({"parallelism": {"tensor": 65}}, "spec.parallelism.tensor", "less than or equal to 64"),
         ({"parallelism": {"tensor": 4, "gpusPerPod": 3}}, "spec", "gpusPerPod 3 does not divide"),
-        ({"parallelism": {"pipeline": 2}}, "spec.parallelism.pipeline", "Extra inputs"),
+        ({"parallelism": {"pipeline": 17}}, "spec.parallelism.pipeline", "less than or equal to 16"),
+        ({"parallelism": {"tensor": 2, "pipeline": 2, "gpusPerPod": 3}}, "spec", "gpusPerPod 3 does not divide the 4 ranks"),
+        ({"rollout": {"maxUnavailable": 0}}, "spec.rollout", "must not both be 0"),
+        ({"rollout": {"maxUnavailable": "0%", "maxSurge": 0}}, "spec.rollout", "must not both be 0"),
+        ({"rollout": {"maxSurge": "half"}}, "spec.rollout.maxSurge", "no percentage"),
+        ({"rollout": {"maxSurge": "101%"}}, "spec.rollout.maxSurge", "no percentage"),
+        ({"rollout": {"maxSurge": True}}, "spec.rollout.maxSurge", "a count or a percentage"),
+        ({"rollout": {"maxSurge": -1}}, "spec.rollout.maxSurge", "from 0 to 1000"),
+        ({"rollout": {"partition": -1}}, "spec.rollout.partition", "greater than"),
+        ({"restartPolicy": {"mode": "Always"}}, "spec.restartPolicy.mode", "RecreateGroup"),
+        ({"restartPolicy": {"maxGroupRestarts": 33}}, "spec.restartPolicy.maxGroupRestarts", "less than"),
+        ({"placement": {"gang": {"mode": "Kueue"}}}, "spec.placement", "needs queueName"),
+        ({"placement": {"gang": {"mode": "Both"}}}, "spec.placement.gang.mode", "Auto"),
+        ({"placement": {"topology": {"mode": "Sometimes"}}}, "spec.placement.topology.mode", "None"),
+        ({"placement": {"nodeSelector": {"a b": "c"}}}, "spec.placement.nodeSelector", "keys are labels"),
+        ({"model": {"uri": "hf://o/m", "cache": {"type": "Shared"}}}, "spec.model.cache", "claimName goes with type Shared"),
+        ({"model": {"uri": "hf://o/m", "cache": {"type": "NodeLocal"}}}, "spec.model.cache", "size goes with type NodeLocal"),
+        (
+            {"model": {"uri": "hf://o/m", "cache": {"type": "Shared", "claimName": "c", "storageClassName": "s"}}},
+            "spec.model.cache",
+            "storageClassName goes with type NodeLocal only",
+        ),
         ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
@@ -186,7 +207,7 @@ def nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any
 def test_the_schema_is_structural_and_bounded() -> None:
     """What the API server demands: a type everywhere, no references; and bounds, without which CEL rules cost too much."""
     for path, node in nodes(schema()):
-        assert {"$ref", "$defs", "title", "const"} & set(node) == set(), path
+        assert {"$ref", "$defs", "title", "const", "patternProperties", "propertyNames"} & set(node) == set(), path
         if "x-kubernetes-int-or-string" in node:
             continue
         assert "type" in node and "anyOf" not in node, path
@@ -214,7 +235,7 @@ def test_the_scale_subresource_counts_groups_by_their_leaders() -> None:
 
 def test_defaults_of_objects_satisfy_their_rules() -> None:
     spec = schema()["properties"]["spec"]["properties"]
-    assert spec["parallelism"]["default"] == {"tensor": 1, "gpusPerPod": 0}
+    assert spec["parallelism"]["default"] == {"tensor": 1, "pipeline": 1, "gpusPerPod": 0}
     assert spec["resources"]["default"] == {"accelerator": {"resourceName": "nvidia.com/gpu"}}
 
 

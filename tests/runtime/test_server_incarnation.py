@@ -37,6 +37,29 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
 
 
 @pytest.mark.parametrize(
+    ("before", "event", "deaths"),
+    [
+        (SERVING, RanksFailed(1, 1, "oom"), 1),
+        (LOADING, RanksFailed(0, 1, "no such file"), 1),
+        (SERVING, RanksFailed(1, 1, "reset", is_echo=True), 0),
+        (SERVING, ALONE, 0),
+        (SERVING, Left(1, "its node is lost"), 0),
+        (DRAINING, Drained(1), 0),
+    ],
+    ids=["ranks", "never served", "echo", "a request alone", "a pod left", "drained"],
+)
+def test_deaths_are_those_without_a_cause_outside(before: Group, event: Event, deaths: int) -> None:
+    group, _ = advance(before, event, 200.0)
+    assert (group.deaths, bool(group.death)) == (deaths, deaths > 0)
+
+
+def test_an_echo_is_counted_once_its_cause_is_known() -> None:
+    group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
+    group, _ = advance(group, RanksFailed(1, 1, "oom"), 0.1)
+    assert (group.deaths, group.death) == (1, "pod 1: oom")
+
+
+@pytest.mark.parametrize(
     ("before", "event", "phase", "incarnation", "actions"),
     [
         (EMPTY, Joined(0, "a"), "gathering", 1, []),

@@ -109,7 +109,10 @@ async def test_one_pod_serves_and_a_killed_rank_means_a_new_incarnation(tmp_path
         assert group.client.assets().max_model_len == 200
         os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
         await group.serving(2)
-        assert group.client.state() == wire.State(True, 2, served=wire.Served("a model", "a layout", 64)), "as rank 0 said"
+        state = group.client.state()
+        served = wire.Served("a model", "a layout", 64)
+        assert state == wire.State(True, 2, served=served, deaths=1, death=state.death), "as rank 0 said"
+        assert "rank 0 was killed by signal 9" in state.death
         assert await group.answer(request) == expected_output(request)
 
 

@@ -5,8 +5,8 @@
                                    v
                           free; that service waits before it tries again, longer each time
 
-There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made, and
-is not seen yet, counts for UNSEEN_S. Plain bookkeeping: times and chance come in as arguments.
+There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made,
+and is not seen yet, counts for UNSEEN_S. Plain bookkeeping: times and chance come in as arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,6 +33,9 @@ class Turn:
     told: bool = False
 
 
+FREE = Turn()
+
+
 @dataclass(slots=True)
 class _Holder:
     service: tuple[str, str]
@@ -55,11 +58,13 @@ class Turns:
         self._holders: dict[str, _Holder] = {}
         self._pauses: dict[tuple[str, str], _Pause] = {}
 
-    def look(self, device: str, service: tuple[str, str], waiting: Iterable[str], now_s: float) -> Turn:
-        """Whether this service may make a group now; `waiting` are those of its groups that wait for nodes."""
-        waiting = sorted(waiting)
+    def look(
+        self, device: str, service: tuple[str, str], waiting: Iterable[str], now_s: float, known: Iterable[str] = ()
+    ) -> Turn:
+        """Whether this service may make a group now; `waiting` are its groups that wait for nodes, `known` all of them."""
+        waiting, known = sorted(waiting), set(known)
         for other, one in list(self._holders.items()):
-            if one.service == service and not self._holds(one, waiting, now_s):
+            if one.service == service and not self._holds(one, waiting, known, now_s):
                 del self._holders[other]
         holder = self._holders.get(device)
         if waiting and holder is None:
@@ -75,12 +80,10 @@ class Turns:
             return Turn("there was no room for a whole group; the next attempt comes soon", pause.until_s - now_s, told=True)
         return Turn()
 
-    def _holds(self, holder: _Holder, waiting: list[str], now_s: float) -> bool:
+    def _holds(self, holder: _Holder, waiting: list[str], known: set[str], now_s: float) -> bool:
         """Whether its own service still has that group to place."""
-        if holder.group in waiting:
-            holder.seen = True
-            return True
-        return not holder.seen and now_s - holder.since_s < UNSEEN_S
+        holder.seen = holder.seen or holder.group in known or holder.group in waiting
+        return holder.group in waiting or (not holder.seen and now_s - holder.since_s < UNSEEN_S)
 
     def take(self, device: str, service: tuple[str, str], group: str, now_s: float) -> None:
         """The turn is this service's, which makes this group now."""

@@ -10,7 +10,7 @@ WAITING = ("Unschedulable", "SchedulingGated")
 
 
 def told(status: Status, snapshot: Snapshot, waits: Turn, now: str) -> Status:
-    """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if anything."""
+    """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if so."""
     reason, message = _verdict(snapshot, waits)
     conditions = set_condition(
         status.conditions,

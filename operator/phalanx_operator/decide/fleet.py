@@ -35,8 +35,8 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
-    `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that ended
-    for no cause outside, as far as any router knows; `death`: why the last one did."""
+    `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
+    ended for no cause outside, as far as any router knows; `death`: why the last one did."""
 
     name: str
     fresh: bool

@@ -21,6 +21,7 @@ def assess(
         replace(
             group,
             lost=next((why for pod in group.pods if (why := why_lost(nodes.get(pod.node), limit_s, now))), ""),
+            silent=any(pod.node in nodes and not nodes[pod.node].ready for pod in group.pods),
             cordoned=any(pod.node in nodes and nodes[pod.node].cordoned for pod in group.pods),
         )
         for group in groups

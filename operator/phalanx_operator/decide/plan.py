@@ -19,10 +19,10 @@ from phalanx_operator.decide.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.admission import Turn
+from phalanx_operator.decide.admission import FREE, Turn
 from phalanx_operator.decide.autoscaler import Scaling
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import Desired, live
+from phalanx_operator.decide.groups import Desired, live, outdated
 from phalanx_operator.decide.rollout import next_step
 from phalanx_operator.decide.scale import PANIC_TICK_S, TICK_S
 from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
@@ -45,7 +45,7 @@ class Seen:
     fleet: Fleet
     scaling: Scaling | None = None
     gang: str = "None"
-    turn: Turn = Turn()
+    turn: Turn = FREE
 
 
 def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
@@ -88,7 +88,7 @@ def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, n
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
         return Turn(f"{past.given_up} groups were given up for their restarts; the next one is made after a pause", pause_s)
-    return seen.turn if seen.gang == "Fallback" else Turn()
+    return seen.turn if seen.gang == "Fallback" else FREE
 
 
 def wanted_replicas(service: InferenceService) -> int:
@@ -112,9 +112,12 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     """The plan for a service whose spec is valid. Calling it twice with the same arguments does no harm."""
     snapshot, scaling = seen.snapshot, seen.scaling
     past = followed(service, seen, desired.revision, now)
-    waits = _waits(service, seen, past, now)
     step = next_step(desired, snapshot.groups)
-    of_groups = _allowed(step.actions if step else (), seen, waits, past)
+    wished = step.actions if step else ()
+    waits = _waits(service, seen, past, now)
+    of_groups = _allowed(wished, seen, waits, past)
+    if len(of_groups) == len(wished) and not outdated(snapshot.groups, desired):
+        waits = FREE  # nothing of this service has to
     of_groups += _mended(service, seen, of_groups, now)
     actions: list[Action] = []
     if not snapshot.has_replicas:
@@ -132,9 +135,7 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     return Plan(tuple(actions), said, empty, _again_s(service, seen, desired, waits, urgent, now), urgent)
 
 
-def _allowed(
-    actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: RecoveryStatus | None
-) -> tuple[GroupAction, ...]:
+def _allowed(actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: RecoveryStatus | None) -> tuple[GroupAction, ...]:
     """The actions without groups that may not be made yet: one after another where nobody places their pods together."""
     avoid = past.nodes if past else ()
     made = [replace(action, avoid=avoid) for action in actions if isinstance(action, CreateGroup)]
@@ -142,9 +143,7 @@ def _allowed(
     return (*(action for action in actions if not isinstance(action, CreateGroup)), *made[:most])
 
 
-def _mended(
-    service: InferenceService, seen: Seen, actions: tuple[GroupAction, ...], now: str
-) -> tuple[RestartGroup, ...]:
+def _mended(service: InferenceService, seen: Seen, actions: tuple[GroupAction, ...], now: str) -> tuple[RestartGroup, ...]:
     """Groups of which all pods are to be replaced: those that had their time, and those of which some pods were already."""
     policy = service.spec.restart_policy
     touched = {action.uid for action in actions if not isinstance(action, CreateGroup)}
@@ -182,9 +181,7 @@ def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
     ]
 
 
-def _told(
-    service: InferenceService, seen: Seen, desired: Desired, past: RecoveryStatus | None, waits: Turn, now: str
-) -> Status:
+def _told(service: InferenceService, seen: Seen, desired: Desired, past: RecoveryStatus | None, waits: Turn, now: str) -> Status:
     """All that the status says."""
     snapshot, fleet = seen.snapshot, seen.fleet
     said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)

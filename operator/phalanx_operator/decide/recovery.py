@@ -7,8 +7,8 @@ Ranks rejoin and containers start again without the operator. What it does:
     more than `maxGroupRestarts` of both in `windowSeconds`       -> the group is given up, for one on other nodes
     given up twice or more                                        -> Stalled; the next one is made after a pause, longer each time
 
-The note is an annotation of the StatefulSet. It names the pods to be deleted before the first of them is, by UID: an operator that
-comes after a crash ends what was begun, and never deletes a pod that came later for the same incident.
+The note is an annotation of the StatefulSet. It names the pods to be deleted before the first of them is, by UID: an operator
+that comes after a crash ends what was begun, and never deletes a pod that came later for the same incident.
 """
 
 import json
@@ -84,6 +84,8 @@ def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
     """Whether all pods of a group are to be deleted: it had its time, and waits for nothing that would be the same afterwards."""
     if policy.mode == "None" or group.ready or group.terminating or group.draining or group.lost or not group.pods:
         return False
+    if group.silent:
+        return False  # nobody there would end a pod
     if len(group.pods) < group.size or any(not pod.node or pod.leaving or "Image" in pod.reason for pod in group.pods):
         return False
     age = unready_s(group, now)

@@ -82,7 +82,8 @@ class Draining:
 class ObservedGroup:
     """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
 
-    lost: why it is given up for one elsewhere, if so. cordoned: a node of it takes no new pods. tokens: in its KV pages.
+    lost: why it is given up for one elsewhere, if so. silent: a node of it is not heard. cordoned: one takes no new pods.
+    tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
     replaced although it serves. gang: who places its pods together.
     restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
@@ -100,6 +101,7 @@ class ObservedGroup:
     lost: str = ""
     slow: str = ""
     cordoned: bool = False
+    silent: bool = False
     tokens: int = 0
     gang: str = ""
     restarts: Restarts = Restarts()

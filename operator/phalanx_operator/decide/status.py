@@ -46,7 +46,9 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         draining_replicas=len(_draining(snapshot)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
         url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
-        current_revision=desired.revision if settled and here and len(updated) == len(here) else former.current_revision or desired.revision,
+        current_revision=desired.revision
+        if settled and here and len(updated) == len(here)
+        else former.current_revision or desired.revision,
         update_revision=desired.revision,
         groups=_listed(snapshot.groups, fleet, former.groups),
         conditions=conditions,

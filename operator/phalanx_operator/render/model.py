@@ -29,9 +29,9 @@ def model_source(model: Model) -> ModelSource:
         mount = {"name": pod_template.MODEL_VOLUME, "mountPath": labels.MODEL_DIR, "readOnly": True}
         return ModelSource(f"{labels.MODEL_DIR}/{path}".rstrip("/"), volumes=(volume,), mounts=(mount,))
     flags = ("--revision", model.revision) if model.revision else ()
-    volume = _cache_volume(model.cache)
-    folder = labels.MODEL_CACHE_DIR if volume else labels.CACHE_DIR
-    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", folder), volumes=volume, mounts=_cache_mount(volume))
+    cache = _cache_volume(model.cache)
+    folder = labels.MODEL_CACHE_DIR if cache else labels.CACHE_DIR
+    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", folder), volumes=cache, mounts=_cache_mount(cache))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
 
 

@@ -1,0 +1,182 @@
+"""One group after another where no scheduler places pods together: never two half ones, and a half one gives its devices back."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx_operator.decide import admission
+from phalanx_operator.decide.admission import FIRST_S, LONGEST_S, TOLD_S, UNSEEN_S, Turns
+from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.kube import PODS
+from tests.control.builders import NOW, make_group
+from tests.control.worlds import World
+
+ONE, OTHER = ("team", "one"), ("team", "other")
+GPU = "nvidia.com/gpu"
+EARLIER = "2026-01-02T02:34:05Z"
+
+
+def make_turns(draw: float = 1.0) -> Turns:
+    return Turns(lambda: draw)
+
+
+def test_only_one_service_makes_a_group_at_a_time() -> None:
+    turns = make_turns()
+    assert turns.look(GPU, ONE, (), 0.0).why == ""
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    blocked = turns.look(GPU, OTHER, (), 1.0)
+    assert blocked.why == "group one-g-a of team/one is to be placed first"
+    assert turns.look(GPU, ONE, ["one-g-a"], 1.0).why, "not even its own second one"
+    assert turns.look(GPU, ONE, (), 2.0, ["one-g-a"]).why == "", "it has its nodes"
+    assert turns.look(GPU, OTHER, (), 2.0).why == ""
+
+
+def test_a_group_that_has_its_nodes_before_it_was_ever_seen_to_wait_holds_nobody_up() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.look(GPU, ONE, (), 0.5, ["one-g-a"])
+    assert turns.look(GPU, OTHER, (), 0.5).why == ""
+
+
+def test_other_devices_have_turns_of_their_own() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look("amd.com/gpu", OTHER, (), 1.0).why == ""
+
+
+def test_a_group_that_is_never_seen_gives_the_turn_back() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, ONE, (), UNSEEN_S - 1).why
+    assert turns.look(GPU, ONE, (), UNSEEN_S).why == ""
+
+
+def test_groups_that_wait_already_have_the_turn_after_a_restart_of_the_operator() -> None:
+    turns = make_turns()
+    assert turns.look(GPU, ONE, ["one-g-a"], 0.0).why
+    assert "one-g-a" in turns.look(GPU, OTHER, (), 0.0).why
+
+
+def test_a_turn_that_passes_soon_is_not_told() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert not turns.look(GPU, OTHER, (), TOLD_S - 1).told
+    assert turns.look(GPU, OTHER, (), TOLD_S).told
+
+
+def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
+    turns, now = make_turns(), 0.0
+    for times in range(8):
+        turns.take(GPU, ONE, "one-g-a", now)
+        turns.gave_up(GPU, ONE, now)
+        assert turns.look(GPU, OTHER, (), now).why == ""
+        pause = turns.look(GPU, ONE, (), now)
+        assert (pause.left_s, pause.told) == (min(FIRST_S * 2**times, LONGEST_S), True)
+        now += pause.left_s
+        assert turns.look(GPU, ONE, (), now).why == ""
+    turns.placed(ONE)
+    turns.gave_up(GPU, ONE, now)
+    assert turns.look(GPU, ONE, (), now).left_s == FIRST_S
+
+
+def test_pauses_are_drawn_so_that_services_do_not_meet_again() -> None:
+    turns = make_turns(0.0)
+    turns.gave_up(GPU, ONE, 0.0)
+    assert turns.look(GPU, ONE, (), 0.0).left_s == FIRST_S / 2
+
+
+def test_a_service_that_is_gone_or_has_other_devices_by_now_holds_nobody_up() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.forget(ONE)
+    assert turns.look(GPU, OTHER, (), 0.0).why == ""
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.look("amd.com/gpu", ONE, (), UNSEEN_S)
+    assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
+
+
+def half(since: str, gang: str = "Fallback") -> ObservedGroup:
+    group = make_group("a", ready=False, gang=gang, created=since)
+    return replace(group, pods=(group.pods[0], replace(group.pods[1], node="", created=since)))
+
+
+@pytest.mark.parametrize(
+    ("group", "waits", "gives_up"),
+    [
+        (half(EARLIER), True, True),
+        (half(NOW), True, False),
+        (half(EARLIER, "Native"), False, False),
+        (replace(half(NOW), pods=()), True, False),
+        (make_group("a", gang="Fallback"), False, False),
+        (replace(half(EARLIER), terminating=True), False, False),
+    ],
+    ids=["half for long", "half", "another scheduler's", "no pods yet", "whole", "going"],
+)
+def test_which_groups_wait_and_which_give_up(group: ObservedGroup, waits: bool, gives_up: bool) -> None:
+    assert bool(admission.unplaced([group])) is waits
+    assert (group.uid in admission.given_up([group], 300.0, NOW)) is gives_up
+
+
+def place(world: World, count: int, since: str) -> None:
+    """Of every group that count of pods has a node, the others wait since then."""
+    world.cluster.start_pods(ready=False)
+    for name, pod in list(world.kube.of(PODS).items()):
+        if int(name.rpartition("-")[2]) >= count:
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no gpu"}
+            metadata = pod["metadata"] | {"creationTimestamp": since}
+            world.kube.put(PODS, {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}})
+
+
+async def test_groups_are_made_one_after_another() -> None:
+    world = World(replicas=3, parallelism={"tensor": 2, "gpusPerPod": 1})
+    for count in (1, 2, 3):
+        await world.look()
+        assert len(world.groups) == count
+        await world.look()
+        assert len(world.groups) == count, "not before all pods of the last one have nodes"
+        world.cluster.start_pods()
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert world.condition("CapacityAvailable") == ("True", "Scheduled")
+    assert world.status.gang == "Fallback"
+
+
+async def test_groups_of_one_pod_are_made_at_once() -> None:
+    world = World(replicas=3)
+    await world.look()
+    assert (len(world.groups), world.status.gang) == (3, "None")
+
+
+async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
+    world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
+    await world.look()
+    first = world.groups
+    place(world, 1, world.now)
+    await world.look()
+    assert world.groups == first and not world.deleted()
+    assert world.condition("CapacityAvailable") == ("False", "Unschedulable")
+    world.now = "2026-01-02T03:05:06Z"
+    await world.look()
+    assert world.deleted() == first
+    assert ("Normal", "GroupDeleted") in world.notes()
+    await world.look()
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
+    for where in [w for w in world.kube.objects if w[0] in ("pods", "statefulsets")]:
+        del world.kube.objects[where]
+    await world.look()
+    assert world.groups == set(), "it waits before it tries again"
+    world.clock += LONGEST_S
+    await world.look()
+    assert len(world.groups) == 1
+
+
+async def test_no_group_that_serves_is_given_up_while_its_successor_would_have_to_wait() -> None:
+    world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1})
+    await world.settle()
+    world.reconciler.turns.take(GPU, ("team", "other"), "other-g-a", world.clock)
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    assert not world.draining() and not world.deleted()
+    world.reconciler.turns.forget(("team", "other"))
+    await world.look()
+    assert len(world.draining()) == 1

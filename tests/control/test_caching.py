@@ -1,0 +1,95 @@
+"""Where downloaded models are kept: volumes of the pods, and the condition that tells whether the model is there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_api.conditions import find_condition
+from phalanx_api.status import Status
+from phalanx_operator.decide import caching
+from phalanx_operator.decide.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.render import pods
+from phalanx_operator.render.objects import Images
+from phalanx_operator.render.pods import Making
+from tests.control.builders import NOW, make_group, make_service, make_snapshot
+
+SHARED = {"type": "Shared", "claimName": "models"}
+LOCAL = {"type": "NodeLocal", "size": "200Gi", "storageClassName": "local"}
+
+
+def pod_of(**cache: Any) -> dict[str, Any]:
+    service = make_service(model={"uri": "hf://org/model", "cache": cache})
+    found: dict[str, Any] = pods.group(service, "g", Making("r", Images("r", "o")))["spec"]["template"]["spec"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cache", "source"),
+    [
+        (SHARED, {"persistentVolumeClaim": {"claimName": "models"}}),
+        (
+            LOCAL,
+            {
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {
+                            "accessModes": ["ReadWriteOnce"],
+                            "resources": {"requests": {"storage": "200Gi"}},
+                            "storageClassName": "local",
+                        }
+                    }
+                }
+            },
+        ),
+    ],
+)
+def test_models_are_downloaded_to_the_claim(cache: dict[str, Any], source: dict[str, Any]) -> None:
+    pod = pod_of(**cache)
+    assert {"name": "model-cache"} | source in pod["volumes"]
+    container = pod["containers"][0]
+    assert {"name": "model-cache", "mountPath": "/var/cache/phalanx-models"} in container["volumeMounts"]
+    assert container["args"][container["args"].index("--download-dir") + 1] == "/var/cache/phalanx-models"
+
+
+def test_without_a_cache_they_go_to_the_pods_own_disk() -> None:
+    pod = pod_of(type="None")
+    assert "model-cache" not in str(pod)
+    assert "/var/cache/phalanx" in pod["containers"][0]["args"]
+
+
+def seen(death: str) -> Fleet:
+    group = SeenGroup("a", False, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=1, death=death)
+    return Fleet(asked=1, answered=1, groups={"a": group})
+
+
+def without_claim(group: ObservedGroup) -> ObservedGroup:
+    words = 'persistentvolumeclaim "models" not found'
+    return replace(group, pods=tuple(replace(pod, node="", reason="Unschedulable", message=words) for pod in group.pods))
+
+
+@pytest.mark.parametrize(
+    ("group", "death", "verdict"),
+    [
+        (make_group("a"), "", ("True", "Cached")),
+        (make_group("a", ready=False), "", ("Unknown", "Downloading")),
+        (make_group("a", ready=False), "pod 0: the hub refuses the token for org/x", ("False", "AuthFailed")),
+        (make_group("a", ready=False), "pod 0: there is no model org/x", ("False", "NotFound")),
+        (make_group("a", ready=False), "pod 0: rank 0 was killed by SIGKILL", ("Unknown", "Downloading")),
+        (without_claim(make_group("a", ready=False)), "", ("False", "ClaimUnbound")),
+    ],
+)
+def test_what_the_condition_says(group: ObservedGroup, death: str, verdict: tuple[str, str]) -> None:
+    service = make_service(model={"uri": "hf://org/x", "cache": SHARED})
+    told = caching.told(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
+    condition = find_condition(told.conditions, "ModelCached")
+    assert condition and (condition.status, condition.reason) == verdict
+
+
+def test_it_is_there_only_with_a_cache() -> None:
+    with_it = caching.told(
+        Status(), make_service(model={"uri": "hf://o/x", "cache": SHARED}).spec.model, make_snapshot(), Fleet(), NOW
+    )
+    without = caching.told(with_it, make_service().spec.model, make_snapshot(), Fleet(), NOW)
+    assert find_condition(with_it.conditions, "ModelCached") and not find_condition(without.conditions, "ModelCached")

@@ -1,0 +1,113 @@
+"""Who places the pods of a group together: what each kind of scheduler is given, and which one is chosen."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx_operator.kube import STATEFUL_SETS, Resource
+from phalanx_operator.render import gangs, pods
+from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
+from phalanx_operator.render.objects import Images
+from phalanx_operator.render.pods import Making
+from tests.control.builders import make_service
+from tests.control.conftest import Check
+from tests.control.worlds import World
+
+SEVERAL: dict[str, Any] = {"parallelism": {"tensor": 4, "gpusPerPod": 2}}
+ALL = frozenset({NATIVE_API, VOLCANO_API})
+POD_GROUPS = Resource(NATIVE_API, "podgroups")
+
+
+@pytest.mark.parametrize(
+    ("placement", "served", "kind"),
+    [
+        ({}, ALL, "Native"),
+        ({}, frozenset(), "Fallback"),
+        ({"schedulerName": "volcano"}, ALL, "Volcano"),
+        ({"schedulerName": "volcano"}, frozenset({NATIVE_API}), "Fallback"),
+        ({"schedulerName": "mine"}, ALL, "Fallback"),
+        ({"queueName": "team"}, ALL, "Kueue"),
+        ({"queueName": "team", "schedulerName": "volcano"}, ALL, "Volcano"),
+        ({"gang": {"mode": "None"}}, ALL, "None"),
+        ({"gang": {"mode": "Fallback"}}, ALL, "Fallback"),
+        ({"gang": {"mode": "Native"}}, frozenset(), "Native"),
+        ({"gang": {"mode": "Volcano"}}, frozenset(), "Volcano"),
+        ({"gang": {"mode": "Kueue"}, "queueName": "team"}, frozenset(), "Kueue"),
+    ],
+)
+def test_which_gang_is_chosen(placement: dict[str, Any], served: frozenset[str], kind: str) -> None:
+    assert gangs.chosen(make_service(**SEVERAL, placement=placement), served).kind == kind
+
+
+def test_a_group_of_one_pod_needs_none_but_a_queue_admits_it() -> None:
+    assert gangs.chosen(make_service(), ALL).kind == "None"
+    assert gangs.chosen(make_service(placement={"queueName": "team"}), ALL).kind == "Kueue"
+
+
+@pytest.mark.parametrize("kind", ["Native", "Volcano", "Kueue"])
+def test_golden_gangs(kind: str, golden: Check) -> None:
+    service = make_service(**SEVERAL, placement={"queueName": "team", "priorityClassName": "high"})
+    gang = gangs.of_kind(kind)
+    group = pods.group(service, "chat-g-xxxxx", Making("rev", Images("r", "o"), gang))
+    template = group["spec"]["template"]
+    shown = {
+        "labels": group["metadata"]["labels"],
+        "podAnnotations": template["metadata"].get("annotations", {}),
+        "podSpec": {name: template["spec"][name] for name in ("schedulerName", "schedulingGroup") if name in template["spec"]},
+        "objects": gang.objects(service, "chat-g-xxxxx", "uid-9", 2),
+    }
+    golden(f"objects/gang-{kind.lower()}.yaml", yaml.safe_dump(shown, sort_keys=False))
+
+
+@pytest.mark.parametrize("kind", ["None", "Fallback", "Native", "Volcano", "Kueue"])
+def test_a_group_keeps_the_kind_that_it_was_made_with(kind: str) -> None:
+    assert gangs.of_kind(kind).kind == kind
+
+
+def test_a_group_of_a_former_version_has_none() -> None:
+    assert gangs.of_kind("").kind == "None"
+
+
+def native_world(**spec: Any) -> World:
+    world = World(**SEVERAL, **spec)
+    world.kube.schedulers = {NATIVE_API}
+    return world
+
+
+async def test_each_group_has_a_pod_group_of_its_name_that_goes_with_it() -> None:
+    world = native_world(replicas=2)
+    await world.settle()
+    assert set(world.kube.of(POD_GROUPS)) == world.groups
+    for name, body in world.kube.of(POD_GROUPS).items():
+        assert body["metadata"]["ownerReferences"][0]["uid"] == world.kube.of(STATEFUL_SETS)[name]["metadata"]["uid"]
+        assert body["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
+    assert world.status.gang == "Native"
+
+
+async def test_a_pod_group_that_is_missing_while_pods_wait_is_made_anew() -> None:
+    world = native_world()
+    await world.look()
+    group = next(iter(world.groups))
+    del world.kube.objects["podgroups", "team", group]
+    world.cluster.start_pods(ready=False)
+    pod = world.kube.objects["pods", "team", f"{group}-0"]
+    pod["spec"].pop("nodeName")
+    assert f"create podgroups {group}" not in await world.look(), "it was made a moment ago"
+    world.clock += 60.0
+    assert f"create podgroups {group}" in await world.look()
+    world.clock += 60.0
+    await world.look()
+    assert group in world.kube.of(POD_GROUPS)
+
+
+async def test_the_cluster_is_asked_for_its_schedulers_once_in_ten_minutes() -> None:
+    world = World(**SEVERAL)
+    await world.settle()
+    world.kube.schedulers = {NATIVE_API}
+    await world.look()
+    assert world.status.gang == "Fallback"
+    world.clock += 600.0
+    await world.look()
+    assert world.status.gang == "Native"
+    assert not world.kube.of(POD_GROUPS), "groups that are there stay as they were made"

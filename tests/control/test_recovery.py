@@ -1,0 +1,226 @@
+"""Groups that die again and again, or never come to serve: the budget, the pauses, and pods that are deleted once an incident."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_api import labels
+from phalanx_api.status import RecoveryStatus
+from phalanx_api.summary import GroupSummary
+from phalanx_api.upkeep import RestartPolicy
+from phalanx_operator.decide import recovery
+from phalanx_operator.decide.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
+from phalanx_operator.errors import Retry
+from phalanx_operator.kube import PODS, STATEFUL_SETS
+from tests.control.builders import make_group
+from tests.control.summaries import group as group_summary
+from tests.control.summaries import summary
+from tests.control.worlds import World
+
+NOW = "2026-01-02T03:04:05Z"
+EARLIER = "2026-01-02T02:34:05Z"
+LONG_AGO = "2026-01-01T00:00:00Z"
+POLICY = RestartPolicy()
+
+
+def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
+    return replace(group, pods=tuple(replace(pod, uid=f"uid-{pod.name}", **fields) for pod in group.pods))
+
+
+def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended") -> Fleet:
+    seen = SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death)
+    return Fleet(asked=1, answered=1, groups={name: seen})
+
+
+def loading(since: str = NOW, **fields: Any) -> ObservedGroup:
+    return pods_with(make_group("a", ready=False, created=LONG_AGO), created=LONG_AGO, unready_since=since, **fields)
+
+
+def test_a_death_that_the_leader_tells_is_noted_once() -> None:
+    found = recovery.counted(loading(), dead(2), POLICY, NOW)
+    assert (found.note.at, found.note.deaths, found.recent) == ((NOW, NOW), 2, 2)
+    again = recovery.counted(replace(loading(), restarts=found.note), dead(2), POLICY, NOW)
+    assert again.note == found.note
+
+
+def test_routers_that_fall_silent_and_come_back_make_no_new_death() -> None:
+    note = recovery.counted(loading(), dead(2), POLICY, NOW).note
+    silent = recovery.counted(replace(loading(), restarts=note), Fleet(), POLICY, NOW).note
+    assert silent == note
+    assert recovery.counted(replace(loading(), restarts=silent), dead(2), POLICY, NOW).note == note
+    assert recovery.counted(replace(loading(), restarts=silent), dead(0), POLICY, NOW).note == note
+
+
+def test_a_leader_that_starts_anew_counts_from_nothing() -> None:
+    note = recovery.counted(loading(), dead(2), POLICY, EARLIER).note
+    other = replace(loading(restarts=1, ended="Error"), restarts=note)
+    assert recovery.counted(other, dead(1), POLICY, NOW).note.at == (EARLIER, EARLIER, NOW, NOW, NOW)
+
+
+@pytest.mark.parametrize(("ended", "count"), [("Error", 2), ("OOMKilled", 2), ("Completed", 0), ("ContainerStatusUnknown", 0)])
+def test_restarts_of_containers_count_unless_the_cause_lies_outside(ended: str, count: int) -> None:
+    found = recovery.counted(loading(restarts=1, ended=ended), Fleet(), POLICY, NOW)
+    assert (found.recent, found.note.containers) == (count, 2)
+
+
+def test_a_group_that_never_died_is_never_noted_on() -> None:
+    assert recovery.counted(loading(), Fleet(), POLICY, NOW).note == Restarts()
+    assert recovery.counted(loading(), dead(0), POLICY, NOW).note == Restarts()
+
+
+def test_what_is_older_than_the_window_does_not_count() -> None:
+    group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER), engine="uid-a-0/0", deaths=2))
+    assert recovery.counted(group, dead(2), POLICY, NOW).recent == 1
+
+
+@pytest.mark.parametrize(
+    ("deaths", "mode", "spent"), [(5, "RecreateGroup", False), (6, "RecreateGroup", True), (6, "None", False)]
+)
+def test_a_group_that_died_too_often_is_given_up(deaths: int, mode: Any, spent: bool) -> None:
+    policy = RestartPolicy(mode=mode)
+    group = recovery.assess([loading()], dead(deaths), policy, NOW)[0]
+    assert (group.spent, bool(group.lost)) == (spent, spent)
+    assert not spent or group.lost == "it was restarted 6 times within 3600 s: pod 0: rank 0 ended"
+
+
+def test_one_that_serves_is_kept_whatever_it_went_through() -> None:
+    assert not recovery.assess([make_group("a")], dead(9), POLICY, NOW)[0].lost
+
+
+@pytest.mark.parametrize(
+    ("group", "due"),
+    [
+        (loading(since=LONG_AGO), True),
+        (loading(since=EARLIER), True),
+        (loading(since=NOW), False),
+        (loading(since=LONG_AGO, node=""), False),
+        (loading(since=LONG_AGO, reason="ImagePullBackOff"), False),
+        (loading(since=LONG_AGO, leaving=True), False),
+        (make_group("a"), False),
+        (replace(loading(since=LONG_AGO), pods=loading(since=LONG_AGO).pods[:1]), False),
+    ],
+    ids=["long", "just", "young", "no node", "no image", "being replaced", "ready", "a pod is missing"],
+)
+def test_when_all_pods_of_a_group_are_replaced(group: ObservedGroup, due: bool) -> None:
+    assert recovery.overdue(group, POLICY, NOW) is due
+
+
+def gone(times: int, at: str = NOW) -> RecoveryStatus:
+    return RecoveryStatus(revision="new", given_up=times, last_time=at, nodes=("node-9",))
+
+
+@pytest.mark.parametrize(("times", "pause_s"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (40, 3600)])
+def test_the_first_successor_comes_at_once_and_others_after_longer_and_longer_pauses(times: int, pause_s: float) -> None:
+    assert recovery.pause_s(gone(times) if times else None, POLICY, NOW) == pause_s
+
+
+def test_what_is_remembered_of_groups_that_were_given_up() -> None:
+    spent = replace(loading(), spent=True, lost="often")
+    first = recovery.followed(None, [spent], "new", POLICY, NOW)
+    assert first and (first.given_up, first.nodes, first.message) == (1, ("node-0", "node-1"), "a: often")
+    second = recovery.followed(gone(1), [spent], "new", POLICY, NOW)
+    assert second and (second.given_up, second.nodes) == (2, ("node-0", "node-1", "node-9"))
+    assert recovery.followed(gone(2), [make_group("b")], "newer", POLICY, NOW) is None, "another revision begins anew"
+    assert recovery.followed(gone(2), [loading()], "new", POLICY, NOW) == gone(2)
+    assert recovery.followed(gone(2, EARLIER), [make_group("b")], "new", POLICY, NOW) == gone(2, EARLIER), "not a window yet"
+    assert recovery.followed(gone(2, LONG_AGO), [make_group("b")], "new", POLICY, NOW) is None
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"at": 1}', '{"deaths": "x"}'])
+def test_a_note_that_cannot_be_read_is_none(text: str | None) -> None:
+    assert recovery.read(text) == Restarts()
+
+
+def test_a_note_comes_back_as_it_was_written() -> None:
+    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1)
+    assert recovery.read(recovery.written(note)) == note
+
+
+def unready(world: World, since: str, uid: str = "") -> None:
+    """Every pod has been not ready since then; with `uid` they are new ones."""
+    for name, pod in list(world.kube.of(PODS).items()):
+        if pod["metadata"]["labels"][labels.COMPONENT] != "group":
+            continue
+        condition = {"type": "Ready", "status": "False", "lastTransitionTime": since}
+        kept = {field: value for field, value in pod["metadata"].items() if not field.startswith("deletion")}
+        metadata = kept | {"uid": f"{uid}-{name}"} if uid else pod["metadata"]
+        world.kube.put(PODS, {**pod, "metadata": metadata, "status": {"conditions": [condition]}})
+
+
+async def overdue_world() -> World:
+    world = World(parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
+    await world.settle()
+    unready(world, LONG_AGO)
+    return world
+
+
+async def test_all_pods_of_a_group_that_does_not_come_to_serve_are_replaced_once() -> None:
+    world = await overdue_world()
+    group = next(iter(world.groups))
+    writes = await world.look()
+    at = [
+        writes.index(f"merge statefulsets {group}"),
+        writes.index(f"hurry pods {group}-0"),
+        writes.index(f"hurry pods {group}-1"),
+    ]
+    assert at == sorted(at), "the note comes before the first pod goes"
+    assert ("Normal", "GroupRestarted") in world.notes()
+    assert world.status.groups[0].restarts == 0, "it is counted from the next look on"
+    assert not any("pods" in call for call in await world.look()), "nothing is deleted twice"
+    assert world.status.groups[0].restarts == 1
+    unready(world, world.now, uid="second")
+    assert not any("pods" in call for call in await world.look()), "the new ones have their own time"
+
+
+async def test_an_operator_that_ended_after_the_note_is_followed_by_one_that_goes_on() -> None:
+    world = await overdue_world()
+    group = next(iter(world.groups))
+    world.kube.failures[f"hurry pods {group}-1"] = Retry("the operator ends here")
+    with pytest.raises(Retry):
+        await world.look()
+    note = world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS]
+    other = World(world.kube)
+    writes = await other.look()
+    assert [call for call in writes if "pods" in call] == [f"hurry pods {group}-1"]
+    assert other.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS] == note, "the same incident"
+    unready(other, LONG_AGO, uid="second")
+    assert [call for call in await other.look() if call.startswith("hurry")] == [f"hurry pods {group}-{i}" for i in range(2)]
+
+
+def dying(group: str, deaths: int) -> GroupSummary:
+    return group_summary(group, deaths=deaths, death="pod 0: no such file config.json", state="dead")
+
+
+async def test_a_group_that_dies_on_every_node_stalls_and_the_others_serve_on() -> None:
+    world = World(replicas=2)
+    world.cluster.start_router_pods()
+    await world.settle()
+    good, bad = sorted(world.groups)
+    for round_, moment in enumerate(("2026-01-02T04:00:00Z", "2026-01-02T04:01:00Z")):
+        world.now = moment
+        condition = {"type": "Ready", "status": "False", "lastTransitionTime": moment}
+        world.kube.put(PODS, world.kube.of(PODS)[f"{bad}-0"] | {"status": {"conditions": [condition]}})
+        world.routers.says = summary(group_summary(good), dying(bad, 6))
+        await world.look()
+        assert bad in world.deleted()
+        for where in [w for w in world.kube.objects if w[2].startswith(bad)]:
+            del world.kube.objects[where]
+        successors = world.groups - {good}
+        if round_ == 0:
+            bad = next(iter(successors))
+            nodes = world.kube.of(STATEFUL_SETS)[bad]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+            assert "node-0" in str(nodes), "the first successor keeps away from where it died"
+            world.cluster.start_pods()
+        else:
+            assert not successors, "the next one waits"
+    await world.look()
+    assert world.condition("Stalled") == ("True", "RestartBudgetSpent")
+    assert world.ready == ("False", "RestartBudgetSpent")
+    assert world.condition("Available")[0] == "True"
+    assert world.status.recovery and "no such file config.json" in world.status.recovery.message
+    world.now = "2026-01-02T04:02:01Z"
+    await world.look()
+    assert len(world.groups - {good}) == 1, "after the pause there is another try"
+    assert world.condition("Stalled")[0] == "True", "until it serves"
