@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from phalanx_api.schema import Record, rule, rules, with_rules
+from phalanx_api.schema import Record, rule, rules
 
 _LABEL = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 _VALUE = r"^$|^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
@@ -60,8 +60,7 @@ class Placement(Record):
         rule("!has(self.gang) || self.gang.mode != 'Kueue' || has(self.queueName)", _NEEDS_QUEUE, ".queueName")
     )
     node_selector: Annotated[dict[str, LabelValue], AfterValidator(_keys)] = Field(
-        default_factory=dict,
-        json_schema_extra={"maxProperties": 32} | with_rules(rule(f"self.all(k, k.matches('{_LABEL}'))", _KEYS)),
+        default_factory=dict, json_schema_extra={"maxProperties": 32}
     )
     """Labels that nodes must have."""
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32)
