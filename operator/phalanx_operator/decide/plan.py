@@ -5,7 +5,18 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, Status
-from phalanx_operator.decide import admission, autoscaler, balanced, caching, capacity, draining, lost, progress, recovery, versions
+from phalanx_operator.decide import (
+    admission,
+    autoscaler,
+    balanced,
+    caching,
+    capacity,
+    draining,
+    lost,
+    progress,
+    recovery,
+    versions,
+)
 from phalanx_operator.decide.actions import (
     Action,
     CreateGroup,
