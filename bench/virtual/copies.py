@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx_api.moves import MoveOut, PageAddress
-from phalanx_runtime.core.copying import Came, ComeFailed, Forgotten, Refused, Report, SendFailed, Sent
+from phalanx_runtime.core.copying import Came, ComeFailed, Expecting, Forgotten, Refused, Report, SendFailed, Sent
 
 if TYPE_CHECKING:
     from bench.virtual.group import Group
@@ -141,6 +141,7 @@ class VirtualCarrier:
         """Lets a sender in that has the key, once."""
         self._keys[key] = move
         self._taking[move] = (first, list(pages))
+        asyncio.get_running_loop().call_later(SOON_S, self._tell, Expecting(move))
 
     def forget(self, move: str) -> None:
         """Takes nothing more for this move."""

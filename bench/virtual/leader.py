@@ -1,7 +1,7 @@
 """The leader's HTTP process in virtual time: the real links and the real engine client, joined to an engine without a socket."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.exceptions import ConnectionClosedError
@@ -28,12 +28,12 @@ class _WebSocket:
     async def accept(self) -> None:
         """Nothing is to be done."""
 
-    async def receive_bytes(self) -> bytes:
-        """The next message."""
+    async def receive(self) -> dict[str, Any]:
+        """The next message, or that there is none any more."""
         try:
-            return await self._socket.recv()
+            return {"type": "websocket.receive", "bytes": await self._socket.recv()}
         except ConnectionClosedError:
-            raise WebSocketDisconnect(1006) from None
+            return {"type": "websocket.disconnect", "code": 1006}
 
     async def send_bytes(self, message: bytes) -> None:
         """Sends a message."""

@@ -23,17 +23,20 @@ F = TypeVar("F")
 
 @dataclass
 class FakeCarrier:
-    """Two ranks that do nothing; a test tells what they would."""
+    """Two ranks that do nothing but expect what they should; a test tells what they would. `is_slow`: the second does not yet."""
 
     told: list[tuple[int, copying.Report]] = field(default_factory=list)
     orders: list[tuple[object, ...]] = field(default_factory=list)
     addresses: Sequence[moves.PageAddress] = tuple(HERE)
+    is_slow: bool = False
 
     def start(self, wake: Callable[[], None]) -> None:
         return
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
         self.orders.append(("expect", move, first, tuple(pages), len(key)))
+        if not self.is_slow:
+            self.told += both(copying.Expecting(move))
 
     def forget(self, move: str) -> None:
         self.orders.append(("forget", move))
@@ -312,6 +315,24 @@ def test_without_help_requests_are_preempted_as_ever() -> None:
     assert engine.load.preemptions > 0
     assert engine.of(moves.AskRescue)
     assert [engine.tokens(handle) for handle in requests] == [expected_output(request) for request in requests.values()]
+
+
+@pytest.mark.parametrize("end", ["it lets them in", "the router gives up"])
+def test_nobody_is_told_where_to_send_pages_before_every_rank_lets_them_in(end: str) -> None:
+    engine = Engine()
+    engine.carrier.is_slow = True
+    request = make_request(10, 30, delivered=[1, 2])
+    engine.turn(wire.Prepare("m", request), times=3)
+    assert engine.carrier.of("expect") and not engine.of(moves.Prepared)
+    if end == "the router gives up":
+        engine.turn(moves.Cancel("m"), times=2)
+    engine.turn(told=[(1, copying.Expecting("m"))])
+    assert len(engine.of(moves.Prepared)) == (end == "it lets them in")
+    if end == "it lets them in":
+        engine.turn(moves.Cancel("m"))
+    engine.turn(told=both(copying.Forgotten("m")), times=2)
+    load = engine.load
+    assert (load.reserved_pages, load.free_pages, load.leaks) == (0, 40, 0)
 
 
 VICTIMS = [Victim(3, 10, 500.0), Victim(2, 10, 500.0), Victim(1, 10, 500.0)]

@@ -15,6 +15,7 @@ from phalanx_runtime.core.copying import (
     Came,
     ComeFailed,
     Expect,
+    Expecting,
     Forget,
     Forgotten,
     Refused,
@@ -251,9 +252,14 @@ def test_rank_0_orders_all_ranks_and_hears_them(source: Rank, target: Rank) -> N
     here = group([target.caches, make_caches(4)])
     here.start(woken.set)
     here.expect("m1", KEY, 0, [3], 0)
+    told: list[tuple[int, Report]] = []
+    while (1, Expecting("m1")) not in told:  # a sender that came before would be turned away
+        assert woken.wait(10)
+        woken.clear()
+        told += here.reports()
+    told.clear()
     addresses = [PageAddress("localhost", one.port) for one in here.addresses]
     there.send(MoveOut("m1", 1, 0, Prepared("m1", 0, addresses, KEY)), 0, [2], 0, 4)
-    told: list[tuple[int, Report]] = []
     while len(told) < 2:
         assert woken.wait(10)
         woken.clear()

@@ -1,6 +1,7 @@
 """What rank 0 asks of the ranks that send and take pages, and what they tell it. Records only; `rank` acts on them.
 
-    source: Send (round by round) -> Sent or SendFailed; Stop        target: Expect -> Came or ComeFailed; Forget -> Forgotten
+    source: Send (round by round) -> Sent or SendFailed; Stop
+    target: Expect -> Expecting, then Came or ComeFailed; Forget -> Forgotten
 
 Position i of a request is its i-th page. Who forgets a move says so only when nothing writes its pages any more, so that they can
 be given to others. `step`: the rank has computed it before it reads or writes a page, since it may lag behind rank 0.
@@ -63,6 +64,12 @@ class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"
     why: str
 
 
+class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
+    """From now on this rank lets the pages of this move in: nobody may be told where to send them before."""
+
+    move: str
+
+
 class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them."""
 
@@ -92,4 +99,4 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 Order = Expect | Forget | Send | Stop
-Report = Sent | SendFailed | Came | ComeFailed | Forgotten | Refused
+Report = Sent | SendFailed | Expecting | Came | ComeFailed | Forgotten | Refused

@@ -68,6 +68,8 @@ class Moving:
         self._out = MovesOut(self._size, self._limits)
         self._in = MovesIn(self._num_ranks, self._limits)
         self._outgoing: dict[str, _Outgoing] = {}
+        self._opening: dict[str, tuple[Reserved, set[int]]] = {}
+        """Moves whose pages are reserved, and the ranks that do not let them in yet."""
         self._closing: dict[str, set[int]] = {}
         """Moves whose pages are given back, and the ranks that have not forgotten them yet."""
         self._pages_per_s = self._limits.slow_pages_per_s
@@ -159,6 +161,8 @@ class Moving:
                 self._sent(rank, report, now)
             case copying.SendFailed(move, code, why):
                 self._act(self._out.failed(move, code, f"rank {rank}: {why}"), now)
+            case copying.Expecting(move):
+                self._expecting(move, rank, now)
             case copying.Came(move, num_bytes, num_computed):
                 self._act(self._in.came(move, rank, num_bytes, num_computed, now), now)
             case copying.ComeFailed(move, code, why):
@@ -242,7 +246,16 @@ class Moving:
         self._carrier.expect(move, key, answer.num_held, answer.pages[answer.num_held :], self._step)
         addresses = list(self._carrier.addresses)
         reserved = Reserved(answer.num_held * self._size, len(answer.pages) * self._size, addresses, key)
-        self._act(self._in.reserved(move, reserved, now), now)
+        self._opening[move] = reserved, set(range(1, self._num_ranks))
+        self._expecting(move, 0, now)
+
+    def _expecting(self, move: str, rank: int, now: float) -> None:
+        """A rank lets pages of this move in. Only when all do is the source told: it would be turned away by the others."""
+        reserved, left = self._opening.get(move, (None, set[int]()))
+        left.discard(rank)
+        if reserved is not None and not left:
+            del self._opening[move]
+            self._act(self._in.reserved(move, reserved, now), now)
 
     def _drop(self, move: str) -> None:
         """Gives reserved pages back, once all ranks have forgotten the move."""

@@ -71,7 +71,10 @@ class Carrier(Protocol):
         ...
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
-        """Every rank takes positions from `first` on into these pages, from who knows the key, once it has computed the step."""
+        """Every rank takes positions from `first` on into these pages, from who knows the key, once it has computed the step.
+
+        Rank 0 does so when this returns; each other one says Expecting then.
+        """
         ...
 
     def forget(self, move: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from phalanx_runtime.collective import proof
 from phalanx_runtime.collective.connect import listen
-from phalanx_runtime.core.copying import Expect, Forget, Forgotten, Order, Refused, Report, Send, Stop
+from phalanx_runtime.core.copying import Expect, Expecting, Forget, Forgotten, Order, Refused, Report, Send, Stop
 from phalanx_runtime.rank import page_wire as say
 from phalanx_runtime.rank.page_intake import Intake
 from phalanx_runtime.rank.page_memory import Pages
@@ -116,6 +116,7 @@ class PageDoor:
         match order:
             case Expect():
                 self._intake.expect(order)
+                self.tell(Expecting(order.move))
             case Forget(move):
                 self._intake.forget(move)
                 self.tell(Forgotten(move))
