@@ -46,8 +46,8 @@ class BadSetting(Exception):
     """A flag or a variable has a value that makes no sense. The message names it."""
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings. A flag beats its variable. Raises: BadSetting; SystemExit for unknown flags."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `phalanx-operator run`; each has a variable of the environment, which it names."""
     parser = argparse.ArgumentParser(prog="phalanx-operator run", description="Reconciles InferenceService objects.")
     parser.add_argument("--namespace", dest="namespaces", nargs="+", action="extend", help=f"{NAMESPACES}; default: all")
     parser.add_argument("--runtime-image", help=RUNTIME_IMAGE)
@@ -57,7 +57,12 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
     parser.add_argument("--workers", help=f"{WORKERS}; default: 4")
     parser.add_argument("--lease-seconds", help=f"{LEASE_SECONDS}; default: 15")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
+    """The settings. A flag beats its variable. Raises: BadSetting; SystemExit for unknown flags."""
+    given = make_parser().parse_args(arguments)
 
     def text(flag: str | None, variable: str, default: str | None = None) -> str:
         value = flag if flag is not None else environment.get(variable, default)

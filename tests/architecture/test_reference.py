@@ -7,6 +7,7 @@ import re
 import pytest
 
 from phalanx_frontend.app import create_app
+from phalanx_operator.settings import make_parser as operator_parser
 from phalanx_router.settings import make_parser as router_parser
 from phalanx_runtime.settings import make_parser as runtime_parser
 from tests.frontend.fakes import FakeBackend
@@ -14,11 +15,11 @@ from tests.frontend.fakes import FakeBackend
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference.md"
 
 
-def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    """A row for each flag of a command."""
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+def flags(parser: argparse.ArgumentParser, command: str = "") -> list[str]:
+    """A row for each flag of a command, or of a program that has one."""
+    commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
     rows = ["| flag | default | what it says |", "|---|---|---|"]
-    for action in commands.choices[command]._actions:
+    for action in (commands.choices[command] if commands else parser)._actions:
         if isinstance(action, argparse._HelpAction):
             continue
         name = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
@@ -49,6 +50,7 @@ def page() -> str:
         ["## HTTP", *endpoints()],
         ["## `phalanx-runtime serve`", *flags(runtime_parser(), "serve")],
         ["## `phalanx-router serve`", *flags(router_parser(), "serve")],
+        ["## `phalanx-operator run`", *flags(operator_parser())],
     ]
     return "\n\n".join("\n".join([part[0], "", *part[1:]] if part[0].startswith("## ") else part) for part in parts) + "\n"
 

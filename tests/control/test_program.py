@@ -27,6 +27,7 @@ def test_settings_come_from_the_environment_or_flags() -> None:
     told = IMAGES | {"PHALANX_NAMESPACES": "a,b", "PHALANX_OPERATOR_PORT": "1", "POD_NAME": "p"}
     assert read_settings([], told) == Settings("r:1", "o:1", namespaces=("a", "b"), port=1, pod_name="p")
     assert read_settings(["--prometheus-namespace", "m"], IMAGES) == Settings("r:1", "o:1", prometheus_namespace="m")
+    assert read_settings([], IMAGES | {"PHALANX_LEASE_SECONDS": "20"}) == Settings("r:1", "o:1", lease_seconds=20)
     flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
     assert read_settings(flags, told) == Settings("x", "o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p")
 
@@ -37,6 +38,7 @@ def test_settings_come_from_the_environment_or_flags() -> None:
         ([], {}, "PHALANX_RUNTIME_IMAGE is not set"),
         (["--port", "x"], IMAGES, "PHALANX_OPERATOR_PORT: 'x'"),
         (["--workers", "0"], IMAGES, "PHALANX_OPERATOR_WORKERS: '0'"),
+        (["--lease-seconds", "2"], IMAGES, "PHALANX_LEASE_SECONDS: '2'"),
         (["--prometheus-namespace", "A_b"], IMAGES, "PHALANX_PROMETHEUS_NAMESPACE: 'A_b'"),
         (["--namespace", "A_b"], IMAGES, "PHALANX_NAMESPACES: 'A_b'"),
     ],

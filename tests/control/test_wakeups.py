@@ -18,6 +18,13 @@ def test_a_key_is_taken_when_it_is_due() -> None:
     assert (queue.take(1.9), queue.next_due(), queue.take(2.0), queue.take(9.9)) == (None, 2.0, A, None)
 
 
+def test_only_what_is_due_counts_as_due() -> None:
+    queue = Wakeups()
+    queue.wake(A, 2.0)
+    queue.wake(B, 600.0)
+    assert [queue.num_due(now) for now in (1.0, 2.0, 600.0)] == [0, 1, 2]
+
+
 def test_many_wishes_are_one_look_at_the_earliest_time() -> None:
     queue = Wakeups()
     for at in (5.0, 1.0, 3.0):
