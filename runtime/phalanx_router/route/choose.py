@@ -3,7 +3,8 @@
     candidates   not draining, fresh or degraded; all of them by the ledger when more than half are stale; draining ones last
     home         the candidate that holds most of the prompt: up to 0.1 s cheaper, but never when it is overloaded and another
                  is a fifth cheaper
-    near-equals  within 5 % of the least: two of them by the draw, the cheaper of the two
+    near-equals  within 5 % of the least, which no cost model can tell apart: the home, unless it is crowded, else two of them by
+                 the draw, the one of the two with fewer requests
 
 So several routers that see the same reports do not all pick the same group. Groups that just failed or refused this request are
 left out.
@@ -20,6 +21,7 @@ from phalanx_router.route.view import GroupView
 NEAR = 1.05
 HOME_S = 0.1
 HOME_BACKLOG, HOME_BACKLOG_S, HOME_COST = 1.25, 0.1, 0.8
+HOME_CROWD, HOME_CROWD_REQUESTS = 1.25, 2
 
 Reason = Literal["only", "least", "home", "tie", "ledger", "draining"]
 """The only candidate; the cheapest; the one that holds most of the prompt; one of several near-equals; chosen without reports;
@@ -76,7 +78,7 @@ def choose(
     if home is not None:
         costs[home] -= min(HOME_S, hits[candidates[home].key] * candidates[home].token_s)
     near = _near_equal(costs)
-    place = _pick(near, costs, draw)
+    place = home if home in near and not _is_crowded(candidates, home) else _pick(near, candidates, costs, draw)
     view = candidates[place]
     if reason is None:
         reason = "only" if len(candidates) == 1 else "home" if place == home else "tie" if len(near) > 1 else "least"
@@ -119,12 +121,22 @@ def _near_equal(costs: Sequence[float]) -> list[int]:
     return [place for place, cost in enumerate(costs) if cost <= bound]
 
 
-def _pick(near: Sequence[int], costs: Sequence[float], draw: float) -> int:
-    """The cheaper of two of these, which the draw picks; the first of the two when they are equal."""
+def _is_crowded(candidates: Sequence[GroupView], home: int) -> bool:
+    """Whether many more requests are there than elsewhere (consistent hashing with bounded loads, Mirrokni et al. 2018)."""
+    mean = sum(_requests(view) for view in candidates) / len(candidates)
+    return _requests(candidates[home]) > HOME_CROWD * mean + HOME_CROWD_REQUESTS
+
+
+def _requests(view: GroupView) -> int:
+    return view.running + view.waiting
+
+
+def _pick(near: Sequence[int], candidates: Sequence[GroupView], costs: Sequence[float], draw: float) -> int:
+    """The one of two of these, which the draw picks, with fewer requests, else the cheaper; the first of the two when equal."""
     count = len(near)
     if count == 1:
         return near[0]
     place, rest = divmod(draw * count, 1.0)
     one = near[int(place)]
     other = near[(int(place) + 1 + int(rest * (count - 1))) % count]
-    return other if costs[other] < costs[one] else one
+    return other if (_requests(candidates[other]), costs[other]) < (_requests(candidates[one]), costs[one]) else one

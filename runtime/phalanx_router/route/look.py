@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
-from phalanx_api.cost import StepModel
+from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Freshness
 from phalanx_router.route.freshness import freshness, is_stale
 from phalanx_router.route.ledger import Ledger
-from phalanx_router.route.speed import speeds
+from phalanx_router.route.speed import Measured, speeds
 from phalanx_router.route.view import UNKNOWN, GroupView
 
 SPEED_EVERY_S = 0.25
@@ -29,7 +29,10 @@ _MODEL_FIELDS = 6
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """What one group told, and what was sent there. `load_at`: when its newest report came."""
+    """What one group told, and what was sent there.
+
+    load_at: when its newest report came. busy, busy_at: the newest one of a group at work, and when it came.
+    """
 
     key: str
     group: str = ""
@@ -41,6 +44,8 @@ class Told:
     load_at: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
     preempted_at: float | None = None
+    busy: wire.Load | None = None
+    busy_at: float = 0.0
     num_reports: int = 0
 
     def report(self, load: wire.Load, now: float) -> None:
@@ -50,6 +55,8 @@ class Told:
             self.load_at = now
             if before is not None and load.preemptions > before.preemptions:
                 self.preempted_at = now
+        if load.running:
+            self.busy, self.busy_at = load, now
         self.load = load
         self.num_reports += 1
         self.ledger.report(load.last_handle)
@@ -59,6 +66,14 @@ class Told:
         has_work = self.load is not None and (self.load.running or self.load.waiting)
         since = self.load_at if has_work else self.ledger.unseen_since()
         return now - max(since, self.load_at) if since is not None else 0.0
+
+    def measured(self, now: float) -> Measured:
+        """What is known of its steps."""
+        shape, model, busy = (self.served.model_hash, self.served.layout), self.model(), self.busy
+        if busy is None:
+            return Measured(shape, model)
+        work = StepWork(int(busy.prompt_tokens_per_step), busy.running, busy.context_tokens)
+        return Measured(shape, model, work, 0.0 if busy is self.load else now - self.busy_at)
 
     def model(self) -> StepModel | None:
         """Its own fit, None before it has one."""
@@ -110,7 +125,7 @@ class Lookout:
             return
         self._speeds_at = now
         known = self._known.values()
-        found = speeds({told.key: ((told.served.model_hash, told.served.layout), told.model()) for told in known})
+        found = speeds({told.key: told.measured(now) for told in known})
         self._outputs = usual_outputs(known)
         before = self._speeds  # equal ones stay the same object, by which `_view` sees that nothing changed
         self._speeds = {key: before[key] if before.get(key) == entry else entry for key, entry in found.items()}
