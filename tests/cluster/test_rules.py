@@ -7,15 +7,11 @@ import pytest
 
 from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
+from tests.cluster.rule_cases import REFUSED, scaled
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
-TARGETS = {"itlP95Ms": 50}
 ZERO = {"enabled": True}
-
-
-def scaled(**fields: Any) -> dict[str, Any]:
-    return {"autoscaling": {"maxReplicas": 4, "targets": TARGETS} | fields}
 
 
 def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
@@ -24,39 +20,7 @@ def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
     return cluster.kubectl("-n", namespace, "create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (scaled(targets={}), "at least one of ttftP95Ms"),
-        ({"autoscaling": {"targets": TARGETS}}, "maxReplicas"),
-        (scaled(minReplicas=5), "minReplicas must not be greater"),
-        (scaled(minReplicas=0), "minReplicas 0 goes with scaleToZero"),
-        (scaled(schedules=[{"cron": "0 8 * * *"}]), "give min, max or both"),
-        (scaled(schedules=[{"cron": "0 8 * * *", "min": 3, "max": 2}]), "min must not be greater than max"),
-        (scaled(schedules=[{"cron": "0 8 * * *", "min": 0}]), "a schedule with min 0"),
-        (scaled(schedules=[{"cron": "0 8 *", "min": 1}]), "cron"),
-        (scaled(schedules=[{"cron": "0 8 * * *", "min": 1, "timezone": "a b"}]), "timezone"),
-        (scaled(mode="Sometimes"), "mode"),
-        (scaled(targets={"kvUtilization": 101}), "kvUtilization"),
-        ({"rebalancing": {"mode": "Sometimes"}}, "mode"),
-        ({"rebalancing": {"budgets": {"movesPerGroup": 0}}}, "movesPerGroup"),
-        ({"drain": {"timeoutSeconds": -1}}, "timeoutSeconds"),
-        ({"restartPolicy": {"nodeLostSeconds": 0}}, "nodeLostSeconds"),
-        ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri: .*s3://bucket/prefix"),
-        ({"model": {"uri": "oci://registry.example/tiny"}}, "spec.model.uri: .*oci://registry/repository:tag"),
-        ({"model": {"uri": "s3://models/../x"}}, "spec.model.uri: .*a path must not hold"),
-        ({"model": {"uri": "s3://models/x", "revision": "main"}}, "spec.model.revision: .*it goes with hf:// only"),
-        ({"model": {"uri": "pvc://models/x", "secretRef": {"name": "a"}}}, "spec.model.secretRef: .*secretRef proves who asks"),
-        (
-            {"model": {"uri": "s3://models/x", "secretRef": {"name": "a", "key": "b"}}},
-            "spec.model.secretRef.key: .*key names a token",
-        ),
-        (
-            {"podTemplate": {"spec": {"containers": [{"name": "runtime", "env": [{"name": "DOCKER_CONFIG", "value": "/x"}]}]}}},
-            r"spec.podTemplate.spec.containers\[0\].env: .*spec.model.secretRef",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "words"), REFUSED)
 def test_a_rule_refuses_what_it_is_for(cluster: Cluster, namespace: str, spec: dict[str, Any], words: str) -> None:
     with pytest.raises(Failed, match=words):
         dry_run(cluster, namespace, spec)

@@ -52,6 +52,19 @@ SPECS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "placed": {
+        "model": {"uri": "hf://org/model", "cache": {"type": "Shared", "claimName": "models"}},
+        "parallelism": {"tensor": 2, "pipeline": 2, "gpusPerPod": 2},
+        "resources": {"accelerator": {"product": "NVIDIA-H200"}},
+        "placement": {
+            "nodeSelector": {"pool": "gpus"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "topology": {"mode": "Required", "key": "example.com/rack"},
+            "spreadGroups": "Preferred",
+            "priorityClassName": "serving",
+            "runtimeClassName": "nvidia",
+        },
+    },
     "s3": {"model": {"uri": "s3://models/team/tiny", "secretRef": {"name": "bucket-key"}}},
     "gs": {"model": {"uri": "gs://models/team/tiny", "secretRef": {"name": "bucket-token", "key": "access"}}},
     "oci": {"model": {"uri": "oci://registry.example/team/tiny:v1", "secretRef": {"name": "registry"}}},
@@ -71,6 +84,15 @@ def as_yaml(*objects: dict[str, Any]) -> str:
 def test_golden_groups(name: str, golden: Check) -> None:
     service = make_service(**SPECS[name])
     golden(f"objects/group-{name}.yaml", as_yaml(pods.group(service, "chat-g-xxxxx", Making(revision(service), IMAGES))))
+
+
+def test_a_successor_keeps_away_from_nodes_where_groups_died() -> None:
+    service = make_service(resources={"accelerator": {"product": "NVIDIA-H200"}})
+    pod = pods.group(service, "g", Making("r", IMAGES, avoid=("node-1",)))["spec"]["template"]["spec"]
+    nodes = pod["affinity"]["nodeAffinity"]
+    assert nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"], "what it must have, it must"
+    wished = nodes["preferredDuringSchedulingIgnoredDuringExecution"][0]["preference"]["matchExpressions"]
+    assert wished == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1"]}]
 
 
 def test_golden_shared_objects(golden: Check) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_api.conditions import Reason
+from phalanx_operator.decide.caching import cause_of
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.folder import made_once
 from phalanx_runtime.checkpoint.hub import Hub, download
@@ -193,6 +195,7 @@ def test_a_private_repository_without_its_token_names_the_secret(
     with pytest.raises(ModelError, match=reason) as caught:
         fetch(server, tmp_path, token=token)
     assert token is None or token not in str(caught.value)
+    assert cause_of(str(caught.value)) is Reason.AUTH_FAILED, "the operator knows it by these words"
 
 
 def test_a_private_repository_opens_with_its_token(server: HubServer, tmp_path: Path) -> None:
@@ -222,8 +225,9 @@ def test_the_token_is_not_given_to_the_host_that_files_are_redirected_to(server:
 )
 def test_what_is_not_there_is_named(server: HubServer, tmp_path: Path, name: str, revision: str | None, reason: str) -> None:
     server.add(NAME, FILES)
-    with pytest.raises(ModelError, match=reason):
+    with pytest.raises(ModelError, match=reason) as caught:
         download(hub_at(server.endpoint), name, revision, tmp_path)
+    assert cause_of(str(caught.value)) is Reason.NOT_FOUND
 
 
 def test_a_file_that_is_listed_but_gone_is_named_and_ends_the_others(server: HubServer, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from phalanx_api.conditions import Reason
+from phalanx_operator.decide.caching import cause_of
 from phalanx_runtime.checkpoint import oci
 from phalanx_runtime.checkpoint.locate import LocalModel, locate
 from phalanx_runtime.checkpoint.oci_auth import Credentials, RegistryAuth, credentials_of
@@ -169,6 +171,7 @@ def test_without_the_right_secret_the_error_names_the_source(kind: Kind, secret:
     with pytest.raises(ModelError, match=words) as caught:
         kind.locate()
     assert kind.uri in str(caught.value) and "wrong" not in str(caught.value)
+    assert cause_of(str(caught.value)) is Reason.AUTH_FAILED, "the operator knows it by these words"
 
 
 @each()
@@ -257,8 +260,9 @@ def test_an_address_that_is_none_is_told(uri: str, tmp_path: Path) -> None:
 
 @each("s3")
 def test_a_bucket_that_is_not_there_is_named(kind: Kind) -> None:
-    with pytest.raises(ModelError, match=r"s3://other/x at http.*: there is no such bucket \(NoSuchBucket\)"):
+    with pytest.raises(ModelError, match=r"s3://other/x at http.*: there is no such bucket \(NoSuchBucket\)") as caught:
         locate("s3://other/x", cache_dir=kind.cache)
+    assert cause_of(str(caught.value)) is Reason.NOT_FOUND
 
 
 @each("s3")

@@ -12,7 +12,7 @@ from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import live
 from phalanx_operator.decide.snapshot import Snapshot
 
-_REFUSED = re.compile(r"is refused|refuses the|is private")
+_REFUSED = re.compile(r"is refused|refuses the|is private|check the credentials|gives no token")
 _MISSING = re.compile(r"there is no ")
 _CLAIM = re.compile(r"persistentvolumeclaim|unbound immediate|volume node affinity", re.IGNORECASE)
 

@@ -1,0 +1,83 @@
+"""Manifests that the API server refuses by the rules and bounds of the CRD, and the words with which it does."""
+
+from typing import Any
+
+TARGETS = {"itlP95Ms": 50}
+
+
+def scaled(**fields: Any) -> dict[str, Any]:
+    """A spec with this autoscaling."""
+    return {"autoscaling": {"maxReplicas": 4, "targets": TARGETS} | fields}
+
+
+def pods(**spec: Any) -> dict[str, Any]:
+    """A spec with this overlay on its pods."""
+    return {"podTemplate": {"spec": spec}}
+
+
+def cached(**fields: Any) -> dict[str, Any]:
+    """A spec with this cache of the model."""
+    return {"model": {"uri": "hf://org/name", "cache": fields}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (scaled(targets={}), "at least one of ttftP95Ms"),
+    ({"autoscaling": {"targets": TARGETS}}, "maxReplicas"),
+    (scaled(minReplicas=5), "minReplicas must not be greater"),
+    (scaled(minReplicas=0), "minReplicas 0 goes with scaleToZero"),
+    (scaled(schedules=[{"cron": "0 8 * * *"}]), "give min, max or both"),
+    (scaled(schedules=[{"cron": "0 8 * * *", "min": 3, "max": 2}]), "min must not be greater than max"),
+    (scaled(schedules=[{"cron": "0 8 * * *", "min": 0}]), "a schedule with min 0"),
+    (scaled(schedules=[{"cron": "0 8 *", "min": 1}]), "cron"),
+    (scaled(schedules=[{"cron": "0 8 * * *", "min": 1, "timezone": "a b"}]), "timezone"),
+    (scaled(mode="Sometimes"), "mode"),
+    (scaled(targets={"kvUtilization": 101}), "kvUtilization"),
+    ({"rebalancing": {"mode": "Sometimes"}}, "mode"),
+    ({"rebalancing": {"budgets": {"movesPerGroup": 0}}}, "movesPerGroup"),
+    ({"drain": {"timeoutSeconds": -1}}, "timeoutSeconds"),
+    ({"restartPolicy": {"nodeLostSeconds": 0}}, "nodeLostSeconds"),
+    ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri: .*s3://bucket/prefix"),
+    ({"model": {"uri": "oci://registry.example/tiny"}}, "spec.model.uri: .*oci://registry/repository:tag"),
+    ({"model": {"uri": "s3://models/../x"}}, "spec.model.uri: .*a path must not hold"),
+    ({"model": {"uri": "s3://models/x", "revision": "main"}}, "spec.model.revision: .*it goes with hf:// only"),
+    ({"model": {"uri": "pvc://models/x", "secretRef": {"name": "a"}}}, "spec.model.secretRef: .*secretRef proves who asks"),
+    (
+        {"model": {"uri": "s3://models/x", "secretRef": {"name": "a", "key": "b"}}},
+        "spec.model.secretRef.key: .*key names a token",
+    ),
+    (
+        {"podTemplate": {"spec": {"containers": [{"name": "runtime", "env": [{"name": "DOCKER_CONFIG", "value": "/x"}]}]}}},
+        r"spec.podTemplate.spec.containers\[0\].env: .*spec.model.secretRef",
+    ),
+    (
+        {"parallelism": {"tensor": 4, "gpusPerPod": 3}},
+        "spec.parallelism.gpusPerPod: .*gpusPerPod must divide tensor times pipeline",
+    ),
+    ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor"),
+    ({"parallelism": {"pipeline": 17}}, "spec.parallelism.pipeline"),
+    ({"replicas": -1}, "spec.replicas"),
+    ({"rollout": {"maxUnavailable": 0}}, "spec.rollout.maxUnavailable: .*must not both be 0"),
+    ({"rollout": {"maxUnavailable": "0%", "maxSurge": "0%"}}, "spec.rollout.maxUnavailable: .*must not both be 0"),
+    ({"rollout": {"maxSurge": "half"}}, "spec.rollout.maxSurge"),
+    ({"restartPolicy": {"mode": "Always"}}, "spec.restartPolicy.mode"),
+    ({"placement": {"gang": {"mode": "Kueue"}}}, "spec.placement.queueName: .*gang mode Kueue needs queueName"),
+    ({"placement": {"gang": {"timeoutSeconds": 0}}}, "timeoutSeconds"),
+    (cached(type="Shared"), "spec.model.cache.claimName: .*claimName goes with type Shared"),
+    (cached(type="NodeLocal"), "spec.model.cache.size: .*size goes with type NodeLocal"),
+    (cached(type="Shared", claimName="a", storageClassName="b"), "storageClassName goes with type NodeLocal only"),
+    (
+        {"model": {"uri": "pvc://models/x", "cache": {"type": "Shared", "claimName": "a"}}},
+        "spec.model.cache: .*cache keeps what is downloaded",
+    ),
+    ({"podTemplate": {"metadata": {"labels": {"phalanx.dev/group": "a"}}}}, "labels of phalanx.dev/"),
+    ({"podTemplate": {"metadata": {"annotations": {"phalanx.dev/a": "b"}}}}, "annotations of phalanx.dev/"),
+    (pods(hostname="a"), "hostname, subdomain and restartPolicy are the operator's"),
+    (pods(volumes=[{"name": "token", "emptyDir": {}}]), "this name is one of the runtime's own volumes"),
+    (pods(containers=[{"name": "runtime", "args": ["a"]}]), "command, args and image of the container runtime"),
+    (pods(containers=[{"name": "runtime", "env": [{"name": "PHALANX_X", "value": "1"}]}]), "variables named PHALANX_"),
+    (pods(containers=[{"name": "runtime", "env": [{"name": "HF_TOKEN", "value": "1"}]}]), "give the token of the hub"),
+    (
+        pods(containers=[{"name": "runtime", "volumeMounts": [{"name": "a", "mountPath": "/tmp"}]}]),
+        "this path is one of the runtime's",
+    ),
+]

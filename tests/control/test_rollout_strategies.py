@@ -1,0 +1,185 @@
+"""Strategies of a rollout from the manifest to the status: surge and its fallback, partition, pause, the deadline, rollback."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_api.upkeep import Rollout
+from phalanx_operator.kube import PODS, STATEFUL_SETS
+from phalanx_operator.render.revision import revision
+from tests.control.builders import make_service
+from tests.control.worlds import World
+
+LATER = "2026-01-02T03:14:05Z"
+LONG_AFTER = "2026-01-02T09:00:00Z"
+
+
+def revisions(world: World) -> dict[str, int]:
+    """How many groups there are of each revision, without those that are being deleted."""
+    found: dict[str, int] = {}
+    for name, body in world.kube.of(STATEFUL_SETS).items():
+        if name not in world.deleted():
+            label = body["metadata"]["labels"]["phalanx.dev/revision"]
+            found[label] = found.get(label, 0) + 1
+    return found
+
+
+async def settled(**spec: Any) -> World:
+    world = World(**spec)
+    await world.settle()
+    return world
+
+
+def leave_unplaced(world: World, names: set[str], since: str) -> None:
+    """Pods of these groups find no node; all others run."""
+    world.cluster.start_pods()
+    for name in names:
+        pod = world.kube.of(PODS)[f"{name}-0"]
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no gpu"}
+        metadata = pod["metadata"] | {"creationTimestamp": since}
+        world.kube.put(PODS, {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "replicas", "surge", "unavailable"),
+    [
+        ({}, 3, 0, 1),
+        ({"maxSurge": "25%"}, 3, 1, 1),
+        ({"maxSurge": "50%", "maxUnavailable": 0}, 3, 2, 0),
+        ({"maxUnavailable": "50%"}, 5, 0, 2),
+        ({"maxUnavailable": "10%"}, 5, 0, 1),
+        ({"maxUnavailable": 9}, 3, 0, 3),
+        ({"maxUnavailable": 1}, 0, 0, 1),
+    ],
+)
+def test_counts_of_percentages(rollout: dict[str, Any], replicas: int, surge: int, unavailable: int) -> None:
+    parsed = Rollout.model_validate(rollout)
+    assert (parsed.surge(replicas), parsed.unavailable(replicas)) == (surge, unavailable)
+
+
+def test_how_groups_are_replaced_replaces_none() -> None:
+    plain = revision(make_service())
+    assert revision(make_service(rollout={"maxSurge": 1, "partition": 2, "paused": True})) == plain
+    assert revision(make_service(placement={"gang": {"timeoutSeconds": 5}})) == plain
+    assert revision(make_service(rollout={"restartId": "a"})) != plain
+    assert revision(make_service(placement={"gang": {"mode": "None"}})) != plain
+    assert revision(make_service(placement={"nodeSelector": {"pool": "a"}})) != plain
+
+
+async def test_with_a_surge_a_group_goes_only_when_its_successor_serves() -> None:
+    world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0})
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    assert len(world.groups) == 3 and not world.draining()
+    world.cluster.start_pods()
+    await world.look()
+    assert len(world.draining()) == 1 and set(world.draining()) < old
+    await world.settle()
+    assert len(world.groups) == 2 and not world.groups & old
+    assert world.condition("Progressing") == ("True", "Complete")
+
+
+async def test_a_surge_that_finds_no_room_goes_delete_first_for_the_rest_of_the_rollout() -> None:
+    world = await settled(replicas=3, rollout={"maxSurge": 1, "surgeTimeoutSeconds": 60})
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    surge = world.groups - old
+    leave_unplaced(world, surge, world.now)
+    await world.look()
+    assert not world.draining() and not world.deleted(), "it may wait"
+    world.now = LATER
+    await world.look()
+    assert world.deleted() == surge, "it gives its name and its wish back"
+    assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    world.cluster.start_pods()
+    for _ in range(20):
+        await world.look()
+        gone = old - (world.groups - world.deleted() - set(world.draining()))
+        new = world.groups - old - world.deleted()
+        assert len(world.groups - world.deleted()) <= 3, "no surge any more"
+        assert len(gone) <= len(new) + 1, "one is missing at a time"
+        world.cluster.start_pods()
+    await world.settle()
+    assert not world.groups & old and len(world.groups) == 3
+    assert world.condition("Progressing") == ("True", "Complete")
+
+
+async def test_a_surge_without_room_waits_where_none_may_be_missing() -> None:
+    world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0, "surgeTimeoutSeconds": 60})
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    surge = world.groups - old
+    leave_unplaced(world, surge, world.now)
+    world.now = LATER
+    for _ in range(3):
+        await world.look()
+    assert not world.deleted() and not world.draining()
+    assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    assert world.ready == ("False", "InsufficientCapacity")
+    await world.settle()
+    assert not world.groups & old, "there is room at last"
+
+
+async def test_a_partition_keeps_groups_on_their_old_revision_until_it_is_lowered() -> None:
+    world = await settled(replicas=3, rollout={"partition": 2})
+    before = revisions(world)
+    await world.change(engine={"maxModelLen": 512})
+    await world.settle()
+    assert sorted(revisions(world).values()) == [1, 2] and revisions(world)[next(iter(before))] == 2
+    assert (world.ready, world.status.updated_replicas) == (("True", "Ready"), 1)
+    assert world.condition("Progressing") == ("True", "Complete")
+    assert world.status.current_revision != world.status.update_revision
+    await world.change(rollout={"partition": 0})
+    await world.settle()
+    assert list(revisions(world)) == [world.status.update_revision]
+    assert world.status.current_revision == world.status.update_revision
+
+
+async def test_a_paused_rollout_replaces_nothing_and_scales_all_the_same() -> None:
+    world = await settled(replicas=2, rollout={"paused": True})
+    before = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.settle()
+    assert world.groups == before
+    assert world.condition("Progressing") == ("Unknown", "Paused")
+    assert world.ready == ("False", "RollingOut")
+    await world.change(replicas=3)
+    await world.settle()
+    assert before < world.groups and len(world.groups) == 3
+    await world.change(rollout={"paused": False})
+    await world.settle()
+    assert not before & world.groups
+    assert world.ready == ("True", "Ready")
+
+
+async def test_a_rollout_that_is_late_stops_stalls_and_is_rolled_back_by_the_former_spec() -> None:
+    world = await settled(replicas=3, rollout={"maxUnavailable": 2, "progressDeadlineSeconds": 3600})
+    first = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    assert len(world.draining()) == 2
+    await world.look()
+    world.cluster.start_pods(ready=False, reason="CrashLoopBackOff")
+    for name in first & world.groups:
+        pod = world.kube.of(PODS)[f"{name}-0"]
+        world.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+    world.now = LONG_AFTER
+    await world.look()
+    await world.look()
+    assert world.condition("Progressing") == ("False", "ProgressDeadlineExceeded")
+    assert world.condition("Stalled") == ("True", "ProgressDeadlineExceeded")
+    kept = first & (world.groups - world.deleted())
+    assert len(kept) == 1 and not world.draining(), "the one that serves stays"
+    since = [condition.last_transition_time for condition in world.status.conditions if condition.type == "Stalled"]
+    writes = await world.look()
+    assert not [write for write in writes if "status" in write], "it is said once"
+    bad = world.groups - kept - world.deleted()
+    await world.change(engine={})
+    await world.look()
+    assert bad <= world.deleted(), "groups that are not ready go first, and at once"
+    assert since and "Stalled" not in {condition.type for condition in world.status.conditions}
+    await world.settle()
+    assert kept < world.groups and len(world.groups) == 3 and world.ready == ("True", "Ready")
