@@ -9,6 +9,7 @@ from pathlib import Path
 from images import build
 from tests.cluster import lifecycle, machine, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
+from tests.cluster.foreign import crds
 from tests.cluster.programs import Programs, helm, installed
 from tools.errors import Failed, Missing
 
@@ -16,6 +17,7 @@ USAGE = """usage: python3 -m tests.cluster COMMAND
 
   tools            builds or fetches every program, once
   helm             builds helm, once, and prints its path
+  crds             fetches the CRDs of other projects, once, and prints their folder
   up [--images]    starts the cluster, or what is missing of it; with the images of this checkout, built where they changed
   images           builds the images of this checkout and loads them into the running cluster
   down             ends it; nothing is left but keys, logs and image stores
@@ -116,6 +118,7 @@ def main(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
     commands: dict[str, Callable[[], int]] = {
         "tools": lambda: _quietly(installed),
+        "crds": lambda: _quietly(lambda: print(crds())),
         "helm": lambda: _quietly(lambda: print(helm())),
         "up": lambda: _quietly(lambda: _up(files, rest)),
         "images": lambda: _images(files),

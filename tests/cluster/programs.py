@@ -81,7 +81,8 @@ def helm() -> Path:
     return _go_program("helm", "Helm (minutes the first time)", "helm.sh/helm/v4/cmd/helm")
 
 
-def _go() -> str:
+def go() -> str:
+    """The Go program of this machine. Raises Missing for none, or one too old."""
     found = shutil.which("go")
     version = re.search(r"go(\d+)\.(\d+)", output(found, "version")) if found else None
     if found is None or version is None or (int(version[1]), int(version[2])) < GO_VERSION:
@@ -91,7 +92,7 @@ def _go() -> str:
 
 def _build(module: str, title: str, folder: Path, flags: list[str], target: str) -> None:
     command = [
-        _go(),
+        go(),
         "build",
         "-v",
         "-mod=readonly",
