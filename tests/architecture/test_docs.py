@@ -43,6 +43,12 @@ def test_links_to_files_resolve(document: pathlib.Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+def test_every_guide_is_linked_from_the_front_page() -> None:
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - {"docs/modules.md"}
+    assert sorted(page for page in pages if f"]({page})" not in (ROOT / "README.md").read_text()) == []
+    assert "](docs/modules.md)" in (ROOT / "ARCHITECTURE.md").read_text()
+
+
 def module_lines() -> list[str]:
     """One line per module: its name and what its docstring's first sentence says."""
     lines = []

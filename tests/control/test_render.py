@@ -156,6 +156,18 @@ def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
     assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
+@pytest.mark.parametrize("seconds", [0, 77, 3600])
+def test_pods_let_streams_go_on_as_long_as_the_spec_says(seconds: int) -> None:
+    service = make_service(drain={"timeoutSeconds": seconds, "preStopSeconds": 5})
+    group = pods.group(service, "g", Making("r", IMAGES))["spec"]["template"]["spec"]
+    door = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
+    for pod, flag in ((group, "--shutdown-timeout"), (door, "--drain-s")):
+        arguments = pod["containers"][0]["args"]
+        assert arguments[arguments.index(flag) + 1] == str(seconds)
+        assert pod["terminationGracePeriodSeconds"] > seconds
+    assert group["terminationGracePeriodSeconds"] >= seconds + 5 + 10, "preStop counts too"
+
+
 def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     service = make_service(router={"apiKeys": {"name": "clients", "key": "list"}})
     pod = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 @dataclass(slots=True)
 class Told:
-    """What a client got: texts and ends by choice, the last id, and the error, if one came."""
+    """What a client got: texts, ends, and tokens that came with logprobs, by choice, the last id, and the error, if one came."""
 
     texts: dict[int, str]
     ends: dict[int, str]
@@ -22,6 +22,7 @@ class Told:
     error: Any = None
     status: int = 200
     is_done: bool = False
+    tokens: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def num_chars(self) -> int:
@@ -66,6 +67,8 @@ async def _hear(lines: AsyncIterator[str], told: Told, stop: Callable[[Told], bo
             told.error = document.get("error")
             for choice in document.get("choices", ()):
                 told.texts[choice["index"]] = told.texts.get(choice["index"], "") + choice["text"]
+                if choice.get("logprobs"):
+                    told.tokens.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
                 if choice["finish_reason"]:
                     told.ends[choice["index"]] = choice["finish_reason"]
             told.last = id or told.last

@@ -151,6 +151,44 @@ async def test_a_rotated_key_works_without_a_restart(tmp_path: Path) -> None:
         await asyncio.gather(following, return_exceptions=True)
 
 
+class SecretVolume:
+    """A folder as a kubelet keeps it for a Secret: files are links through `..data`, which is pointed elsewhere each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def write(self, name: str, content: str) -> None:
+        """All at once, as the kubelet's atomic writer does."""
+        self._count += 1
+        data, old = self._folder / "..data", self._folder / f"..{self._count - 1}"
+        new = self._folder / f"..{self._count}"
+        new.mkdir()
+        (new / name).write_text(content)
+        (self._folder / "..data_tmp").symlink_to(new.name)
+        (self._folder / "..data_tmp").rename(data)
+        if not (self._folder / name).is_symlink():
+            (self._folder / name).symlink_to(f"..data/{name}")
+        if old.exists():
+            (old / name).unlink()
+            old.rmdir()
+
+
+async def test_a_router_takes_the_keys_of_a_secret_that_changes(tmp_path: Path) -> None:
+    volume, file = SecretVolume(tmp_path), tmp_path / "list"
+    volume.write("list", "team sk-one\n")
+    async with running_door(gather_keys((), file), KeyFile((), file)) as http:
+        assert (await ask(http, "sk-one")).status_code == 200
+        for content, known, unknown in [
+            ("team sk-one\nteam2 sk-two\n", "sk-two", "sk-no"),
+            ("team2 sk-two\n", "sk-two", "sk-one"),
+        ]:
+            volume.write("list", content)
+            async with asyncio.timeout(20):
+                while (await ask(http, known)).status_code != 200 or (await ask(http, unknown)).status_code != 401:
+                    await asyncio.sleep(0.05)
+
+
 def test_quotas_come_with_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a sk-a 3 requests_per_minute=60 tokens_per_minute=6000 concurrent=3\nb sk-b concurrent=1\n")
