@@ -15,8 +15,7 @@ from phalanx_operator.kube import PODS
 from phalanx_operator.observe import draining_of
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
-from tests.control.summaries import group, summary
-from tests.control.test_scale import fleet_of
+from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World
 
 LATER = "2026-01-02T03:14:05Z"

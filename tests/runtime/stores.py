@@ -160,7 +160,7 @@ class RegistryHandler(_Handler):
                 self.answer(401, b"")
                 return
             token = f"t{len(self.hub.seen)}"
-            self.hub.tokens = {token}
+            self.hub.tokens = self.hub.tokens | {token}
             self.answer(200, json.dumps({"token": token}).encode())
         elif self.hub.secret and self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.hub.tokens:
             challenge = f'Bearer realm="{self.hub.endpoint}/token",service="here",scope="repository:team/tiny:pull"'
@@ -169,7 +169,8 @@ class RegistryHandler(_Handler):
             self.answer(404, b"")
         else:
             if self.hub.cut_after.get(path) and self.hub.secret:
-                self.hub.tokens = set()  # what was given ends while the download is cut
+                # the token of this download ends while it is cut; what others were given meanwhile does not
+                self.hub.tokens = self.hub.tokens - {self.headers.get("Authorization", "").removeprefix("Bearer ")}
             self.send_range(path, self.content(path))
 
 

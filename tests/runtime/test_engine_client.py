@@ -1,130 +1,19 @@
+"""The engine client: what reaches which sink, what is measured, and what a lost or drained engine means."""
+
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from phalanx_api import wire
-from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import NO_LOAD, EngineClient
 from phalanx_runtime.engine.meter import Ended
+from tests.runtime.engine_rig import ASSETS, SERVED, FakeMeter, ListSink, Rig, drain, rig
 from tests.runtime.fake_runner import make_request
 
-ASSETS = wire.make_assets({}, ["tiny"], 64, [0])
-SERVED = wire.Served("a model", "a layout", 64)
-
-
-@dataclass
-class FakeMeter:
-    """Counts what the client tells."""
-
-    loads: list[wire.Load] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    firsts: list[tuple[int, float]] = field(default_factory=list)
-    queue_times_s: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    ends: list[Ended] = field(default_factory=list)
-
-    def load(self, load: wire.Load) -> None:
-        self.loads.append(load)
-
-    def step(self, num_tokens: int) -> None:
-        self.steps.append(num_tokens)
-
-    def first_token(self, prompt_tokens: int, wait_s: float) -> None:
-        self.firsts.append((prompt_tokens, wait_s))
-
-    def queued(self, wait_s: float) -> None:
-        self.queue_times_s.append(wait_s)
-
-    def next_token(self, gap_s: float) -> None:
-        self.gaps.append(gap_s)
-
-    def ended(self, end: Ended) -> None:
-        self.ends.append(end)
-
-
-class FakeEngine:
-    """Rank 0's end of the socket, played by the test."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.connect(endpoint)
-
-    async def take(self) -> wire.ToEngine:
-        async with asyncio.timeout(10):
-            frame = wire.decode_to_engine(await self._socket.recv())
-        assert isinstance(frame, wire.Submit | wire.Abort)
-        return frame
-
-    async def take_submit(self) -> wire.Submit:
-        frame = await self.take()
-        assert isinstance(frame, wire.Submit)
-        return frame
-
-    async def say(self, frame: wire.FromEngine | bytes) -> None:
-        await self._socket.send(frame if isinstance(frame, bytes) else wire.encode(frame))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-@dataclass(eq=False)
-class ListSink:
-    """A sink that keeps its frames and can be waited for."""
-
-    frames: asyncio.Queue[wire.Tokens | wire.Refused] = field(default_factory=asyncio.Queue)
-
-    def tokens(self, frame: wire.Tokens) -> None:
-        self.frames.put_nowait(frame)
-
-    def refused(self, frame: wire.Refused) -> None:
-        self.frames.put_nowait(frame)
-
-    async def next(self) -> wire.Tokens | wire.Refused:
-        async with asyncio.timeout(10):
-            return await self.frames.get()
-
-
-@dataclass
-class Rig:
-    client: EngineClient
-    engine: FakeEngine
-    meter: FakeMeter
-    rebind: Callable[[], FakeEngine]
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    """A client that serves incarnation 1, and the engine at the other end."""
-    meter = FakeMeter()
-    ticks = iter(range(10**6))
-    client = EngineClient(meter, lambda: float(next(ticks)))
-    engines: list[FakeEngine] = []
-
-    def rebind() -> FakeEngine:
-        endpoint = f"ipc://{tmp_path}/engine-{len(engines)}"
-        client.bind(endpoint)
-        engines.append(FakeEngine(endpoint))
-        return engines[-1]
-
-    client.lose(1, "starting")
-    engine = rebind()
-    client.serve(ASSETS, SERVED)
-    yield Rig(client, engine, meter, rebind)
-    client.close()
-    for each in engines:
-        each.close()
-
-
-async def drain(backend: Backend, request: wire.Request) -> list[Delta | KeepAlive]:
-    return [delta async for delta in backend.generate(request)]
+__all__ = ["rig"]
 
 
 async def test_each_sink_gets_its_tokens_of_a_step_in_one_call(rig: Rig) -> None:
@@ -248,87 +137,6 @@ async def test_a_request_can_be_handed_to_another_sink(rig: Rig) -> None:
     await rig.engine.take_submit()
     await rig.engine.say(wire.Tokens([handle], [0], [0], [1], []))
     assert await second.next() == wire.Tokens([handle], [0], [0], [1], [])
-
-
-async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
-    reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [2], [7], []))
-    await rig.engine.say(wire.Tokens([handle], [0], [3], [8], [wire.Finished(handle, 0, "stop", 4)]))
-    deltas = [delta for delta in await reading if isinstance(delta, Delta)]
-    assert deltas[0].index == 2
-    assert [token for delta in deltas for token in delta.tokens] == [7, 8]
-    assert (deltas[-1].finish, deltas[-1].cached_tokens) == ("stop", 4)
-
-
-async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
-    stream = backend.generate(make_request())
-    first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
-    assert await first == Delta(0, [5])
-    for index in range(1, 4):
-        backend.tokens(wire.Tokens([handle], [0], [index], [index], []))
-    assert await anext(stream) == Delta(1, [1, 2, 3])
-    backend.tokens(wire.Tokens([], [], [], [], [wire.Finished(handle, 0, "length")]))
-    assert await anext(stream) == Delta(4, [], "length")
-    assert [delta async for delta in stream] == []
-
-
-async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
-    stream = LocalBackend(rig.client).generate(make_request())
-    reading = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert await rig.engine.take() == wire.Abort([handle])
-
-
-async def test_a_refusal_reaches_the_door(rig: Rig) -> None:
-    reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
-    with pytest.raises(BackendError) as caught:
-        await reading
-    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
-
-
-async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
-    stream = backend.generate(make_request())
-    first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
-    await first
-    backend.tokens(wire.Tokens([handle], [0], [1], [6], []))
-    rig.client.lose(2, "rank 0 was killed")
-    assert await anext(stream) == Delta(1, [6])
-    with pytest.raises(BackendError, match="rank 0 was killed") as caught:
-        await anext(stream)
-    assert (caught.value.status, caught.value.code) == (503, "group_restarting")
-    assert backend.not_ready() == "rank 0 was killed"
-
-
-async def test_a_finished_stream_does_not_care_for_a_lost_engine(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
-    stream = backend.generate(make_request())
-    first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
-    await first
-    backend.tokens(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")]))
-    rig.client.lose(2, "rank 0 was killed")
-    assert await anext(stream) == Delta(1, [6], "stop")
-    assert [delta async for delta in stream] == []
-
-
-async def test_a_silent_stream_is_kept_alive(rig: Rig) -> None:
-    stream = LocalBackend(rig.client, keep_alive_s=0.001).generate(make_request())
-    assert await anext(stream) == KeepAlive()
-    await stream.aclose()
 
 
 async def test_assets_are_unknown_until_an_incarnation_served() -> None:

@@ -16,10 +16,10 @@ from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.pulse import Bounds
 from phalanx_runtime.server.rendezvous_wire import Timing
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place, Status
+from tests.runtime.engine_rig import FakeMeter
 from tests.runtime.fake_rank import command
 from tests.runtime.fake_runner import expected_output, make_request
 from tests.runtime.pods import is_alive, make_spec, mark_of, until
-from tests.runtime.test_engine_client import FakeMeter
 
 QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
 

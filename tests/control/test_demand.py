@@ -1,0 +1,132 @@
+"""What the autoscaler reads out of routers' answers: the load, what a group is able to do, and how many groups that takes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.summary import Traffic
+from phalanx_operator.decide.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
+from phalanx_operator.decide.fleet import BACKLOG_BOUND_S, Heard, merge, middle_model
+from phalanx_operator.decide.forecast import Trend, followed, growth
+from tests.control.simulated_service import (
+    ABILITY,
+    MODEL,
+    SHAPE,
+    TARGETS,
+    rate_for,
+)
+from tests.control.summaries import fleet_of, group, summary
+
+
+def load(busy: float = 1.0, kv: float = 0.0, backlog_s: float = 0.0) -> Load:
+    return Load(rate_for(busy), SHAPE, kv * ABILITY.capacity, backlog_s)
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups", "cause"),
+    [
+        (load(busy=0.0), 0, "work"),
+        (load(busy=0.70), 1, "work"),
+        (load(busy=0.76), 2, "work"),
+        (load(busy=7.4), 10, "work"),
+        (load(busy=0.5, kv=3.1), 4, "KV pages"),
+        (load(busy=0.5, backlog_s=9.0), 1, "work"),
+        (load(busy=0.5, backlog_s=31.0), 4, "the backlog 3 more"),
+    ],
+)
+def test_groups_that_a_load_needs(asked: Load, groups: int, cause: str) -> None:
+    found = demand(asked, ABILITY, Targets(itl_s=0.1))
+    assert (found.groups, cause in found.why) == (groups, True), found
+
+
+def test_the_wait_falls_with_more_groups_and_rises_with_burstier_arrivals() -> None:
+    calm, bursty = load(3.0), replace(load(3.0), shape=replace_scv(9.0))
+    waits = [wait_p95_s(n, 3.0, calm, ABILITY) for n in range(3, 12)]
+    assert waits[0] == float("inf") and waits == sorted(waits, reverse=True) and waits[-1] == 0
+    assert wait_p95_s(4, 3.0, bursty, ABILITY) > wait_p95_s(4, 3.0, calm, ABILITY) > 0
+
+
+def replace_scv(scv: float) -> Traffic:
+    return Traffic(SHAPE.window_s, 1, SHAPE.prompt, SHAPE.prompt_squared, SHAPE.missed, SHAPE.output, scv)
+
+
+def test_a_tight_ttft_target_needs_more_groups_and_one_out_of_reach_does_not_need_all() -> None:
+    asked = replace(load(3.0), shape=replace_scv(20.0))
+    own_s = own_ttft_s(asked, ABILITY)
+    loose, tight, absurd = (demand(asked, ABILITY, Targets(ttft_s=own_s * times)) for times in (10.0, 1.6, 0.5))
+    assert loose.ttft < tight.ttft and "first token" in tight.why
+    assert (tight.ttft_is_within_reach, absurd.ttft_is_within_reach) == (True, False)
+    assert absurd.groups < 10
+
+
+def test_streams_of_a_group_fit_the_itl_target_and_the_pages() -> None:
+    asked = load(1.0)
+    many, few = (most_streams(asked, ABILITY, Targets(itl_s=itl_s)) for itl_s in (0.2, 0.05))
+    assert 1 <= few < many
+    assert most_streams(asked, replace(ABILITY, capacity=int(3 * asked.context / 0.8)), Targets(itl_s=0.2)) == 3
+    assert most_streams(asked, ABILITY, Targets(itl_s=0.001)) == 1
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 50.0), st.floats(1.0, 3.0))
+def test_more_load_never_needs_fewer_groups(busy: float, times: float) -> None:
+    assert demand(load(busy * times), ABILITY, TARGETS).groups >= demand(load(busy), ABILITY, TARGETS).groups
+
+
+def test_a_slower_group_makes_more_work_of_the_same_load() -> None:
+    assert busy_groups(load(1.0), replace(ABILITY, speed=2.0), TARGETS) > 1.9
+
+
+# --- what routers say ----------------------------------------------------------------------------------------------------
+
+
+def test_routers_add_up_and_groups_are_seen_by_the_freshest() -> None:
+    first = summary(group("a", streams=2, pressure=0.9, state="suspect"), rate=1.0, queued=3, idle_s=5.0, emptied=["a", "b"])
+    other = summary(group("a", streams=3, pressure=0.4), rate=3.0, queued=1, idle_s=9.0, emptied=["b"])
+    fleet = fleet_of(first, other)
+    assert (fleet.groups["a"].streams, fleet.groups["a"].pressure, fleet.groups["a"].fresh) == (5, 0.4, True)
+    assert (fleet.traffic[60.0].arrivals, fleet.queued, fleet.idle_s, fleet.emptied) == (240, 4, 5.0, frozenset("b"))
+    assert fleet.traffic[60.0].prompt == pytest.approx(SHAPE.prompt)
+
+
+def test_old_answers_do_not_count() -> None:
+    heard = [Heard("a", 10.0, summary()), Heard("b", 46.0, summary()), Heard("c", 90.0, summary())]
+    assert [merge(heard, asked, 45.0).is_heard for asked in (1, 2, 3)] == [True, True, False]
+    assert not merge([], 0, 45.0).is_heard
+
+
+def test_a_group_that_lies_weighs_no_more_than_one_in_trouble() -> None:
+    absurd = [1e9, 1e9, 0.0, 1e9, 1e9]
+    liar = group("z", pressure=1e9, backlog_s=1e12, speed=1e9, step_model=absurd, streams=-5, running=-7)
+    fleet = fleet_of(summary(group("a"), group("b"), liar))
+    seen = fleet.groups["z"]
+    assert (seen.pressure, seen.backlog_s, seen.streams, seen.running) == (1.5, BACKLOG_BOUND_S, 0, 0)
+    assert middle_model(fleet.groups.values()) == MODEL
+    assert middle_model([replace(seen, model=None)]) is None
+
+
+@pytest.mark.parametrize("numbers", [[], [0.1], [-1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+def test_what_is_no_step_model_is_none(numbers: list[float]) -> None:
+    assert fleet_of(summary(group("a", step_model=numbers))).groups["a"].model is None
+
+
+# --- forecast ------------------------------------------------------------------------------------------------------------
+
+
+def trend_of(rates: list[float]) -> Trend:
+    trend = Trend()
+    for rate in rates:
+        trend = followed(trend, rate)
+    return trend
+
+
+def test_steady_growth_is_foreseen_a_step_is_not_and_never_more_than_doubling() -> None:
+    ramp = [10 * 1.02**i for i in range(40)]
+    step = [10.0] * 30 + [12.5, 15.0, 17.5, 20.0]
+    assert 1.1 < growth(trend_of(ramp), 9, 600) < 1.25
+    assert growth(trend_of(step), 9, 600) == 1.0
+    assert growth(trend_of([10 * 1.3**i for i in range(40)]), 9, 600) == 2.0
+    assert growth(trend_of(ramp), 9, 5) == 1.0
+    assert growth(trend_of(ramp[:10]), 9, 600) == 1.0

@@ -1,0 +1,89 @@
+"""Pods that serve in this process, over ranks that only pretend."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.server.serve import PodServer, make_server
+from phalanx_runtime.settings import ServeSettings, read_settings
+from tests.runtime.fake_rank import command
+from tests.runtime.pods import until
+
+
+def make_settings(folder: Path, *arguments: str) -> ServeSettings:
+    token = folder.parent / "token"
+    token.write_text("secret")
+    flags = ["serve", str(folder), "--port", "0", "--token-file", str(token), *arguments]
+    settings = read_settings(flags, {"PHALANX_GROUP": "tiny-g-abcde", "PHALANX_REVISION": "r1"})
+    assert isinstance(settings, ServeSettings)
+    return settings
+
+
+class Running:
+    """A pod's server in this process."""
+
+    def __init__(self, server: PodServer, settings: ServeSettings) -> None:
+        self.server = server
+        self.settings = settings
+        self.task = asyncio.create_task(server.serve())
+        # The server closes connections that were idle for 5 s, about as long as a test waits elsewhere: none is used twice.
+        self.http = httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+
+    @property
+    def port(self) -> int:
+        return int(self.server.servers[0].sockets[0].getsockname()[1])
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(f"http://127.0.0.1:{self.port}{path}")
+
+    async def ready(self) -> dict[str, Any]:
+        """What /v1/health says once the pod is ready."""
+        async with asyncio.timeout(20):
+            while (await self.get("/readyz")).status_code != 200:
+                await asyncio.sleep(0.01)
+        health: dict[str, Any] = (await self.get("/v1/health")).json()
+        return health
+
+
+def client_of(running: Running) -> EngineClient:
+    """The engine client of a leader's pod."""
+    assert isinstance(running.server._leaver, EngineClient)
+    return running.server._leaver
+
+
+@asynccontextmanager
+async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]:
+    running = Running(make_server(settings, command(*words)), settings)
+    try:
+        await until(lambda: running.server.started or running.task.done())
+        yield running
+    finally:
+        running.server.should_exit = True
+        with suppress(SystemExit):
+            await running.task
+        await running.http.aclose()
+
+
+async def ask(running: Running) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "hello"}
+    return await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+
+
+@asynccontextmanager
+async def two_pods(folder: Path, *, leader_s: str = "600", member_s: str = "600") -> AsyncIterator[tuple[Running, Running]]:
+    """The leader and the member of a group that serves, whose steps wait for the file `marks/go`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    settings = make_settings(folder, *flags, "--shutdown-timeout", leader_s)
+    beside = make_settings(folder, *flags, "--shutdown-timeout", member_s, "--node-rank", "1")
+    async with served(settings, "held") as leader, served(beside, "held") as member:
+        await leader.ready()
+        await member.ready()
+        yield leader, member
