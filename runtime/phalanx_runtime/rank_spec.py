@@ -37,7 +37,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     `hosts[r]` is the host of rank r, and rank r listens on `base_port + 1 + r` if some rank is in another pod. The ranks
     of this pod are `rank - local_rank` up to `local_world_size` of them; ranks fill one stage of the pipeline after the
     other. `token` (hex) is the key that ranks prove to one another. `kv_cache_memory_bytes` is per rank. `num_threads` None
-    follows the cgroup's CPU limit.
+    follows the cgroup's CPU limit. `speculative_draft_dir`, `speculative_exit`: folder and file, where they were found;
+    `speculative_missing` says why one was not.
     """
 
     rank: int
@@ -69,6 +70,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     speculative_method: Method = "none"
     speculative_tokens: int = 4
     speculative_control: Control = "adaptive"
+    speculative_draft_dir: str = ""
+    speculative_exit: str = ""
+    speculative_ratio: float | None = None
+    speculative_missing: str = ""
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     pipeline_parallel_size: int = 1

@@ -12,15 +12,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
-from phalanx_api.speculation import MAX_DEPTH, Method
+from phalanx_api.speculation import MAX_DEPTH, METHODS, Method
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
 from phalanx_runtime.fit_spec import FitSettings, add_flags, fit_settings
 from phalanx_runtime.rank_spec import Control, DType, ModelImpl, Quantization
-
-WORKING_METHODS: tuple[Method, ...] = ("none", "ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,12 @@ class ServeSettings:
     """Most tokens that are proposed for a request in a step."""
     speculative_control: Control
     """adaptive: as many as pay, none under load; fixed: as many as there are, for measurements."""
+    speculative_draft_model: str | None
+    """The model that drafts for this one, written as MODEL is; it has the same tokens. Its pages take part of the KV cache."""
+    speculative_exit: str | None
+    """The map by which the first layers draft, made by `fit-exit`: a file, or a URI as MODEL's. Without it they agree seldom."""
+    speculative_ratio: float | None
+    """Share of the layers that draft; default: what the exit was fitted for, else 0.4. More agree more often, and take longer."""
     download_dir: Path
     """Where models are downloaded and converted to."""
     host: str
@@ -156,6 +160,9 @@ def read_settings(
         speculative_method=flags.speculative_method,
         speculative_tokens=flags.speculative_tokens,
         speculative_control=flags.speculative_control,
+        speculative_draft_model=flags.speculative_draft_model,
+        speculative_exit=flags.speculative_exit,
+        speculative_ratio=flags.speculative_ratio,
         download_dir=flags.download_dir or _default_download_dir(environment),
         host=flags.host,
         port=flags.port,
@@ -199,9 +206,12 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help="in which order requests are served")
     add("--long-prefill-token-threshold", type=_natural, default=0, metavar="N", help="most tokens of one prompt in a step")
     add("--itl-target-ms", type=_milliseconds, metavar="MS", help="how long a step with running streams should take at most")
-    add("--speculative-method", choices=WORKING_METHODS, default="none", help="who proposes tokens for a step to verify")
+    add("--speculative-method", choices=METHODS, default="none", help="who proposes tokens for a step to verify")
     add("--speculative-tokens", type=_depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
     add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
+    add("--speculative-draft-model", metavar="MODEL", help="the model that drafts: folder, .gguf file, org/name, or a URI")
+    add("--speculative-exit", metavar="FILE", help="what fit-exit made, for drafts by the first layers: a file, or a URI")
+    add("--speculative-ratio", type=_share, metavar="SHARE", help="of the layers, which draft; default: as fitted, else 0.4")
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
@@ -243,9 +253,25 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             f"--max-num-batched-tokens {flags.max_num_batched_tokens} must be at least --max-num-seqs {flags.max_num_seqs}, "
             "or a step could not hold one token of each request"
         )
+    _check_speculation(parser, flags)
     path = _local_path(flags.model)
     if path is not None and not path.exists():
         parser.error(f"MODEL {flags.model}: no such file or folder")
+
+
+def _check_speculation(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Who drafts needs what it drafts with, and what is given must be used."""
+    method = flags.speculative_method
+    if method == "draft" and flags.speculative_draft_model is None:
+        parser.error("--speculative-method draft needs --speculative-draft-model")
+    given = {
+        "--speculative-draft-model": (flags.speculative_draft_model, "draft"),
+        "--speculative-exit": (flags.speculative_exit, "self_draft"),
+        "--speculative-ratio": (flags.speculative_ratio, "self_draft"),
+    }
+    for flag, (value, user) in given.items():
+        if value is not None and method != user:
+            parser.error(f"{flag} {value} is used by --speculative-method {user}, not by {method}")
 
 
 def _local_path(model: str) -> Path | None:

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from phalanx_api import wire
@@ -21,12 +22,14 @@ from phalanx_runtime.model.attention import Attention
 from phalanx_runtime.model.linear import Kernels
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.source import Level, open_model
+from phalanx_runtime.rank.drafting import load_drafting, make_proposer
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.kv_cache import make_caches
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.proposer import Proposer
 from phalanx_runtime.rank.rank import make_runner
 from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.pods import make_spec
 
 T = TypeVar("T")
 PLAIN = Kernels()
@@ -98,6 +101,8 @@ class Build:
     stages: int = 1
     proposer: Proposer | None = None
     """Of every rank of the first stage."""
+    speculative: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a RankSpec that say what drafts; then the proposer is made as a rank makes it."""
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
@@ -105,13 +110,16 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
-    form = Form(build.dtype, device, build.kernels, source.max_position)
+    form = Form(build.dtype, device, build.kernels, source.max_position, has_exit=bool(build.speculative))
     model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    return make_runner(
-        model, caches, PoolShape(build.num_pages, PAGE_SIZE), pipeline, build.dtype, device, grammars, build.proposer
-    )
+    pool, proposer = PoolShape(build.num_pages, PAGE_SIZE), build.proposer
+    if build.speculative:
+        spec = msgspec.structs.replace(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
+        drafting = load_drafting(spec, model, pipeline, build.dtype, device)
+        proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers) if pipeline.stage.is_first else None
+    return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:

@@ -1,9 +1,12 @@
+import threading
 from pathlib import Path
 
 import pytest
 
 from phalanx_runtime.__main__ import main
+from phalanx_runtime.server.drafts import Drafts, find_drafts
 from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
+from tests.runtime.pods import make_model
 
 
 def serve_settings(*arguments: str, **environment: str) -> ServeSettings:
@@ -116,3 +119,39 @@ def test_convert_reads_two_paths() -> None:
 def test_a_conversion_that_fails_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "no.gguf"), str(tmp_path / "out")]) == 1
     assert "no.gguf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--speculative-method", "draft"), "--speculative-method draft needs --speculative-draft-model"),
+        (("--speculative-exit", "e"), "--speculative-exit e is used by --speculative-method self_draft, not by none"),
+        (
+            ("--speculative-method", "self_draft", "--speculative-draft-model", "m"),
+            "--speculative-draft-model m is used by --speculative-method draft, not by self_draft",
+        ),
+        (("--speculative-method", "ngram", "--speculative-ratio", "0.5"), "--speculative-ratio 0.5 is used by"),
+    ],
+)
+def test_what_drafts_goes_with_its_method(flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_settings("org/name", *flags)
+    assert reason in capsys.readouterr().err
+
+
+def test_drafts_are_found_before_the_ranks_start_and_a_missing_one_stops_no_group(tmp_path: Path) -> None:
+    def found(*flags: str) -> Drafts:
+        return find_drafts(serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags), threading.Event())
+
+    draft, file = make_model(tmp_path / "draft"), tmp_path / "exit.safetensors"
+    file.write_bytes(b"exit")
+    by_draft, by_layers = ("--speculative-method", "draft"), ("--speculative-method", "self_draft")
+    assert found() == found(*by_layers) == Drafts()
+    assert found(*by_draft, "--speculative-draft-model", str(draft)) == Drafts(draft_dir=str(draft))
+    assert found(*by_layers, "--speculative-exit", str(file)) == Drafts(exit=str(file))
+    assert "no such file or folder" in found(*by_draft, "--speculative-draft-model", str(tmp_path / "none")).missing
+    assert "no such file" in found(*by_layers, "--speculative-exit", str(tmp_path / "none")).missing
+    token = tmp_path / "token"
+    token.write_text("secret")
+    second = ("--nnodes", "2", "--node-rank", "1", "-tp", "2", "--token-file", str(token))
+    assert found(*by_draft, "--speculative-draft-model", str(draft), *second) == Drafts(), "only the first pod drafts"

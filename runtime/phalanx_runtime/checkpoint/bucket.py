@@ -16,16 +16,16 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A folder of a bucket, and the one .gguf file of it that is wanted, if one is."""
+    """A folder of a bucket, and the one file of it that is wanted, if one is."""
 
     scheme: str
     bucket: str
     prefix: str
-    gguf: str | None = None
+    file: str | None = None
 
     @property
     def uri(self) -> str:
-        """As it is written, without the .gguf file."""
+        """As it is written, without the file."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
     def folder(self, cache_dir: Path, endpoint: str) -> Path:
@@ -59,17 +59,17 @@ class Prefix:
         return f"{self.address.uri} at {self.endpoint}"
 
 
-def address(scheme: str, rest: str) -> Address:
-    """The address after `scheme://`. Raises ModelError."""
+def address(scheme: str, rest: str, suffix: str = ".gguf") -> Address:
+    """The address after `scheme://`; what ends in the suffix is one file. Raises ModelError."""
     bucket, _, path = rest.partition("/")
     path = path.removesuffix("/")
     if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(path.split("/") if path else ()):
-        forms = f"{scheme}://bucket, {scheme}://bucket/prefix or {scheme}://bucket/prefix/file.gguf"
+        forms = f"{scheme}://bucket, {scheme}://bucket/prefix or {scheme}://bucket/prefix/file{suffix}"
         raise ModelError(f"model '{scheme}://{rest}': {forms} is expected")
-    if not path.endswith(".gguf"):
+    if not path.endswith(suffix):
         return Address(scheme, bucket, path)
-    prefix, _, gguf = path.rpartition("/")
-    return Address(scheme, bucket, prefix, gguf)
+    prefix, _, file = path.rpartition("/")
+    return Address(scheme, bucket, prefix, file)
 
 
 def version_of(files: Iterable[RemoteFile], tags: Iterable[str]) -> str:

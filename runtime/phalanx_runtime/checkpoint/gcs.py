@@ -95,7 +95,7 @@ def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Sna
     """The files under the prefix, fetched unless they are there already. Raises ModelError."""
     with httpx.Client(timeout=TIMEOUT, auth=_Bearer(store.token)) as client:
         source = _Prefix(store.endpoint, address, client, work)
-        return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.gguf)
+        return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.file)
 
 
 @dataclass(frozen=True, slots=True)

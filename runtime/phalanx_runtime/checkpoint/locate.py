@@ -137,8 +137,8 @@ def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalMo
     else:
         snapshot = gcs.download(gcs.store_of(os.environ), address, cache_dir, work)
     source = f"{address.uri}@{snapshot.version}"
-    if address.gguf is not None:
-        return _from_gguf(snapshot.dir / address.gguf, f"{source}/{address.gguf}", cache_dir, work.progress, work.stop)
+    if address.file is not None:
+        return _from_gguf(snapshot.dir / address.file, f"{source}/{address.file}", cache_dir, work.progress, work.stop)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source)
 

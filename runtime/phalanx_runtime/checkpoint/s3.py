@@ -48,7 +48,7 @@ def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Sna
     auth = SignatureV4(store.key, store.region) if store.key else None
     with httpx.Client(timeout=TIMEOUT, auth=auth) as client:
         source = _Prefix(store.endpoint, address, client, work, store.region, store.key is not None)
-        return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.gguf)
+        return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.file)
 
 
 @dataclass(frozen=True, slots=True)

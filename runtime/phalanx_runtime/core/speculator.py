@@ -37,12 +37,13 @@ PROMPT_PART = 4
 @dataclass(frozen=True, slots=True)
 class Speculating:
     """How an engine speculates: what requests get that do not say, the most tokens for one in a step, and whether depths follow
-    what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none."""
+    what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot after all."""
 
     method: Method = "none"
     num_tokens: int = 4
     is_adaptive: bool = True
     drafts: frozenset[Method] = frozenset()
+    lost: str = ""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Speculator:
         self._paths = self._saved = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
-        self._lost = ""
+        self._lost = setting.lost
 
     def begin(self, asked: wire.Request) -> Proposing | Refuse | None:
         """What is kept for a new request; None when nothing is to be proposed for it; or why it cannot be served so.

@@ -83,7 +83,9 @@ def _serve(spec: RankSpec) -> None:
         long_prefill_tokens=spec.long_prefill_token_threshold,
         itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
     )
-    speculating = Speculating(spec.speculative_method, spec.speculative_tokens, spec.speculative_control == "adaptive")
+    method = spec.speculative_method
+    drafts = frozenset({method}) - {"none", "ngram"}
+    speculating = Speculating(method, spec.speculative_tokens, spec.speculative_control == "adaptive", drafts, runner.lost_draft)
     model = ready.served.model_hash
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, model, speculating)
     run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars, carrier)

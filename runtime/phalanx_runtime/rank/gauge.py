@@ -17,6 +17,11 @@ _RESET_PEAK = "5"
 class Gauge(Protocol):
     """Measures this process's memory on one device."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        ...
+
     def held(self) -> int:
         """Bytes that are held now and that no file backs."""
         ...
@@ -37,6 +42,11 @@ class CudaGauge:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._device
+
     def held(self) -> int:
         """Bytes of live tensors."""
         return torch.cuda.memory_allocated(self._device)
@@ -56,6 +66,11 @@ class HostGauge:
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._proc = proc
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
 
     def held(self) -> int:
         """Resident anonymous bytes."""

@@ -19,12 +19,13 @@ from phalanx_runtime.model.protocol import Form, KvLayout, Model, Source
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.drafting import load_drafting, make_proposer
 from phalanx_runtime.rank.gauge import make_gauge
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
-from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, longest_request, make_caches, page_bytes, pool_bytes
+from phalanx_runtime.rank.kv_cache import longest_request, make_caches, page_bytes
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.proposer import Proposer
-from phalanx_runtime.rank.rehearsal import rehearse
+from phalanx_runtime.rank.room import measure_room
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampler import Sampler
 from phalanx_runtime.rank.threads import rank_threads
@@ -71,32 +72,32 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     gauge = make_gauge(device)
     before = gauge.held()
     model = source.load(pipeline.peers, form, stage=pipeline.stage)
-    held = gauge.held()
+    drafting = load_drafting(spec, model, pipeline, dtype, device)
     keep_freed_memory()
-    size = page_bytes(model.kv, spec.page_size, dtype)
-    held_tokens = _pool_bytes(spec, _usable_bytes(spec, device, system), held, device, system) // size * spec.page_size
-    longest = min(spec.max_model_len or source.max_position, held_tokens)
-    needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
-    usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
-    room = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system)
-    num_pages, group_page_bytes = _agree(room // size, size, collective, device)
-    max_model_len = longest_request(spec.max_model_len, source.max_position, num_pages, spec.page_size)
-    caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
+    measure = partial(measure_room, spec, model, source.max_position, pipeline, dtype, system, gauge)
+    room = measure(drafting)
+    if spec.speculative_method == "draft" and not room.holds(spec):
+        drafting = drafting.without("beside the draft model there are too few pages: raise kv_cache_memory_bytes")
+        room = measure(drafting)
+    max_model_len = longest_request(spec.max_model_len, source.max_position, room.num_pages, spec.page_size)
+    caches = make_caches(model.kv, room.num_pages, spec.page_size, dtype, device)
+    pool = PoolShape(room.num_pages, spec.page_size)
     grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    runner = make_runner(model, caches, PoolShape(num_pages, spec.page_size), pipeline, dtype, device, grammars)
+    proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers) if pipeline.stage.is_first else None
+    runner = make_runner(model, caches, pool, pipeline, dtype, device, grammars, proposer)
     account = MemoryAccount(
         rank=spec.rank,
-        weights_bytes=max(held - before, model.num_bytes),
-        activations_bytes=needs.activations,
-        logits_sampler_bytes=needs.logits_sampler,
-        kv_pool_bytes=num_pages * size,
-        kv_bytes_per_token=size // spec.page_size,
-        total_bytes=usable,
+        weights_bytes=max(room.held_bytes - before, model.num_bytes + drafting.num_bytes),
+        activations_bytes=room.needs.activations,
+        logits_sampler_bytes=room.needs.logits_sampler,
+        kv_pool_bytes=room.num_pages * room.page_bytes,
+        kv_bytes_per_token=room.page_bytes // spec.page_size,
+        total_bytes=room.usable_bytes,
     )
     log.info("memory of rank %d: %s", spec.rank, account)
-    served = _served(spec, dtype, model.kv, group_page_bytes) if spec.rank == 0 else Served()
+    served = _served(spec, dtype, model.kv, room.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
-        num_pages=num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account, served=served
+        num_pages=room.num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account, served=served
     )
 
 
@@ -116,7 +117,8 @@ def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.devi
     num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
     kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.quantization or "bf16")
-    return Form(dtype, device, kernels, max(source.max_position, spec.max_model_len or 0))
+    positions = max(source.max_position, spec.max_model_len or 0)
+    return Form(dtype, device, kernels, positions, has_exit=spec.speculative_method == "self_draft")
 
 
 def make_runner(
@@ -134,29 +136,3 @@ def make_runner(
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes)
     builder, sampler = BatchBuilder(shape, dtype, device), Sampler(model.vocab_size, grammars)
     return ModelRunner(model, caches, builder, pool, pipeline, sampler, proposer)
-
-
-def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:
-    """Bytes of this rank's pool: what was asked for, else what is left of its memory, on CPU within the bounds of a pod."""
-    if spec.kv_cache_memory_bytes is not None:
-        return spec.kv_cache_memory_bytes
-    if device.type == "cpu":
-        most = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
-        return pool_bytes(usable, taken, most, "raise the pod's memory limit")
-    return pool_bytes(usable, taken, usable, "raise gpu_memory_utilization")
-
-
-def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
-    """What this rank may use of its device: its part of the pod's limit, or the share of the GPU that others leave."""
-    if device.type == "cpu":
-        return memory_limit(system) // spec.local_world_size
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * spec.gpu_memory_utilization) - others
-
-
-def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:
-    """The smallest count of any rank, because page numbers mean the same everywhere; and the bytes of a page on all ranks."""
-    told = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
-    return int(told[:, 0].min()), int(told[:, 1].sum())

@@ -45,6 +45,10 @@ class Needs:
     activations: int
     logits_sampler: int
 
+    def most(self, other: "Needs") -> "Needs":
+        """What two steps need that are never computed at once."""
+        return Needs(max(self.activations, other.activations), max(self.logits_sampler, other.logits_sampler))
+
 
 @torch.inference_mode()
 def rehearse(
@@ -84,7 +88,9 @@ def _measure(
     activations = gauge.peak(compute) + (GATHER_BYTES if spec.max_num_seqs > 1 else 0)
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype) + 2 * TILE_BYTES
-    return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0])) if stage.is_last else 0)
+    drafts = stage.is_first and spec.speculative_method == "self_draft"
+    draws = stage.is_last or drafts
+    return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0][: len(plan.draws)])) if draws else 0)
 
 
 def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:

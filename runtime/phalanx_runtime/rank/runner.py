@@ -68,6 +68,11 @@ class ModelRunner:
         """The memory of this rank's pages, those of a draft's layers last."""
         return self._all_caches
 
+    @property
+    def lost_draft(self) -> str:
+        """Why this rank can draft no more; empty while it can, or never was to."""
+        return "" if self._proposer is None else self._proposer.lost
+
     def wait_for(self, step: int) -> None:
         """Returns when this rank has computed a step that it was or will soon be told of. Any thread may call it."""
         while self._step_done < step:

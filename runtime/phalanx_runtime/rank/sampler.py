@@ -30,10 +30,7 @@ from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import token_details
 from phalanx_runtime.rank.row import COMPLETE, Row
 from phalanx_runtime.rank.runs import Run, Spot
-from phalanx_runtime.rank.sampling import Draw, draw
-
-MIN_TEMPERATURE = 1e-5
-"""A lower one is greedy, as in vLLM: scores divided by it could pass what float32 holds."""
+from phalanx_runtime.rank.sampling import Draw, draw, draw_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Sampler:
 def _draw_spots(scores: Tensor, spots: Sequence[Spot]) -> None:
     """Draws at these spots and tells their runs. scores: [spots, vocabulary]."""
     rows = [spot.run.row for spot in spots]
-    draws = [_draw_of(spot.run.row.sampling, spot.index) for spot in spots]
+    draws = [draw_of(spot.run.row.sampling, spot.index) for spot in spots]
     special = [at for at, row in enumerate(rows) if row.is_special(draws[at].index)]
     changed = change(scores, rows, special, [draws[at].index for at in special]) if special else None
     tokens = _draw(scores, draws, changed)
@@ -104,11 +101,6 @@ def _draw_spots(scores: Tensor, spots: Sequence[Spot]) -> None:
         if spot.run.take(spot, token, failure):
             kept.append(at)
     _tell(scores, spots, draws, changed, [at for at in kept if spots[at].run.wants_details])
-
-
-def _draw_of(s: wire.Sampling, index: int) -> Draw:
-    temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
-    return Draw(s.seed, index, temperature, s.top_p, s.top_k, s.min_p)
 
 
 def _draw(scores: Tensor, draws: Sequence[Draw], changed: Changed | None) -> list[int]:

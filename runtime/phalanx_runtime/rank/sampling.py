@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx_api import wire
 from phalanx_runtime.rank.noise import gumbel, noise_key
+
+MIN_TEMPERATURE = 1e-5
+"""A lower one is greedy, as in vLLM: scores divided by it could pass what float32 holds."""
 
 CANDIDATES = 1024
 """Tokens sorted at first to find a top-p cut; a flatter distribution is sorted whole."""
@@ -32,6 +36,12 @@ class Draw:
     def is_filtered(self) -> bool:
         """Whether some tokens may be cut."""
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+
+def draw_of(s: wire.Sampling, index: int) -> Draw:
+    """The draw of this output index of a request that is sampled so."""
+    temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
+    return Draw(s.seed, index, temperature, s.top_p, s.top_k, s.min_p)
 
 
 def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:

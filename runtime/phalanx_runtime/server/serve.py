@@ -24,6 +24,7 @@ from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.app import make_leader_app, supervised
+from phalanx_runtime.server.drafts import NO_DRAFTS, Drafts, find_drafts
 from phalanx_runtime.server.metrics import EngineMetrics
 from phalanx_runtime.server.open_link import LinkSettings
 from phalanx_runtime.server.pod import Launch
@@ -187,6 +188,8 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
 def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Sequence[str]) -> Parts:
     """How the model is found, what each rank is told, and what doors need to know. `stop` ends a download."""
 
+    drafts: dict[Path, Drafts] = {}
+
     def find() -> Path:
         local = locate(
             settings.model,
@@ -196,13 +199,14 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
             progress=log.info,
             stop=stop,
         )
+        drafts[local.dir] = find_drafts(settings, stop)
         return local.dir
 
     async def find_beside() -> Path:
         return await asyncio.to_thread(find)
 
     def make_specs(launch: Launch, folder: Path) -> list[RankSpec]:
-        return make_rank_specs(settings, launch, folder)
+        return make_rank_specs(settings, launch, folder, drafts[folder])
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
@@ -211,7 +215,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     return Parts(find_beside, make_specs, assets, rank_command)
 
 
-def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> list[RankSpec]:
+def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path, drafts: Drafts = NO_DRAFTS) -> list[RankSpec]:
     """What each rank of this pod is told: pods hold the ranks in order, the same number each."""
     local = settings.local_world_size
     first = settings.node_rank * local
@@ -247,6 +251,10 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path) -> li
             speculative_method=settings.speculative_method,
             speculative_tokens=settings.speculative_tokens,
             speculative_control=settings.speculative_control,
+            speculative_draft_dir=drafts.draft_dir,
+            speculative_exit=drafts.exit,
+            speculative_ratio=settings.speculative_ratio,
+            speculative_missing=drafts.missing,
         )
         for i in range(local)
     ]

@@ -1,0 +1,134 @@
+"""A model of its own that drafts. Implements `proposer.Proposer`.
+
+It is held and computed by the first rank of the first stage alone: drafts are small, and a pass without an exchange is over
+before the ranks would have met. The others are told the proposals of a step in one message.
+
+Its keys and values lie in the pages of the target's numbers. What fails here costs speed, never a token and never the group: the
+rank forgets the draft, says why, and the plans name no drafted path any more.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.draft_passes import draft
+from phalanx_runtime.rank.draft_rows import DraftRows
+from phalanx_runtime.rank.paths import NO_TOKEN, num_drafted
+from phalanx_runtime.rank.sampling import Draw
+from phalanx_runtime.rank.sampling import draw as draw_tokens
+
+log = logging.getLogger(__name__)
+
+
+class DraftModel:
+    """The draft on the rank that computes it. `builder` makes its tensors; `peers` are the ranks of the stage."""
+
+    def __init__(
+        self, model: Model, caches: list[LayerCache], builder: BatchBuilder, page_size: int, vocab_size: int, peers: Collective
+    ) -> None:
+        self._model: Model | None = model
+        self._caches = caches
+        self._builder = builder
+        self._rows = DraftRows(page_size)
+        self._vocab_size = vocab_size
+        self._peers = peers
+        self._lost = ""
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """Pages of its layers."""
+        return self._caches
+
+    @property
+    def lost(self) -> str:
+        """Why it can draft no more; empty while it can."""
+        return self._lost
+
+    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+        """The proposals of all drafted paths. Raises PeerLost."""
+        count = num_drafted(plan)
+        tokens = [NO_TOKEN] * count if self._model is None else self._try(self._model, plan)
+        if count and self._peers.world_size > 1:
+            self._peers.broadcast(msgspec.msgpack.encode(tokens))
+        return tokens
+
+    def _try(self, model: Model, plan: StepPlan) -> list[int]:
+        try:
+            return self._draft(model, plan)
+        except Exception as error:  # whatever it is, the target goes on without
+            log.exception("the draft model failed: the group goes on without speculation")
+            self._lost = f"a step of the draft model failed: {error}"
+            self._model = None
+            return [NO_TOKEN] * num_drafted(plan)
+
+    def _draft(self, model: Model, plan: StepPlan) -> list[int]:
+        self._builder.update(plan)
+
+        def states(small: StepPlan) -> Tensor:
+            batch = self._builder.tensors(small)
+            batch.tokens.clamp_(max=model.vocab_size - 1)  # ids behind its vocabulary are no tokens of anybody's
+            return model.hidden(batch, self._caches)
+
+        def choose(hidden: Tensor, draws: Sequence[Draw]) -> list[int]:
+            return draw_tokens(model.scores(hidden)[:, : self._vocab_size], draws)
+
+        proposed = draft(plan, self._rows.pieces(plan), self._builder.params, states, choose)
+        paths = [path for path in plan.paths if path.is_drafted]
+        for path, tokens in zip(paths, proposed, strict=True):
+            self._rows.drafted(plan.rows[path.request], tokens)
+        return [token for tokens in proposed for token in tokens]
+
+
+class LostDraft:
+    """What is left of a draft that could not be loaded: it says why. `peers` wait to be told, where they are those of a model."""
+
+    def __init__(self, why: str, peers: Collective | None) -> None:
+        self._why = why
+        self._peers = peers
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """None."""
+        return ()
+
+    @property
+    def lost(self) -> str:
+        """Why it can draft nothing."""
+        return self._why
+
+    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+        """That there is none, for each proposal asked for. Raises PeerLost."""
+        tokens = [NO_TOKEN] * num_drafted(plan)
+        if tokens and self._peers is not None and self._peers.world_size > 1:
+            self._peers.broadcast(msgspec.msgpack.encode(tokens))
+        return tokens
+
+
+class ToldDraft:
+    """The draft on the other ranks of the first stage: what they are told of it."""
+
+    def __init__(self, peers: Collective) -> None:
+        self._peers = peers
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """None: only the first rank has the draft's pages."""
+        return ()
+
+    @property
+    def lost(self) -> str:
+        """Nothing: the rank that drafts says it."""
+        return ""
+
+    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+        """The proposals of all drafted paths. Raises PeerLost."""
+        if not num_drafted(plan):
+            return []
+        return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[int])

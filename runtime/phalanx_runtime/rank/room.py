@@ -1,0 +1,94 @@
+"""How many pages a rank has room for: what its device leaves beside weights and the largest step, agreed among all ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.cgroup import System, memory_limit
+from phalanx_runtime.rank.drafting import Drafting
+from phalanx_runtime.rank.gauge import Gauge
+from phalanx_runtime.rank.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes
+from phalanx_runtime.rank.pipeline import Pipeline
+from phalanx_runtime.rank.rehearsal import Needs, rehearse
+from phalanx_runtime.rank_spec import RankSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Pages that all ranks hold, with their bytes on this rank and on all of them; and what else this rank holds and needs.
+
+    A page holds the layers of the target and of a draft model.
+    """
+
+    num_pages: int
+    page_bytes: int
+    group_page_bytes: int
+    held_bytes: int
+    needs: Needs
+    usable_bytes: int
+
+    def holds(self, spec: RankSpec) -> bool:
+        """Whether there is a page, and room for one request of the length asked for."""
+        return self.num_pages * spec.page_size >= (spec.max_model_len or spec.page_size)
+
+
+def measure_room(
+    spec: RankSpec,
+    model: Model,
+    max_position: int,
+    pipeline: Pipeline,
+    dtype: torch.dtype,
+    system: System,
+    gauge: Gauge,
+    drafting: Drafting,
+) -> Room:
+    """The room beside what is loaded. All ranks call it together; a draft that leaves none makes no error, and no pages.
+
+    Raises ModelError, PeerLost.
+    """
+    device, held = gauge.device, gauge.held()
+    size = page_bytes(model.kv, spec.page_size, dtype) + drafting.page_bytes(spec.page_size, dtype)
+    needs, usable, num_pages = Needs(0, 0), 0, 0
+    try:
+        held_tokens = _pool_bytes(spec, _usable_bytes(spec, device, system), held, device, system) // size * spec.page_size
+        longest = min(spec.max_model_len or max_position, held_tokens)
+        needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+        if drafting.model is not None:
+            needs = needs.most(rehearse(spec, drafting.model, Pipeline(SoloCollective()), dtype, device, gauge, longest))
+        usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
+        num_pages = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system) // size
+    except ModelError:
+        if drafting.model is None:
+            raise
+    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
+    return Room(num_pages, size, group_page_bytes, held, needs, usable)
+
+
+def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:
+    """Bytes of this rank's pool: what was asked for, else what is left of its memory, on CPU within the bounds of a pod."""
+    if spec.kv_cache_memory_bytes is not None:
+        return spec.kv_cache_memory_bytes
+    if device.type == "cpu":
+        most = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
+        return pool_bytes(usable, taken, most, "raise the pod's memory limit")
+    return pool_bytes(usable, taken, usable, "raise gpu_memory_utilization")
+
+
+def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
+    """What this rank may use of its device: its part of the pod's limit, or the share of the GPU that others leave."""
+    if device.type == "cpu":
+        return memory_limit(system) // spec.local_world_size
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * spec.gpu_memory_utilization) - others
+
+
+def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:
+    """The smallest count of any rank, because page numbers mean the same everywhere; and the bytes of a page on all ranks."""
+    told = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
+    return int(told[:, 0].min()), int(told[:, 1].sum())

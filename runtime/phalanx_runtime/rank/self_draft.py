@@ -1,0 +1,59 @@
+"""The target's first layers as its draft, on the ranks of the first stage. Implements `proposer.Proposer`.
+
+It writes the keys and values of the first layers into the target's own pages; the verification writes the same there again. So
+it has no pages, no prompts to compute, and never lags.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.decoder import Decoder
+from phalanx_runtime.model.exit import Exit
+from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.sampling import Draw
+from phalanx_runtime.rank.sampling import draw as draw_tokens
+
+
+class SelfDraft:
+    """Drafts with the first `num_layers` layers, through an exit where there is one. `peers` are the ranks of the stage."""
+
+    def __init__(
+        self, model: Decoder, caches: Sequence[LayerCache], peers: Collective, num_layers: int, through: Exit | None = None
+    ) -> None:
+        self._model = model
+        self._own = list(caches[:num_layers])
+        self._peers = peers
+        self._exit = through
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """None: it writes into the target's."""
+        return ()
+
+    @property
+    def lost(self) -> str:
+        """Never: what it computes with is the target."""
+        return ""
+
+    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+        """The proposals of all drafted paths. Raises PeerLost."""
+
+        def states(small: StepPlan) -> Tensor:
+            return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
+
+        return [token for path in draft(plan, own_pieces(plan), builder.params, states, self._choose) for token in path]
+
+    def _choose(self, states: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """Drawn on the first rank of the stage, and told to the others."""
+        scores = self._peers.gather(self._model.state_scores(states if self._exit is None else self._exit(states)))
+        if self._peers.world_size == 1:
+            assert scores is not None, "the only rank gathers"
+            return draw_tokens(scores, draws)
+        told = None if scores is None else msgspec.msgpack.encode(draw_tokens(scores, draws))
+        return msgspec.msgpack.decode(self._peers.broadcast(told), type=list[int])
