@@ -7,7 +7,7 @@ import pytest
 from phalanx_runtime.checkpoint.locate_exit import locate_exit
 from phalanx_runtime.errors import ModelError
 from tests.runtime.hub import running_hub
-from tests.runtime.test_checkpoint_stores import Kind, each, kind
+from tests.runtime.store_kinds import Kind, each, kind
 
 __all__ = ["kind"]
 NAME = "exit.safetensors"
