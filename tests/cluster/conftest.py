@@ -9,7 +9,9 @@ import pytest
 
 from tests.cluster import operator as installation
 from tests.cluster import real_model as real_model_source
+from tests.cluster import tiny_model
 from tests.cluster.fixtures import Cluster, cluster
+from tests.cluster.scenes import Scene
 
 __all__ = ["cluster"]
 
@@ -50,3 +52,13 @@ def real_model(cluster: Cluster, namespace: str, real_model_dir: Path) -> str:
     """The model's address for pods of this module's namespace."""
     cluster.claim(namespace, "models", real_model_dir.parent)
     return f"pvc://models/{real_model_source.NAME}"
+
+
+@pytest.fixture(scope="module")
+def scene(cluster: Cluster, namespace: str) -> Iterator[Scene]:
+    """A namespace with the tiny models, where a scenario makes its services; what it leaves is deleted at the end."""
+    cluster.claim(namespace, "models", tiny_model.folder())
+    made = Scene(cluster, namespace)
+    yield made
+    made.kubectl("delete", "infsvc", "--all", "--wait=false")
+    made.free_all()

@@ -20,6 +20,8 @@ from tests.cluster.programs import Programs
 
 CORE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 READY_LIMIT_S = 90.0
+GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
+"""PodGroups of Kubernetes and their scheduling, which are alpha: switched on in API server, controllers and scheduler."""
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 COREFILE = f""".:{DNS_PORT} {{{{
   errors
@@ -73,6 +75,7 @@ def start_api(files: ClusterFiles, programs: Programs, api: Api) -> None:
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         *(f"--proxy-client-cert-file={pki}/front-proxy-client.crt", f"--proxy-client-key-file={pki}/front-proxy-client.key"),
         *("--allow-privileged=true", "--profiling=false"),
+        *(GANGS, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
     )
     daemons.wait_until("API server ready", api.is_ready, READY_LIMIT_S, server)
 
@@ -86,6 +89,7 @@ def start_controllers(files: ClusterFiles, programs: Programs) -> daemons.Daemon
         return (
             *(f"--kubeconfig={config}", f"--authentication-kubeconfig={config}", f"--authorization-kubeconfig={config}"),
             *("--leader-elect=false", "--bind-address=127.0.0.1", f"--cert-dir={files.run}", "--profiling=false"),
+            GANGS,
         )
 
     manager = _start(

@@ -1,0 +1,123 @@
+"""S16, S17, S38: groups are placed whole or not at all, and evictions break one at a time."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import service as svc
+from tests.cluster.scenes import Scene, always, at_most, is_placed, is_ready
+from tools.errors import Failed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+TIMEOUT_S = 20
+NATIVE = "/apis/scheduling.k8s.io/v1alpha2"
+
+
+@pytest.fixture
+def crowded(scene: Scene) -> Iterator[Scene]:
+    """A namespace whose scenario takes devices away, and gives them back."""
+    if scene.cluster.files is None:
+        pytest.skip("devices are taken away: the cluster of this machine only")
+    scene.gone()
+    yield scene
+    scene.free_all()
+    scene.gone()
+
+
+def has_native(scene: Scene) -> bool:
+    try:
+        scene.cluster.kubectl("get", "--raw", NATIVE)
+    except Failed:
+        return False
+    return True
+
+
+def placed(scene: Scene) -> dict[str, int]:
+    """How many pods of each group have nodes."""
+    return {name: sum(is_placed(pod) for pod in pods.values()) for name, pods in scene.by_group().items()}
+
+
+def test_s16_no_pod_of_a_group_runs_until_all_of_them_can(crowded: Scene) -> None:
+    assert has_native(crowded), "the test cluster serves PodGroups"
+    crowded.leave(2)
+    with always(lambda: str({g: n for g, n in placed(crowded).items() if 0 < n < 3} or "")) as halves:
+        crowded.apply(crowded.manifest(replicas=1, pods=3, placement={"gang": {"mode": "Native"}}))
+        svc.wait_for(lambda: [len(pods) for pods in crowded.by_group().values()] == [3], 60, "three pods")
+        time.sleep(15)
+        assert list(placed(crowded).values()) == [0]
+        assert crowded.condition("CapacityAvailable")[0] == "False"
+        assert crowded.status()["gang"] == "Native"
+        group = crowded.groups()[0]
+        owners = crowded.get("podgroups.scheduling.k8s.io", group)["metadata"]["ownerReferences"]
+        assert [owner["uid"] for owner in owners] == [crowded.sets()[group]["metadata"]["uid"]]
+    assert halves == []
+    crowded.free_all()
+    crowded.wait_ready(1, 300)
+    assert list(placed(crowded).values()) == [3]
+    crowded.kubectl("delete", "statefulset", group)
+    svc.wait_for(lambda: group not in crowded.kubectl("get", "podgroups.scheduling.k8s.io", "-o", "name"), 60, "it goes with it")
+
+
+def test_s17_of_two_groups_with_room_for_one_there_is_one_whole_and_a_half_one_gives_back(crowded: Scene) -> None:
+    crowded.leave(3)
+    gang = {"mode": "Fallback", "timeoutSeconds": TIMEOUT_S}
+    crowded.apply(crowded.manifest(replicas=2, pods=2, placement={"gang": gang}))
+
+    def look() -> str:
+        halves = [group for group, count in placed(crowded).items() if count == 1]
+        return at_most(1, halves, "two half groups")
+
+    with always(look) as wrong:
+        svc.wait_for(lambda: len(crowded.ready_groups()) == 1, 300, "one group is whole")
+        whole = crowded.ready_groups()[0]
+        svc.wait_for(lambda: crowded.condition("CapacityAvailable")[0] == "False", 60, "the shortage is said")
+        half = svc.wait_for(lambda: next((g for g in crowded.sets() if g != whole), None), 60, "the other one is tried")
+        svc.wait_for(lambda: half not in crowded.sets(), TIMEOUT_S + 30, "a half group is given up")
+        svc.wait_for(lambda: half not in crowded.by_group(), 60, "its pods are gone")
+        svc.wait_for(lambda: sum(crowded.free_devices().values()) == 1, 30, "its device is free for others")
+        assert crowded.condition("Available") == ("True", "Serving")
+    assert wrong == []
+    crowded.free_all()
+    crowded.wait_ready(2, 500)
+    assert whole in crowded.groups()
+    assert crowded.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+def drain(scene: Scene, node: str) -> "subprocess.Popen[bytes]":
+    """A drain of a node's groups, under way."""
+    flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s")
+    ours = ("--pod-selector", f"phalanx.dev/component=group,phalanx.dev/service=chat,{SCENE}={scene.namespace}")
+    command = scene.cluster.command(scene.cluster.kubectl_program, "drain", node, *flags, *ours)
+    return subprocess.Popen(command, env=scene.cluster.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+SCENE = "example.com/scene"
+
+
+def test_s38_two_nodes_drained_at_once_break_one_group_at_a_time(scene: Scene) -> None:
+    scene.gone()
+    manifest = scene.manifest(replicas=3, pods=4, placement={"gang": {"mode": "Native" if has_native(scene) else "Fallback"}})
+    manifest["spec"]["podTemplate"]["metadata"] = {"labels": {SCENE: scene.namespace}}
+    scene.apply(manifest)
+    scene.wait_ready(3, 900)
+    nodes = sorted({pod["spec"]["nodeName"] for pod in scene.pods().values()})
+    drains = [drain(scene, node) for node in nodes]
+
+    def look() -> str:
+        broken = [g for g, pods in scene.by_group().items() if len(pods) < 4 or not all(is_ready(p) for p in pods.values())]
+        return at_most(1, broken, "several groups are broken")
+
+    try:
+        with always(look) as wrong:
+            time.sleep(60)
+        assert wrong == []
+        assert scene.condition("Available") == ("True", "Serving")
+    finally:
+        for one in drains:
+            one.wait(120)
+        for node in nodes:
+            scene.cluster.kubectl("uncordon", node)
+    scene.wait_ready(3, 900)
+    scene.gone()

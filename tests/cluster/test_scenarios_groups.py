@@ -1,0 +1,129 @@
+"""S1, S2, S5, S7, S10: the life of groups, and one of two stages of two ranks over both nodes.
+
+The tests share a namespace and run in order; each takes its service away, or leaves it Ready with the groups that it says.
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import service as svc
+from tests.cluster.clients import Streams, Told
+from tests.cluster.scenes import Scene
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def four(scene: Scene) -> Iterator[Scene]:
+    """Two groups of four pods, Ready."""
+    scene.apply(scene.manifest(replicas=2, pods=4))
+    scene.wait_ready(2, 600)
+    yield scene
+    scene.gone()
+
+
+def test_s1_scaling_out_adds_whole_groups_and_touches_no_pod(four: Scene) -> None:
+    before = four.uids()
+    four.scale(4)
+    svc.wait_for(lambda: four.condition("Progressing") == ("True", "Scaling"), 30, "it progresses")
+    assert four.condition("Ready")[0] == "False"
+    four.wait_ready(4, 600)
+    after = four.uids()
+    assert len(after) == 16
+    assert {name: after[name] for name in before} == before
+    assert four.condition("Progressing") == ("True", "Complete")
+
+
+def test_s2_scaling_in_restarts_no_pod_that_stays(four: Scene) -> None:
+    before = {name: four.fingerprints(name) for name in four.groups()}
+    four.scale(2)
+    four.wait_ready(2, 300)
+    left = four.groups()
+    assert len(left) == 2
+    assert {name: four.fingerprints(name) for name in left} == {name: before[name] for name in left}
+
+
+def test_s5_a_group_that_is_deleted_by_hand_is_replaced(four: Scene) -> None:
+    victim, other = sorted(four.groups())
+    before = four.fingerprints(other)
+    four.kubectl("delete", "statefulset", victim, "--wait=false")
+    svc.wait_for(lambda: victim not in four.sets() and len(four.sets()) == 2, 60, "a replacement")
+    four.wait_ready(2, 400)
+    assert victim not in four.groups()
+    assert four.fingerprints(other) == before
+
+
+def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene: Scene) -> None:
+    scene.gone()
+    scene.apply(scene.manifest(replicas=2, pods=3))
+    scene.wait_ready(2, 400)
+    struck, other = sorted(scene.groups())
+    incarnations = {name: scene.incarnation(name) for name in (struck, other)}
+    calm = scene.fingerprints(other)
+    scene.kubectl("delete", "pod", f"{struck}-2", "--wait=false", "--grace-period=1")
+    svc.wait_for(lambda: scene.incarnation(struck) > incarnations[struck], 120, "all ranks of the group start anew")
+    scene.wait_ready(2, 300)
+    assert scene.incarnation(struck) > incarnations[struck], "no rank of the former incarnation is left"
+    assert (scene.fingerprints(other), scene.incarnation(other)) == (calm, incarnations[other])
+    told = {group["name"]: group for group in scene.status()["groups"]}
+    assert told[struck]["restarts"] == 0, "a pod that was deleted is no fault of the group"
+
+
+@pytest.mark.parametrize("how", ["foreground", "background"])
+def test_s7_deletion_leaves_nothing_even_without_an_operator(scene: Scene, how: str) -> None:
+    scene.gone()
+    scene.apply(scene.manifest(replicas=1))
+    scene.wait_ready(1, 300)
+    kinds = "statefulsets,deployments,pods,services,secrets,serviceaccounts,roles,rolebindings,configmaps,poddisruptionbudgets"
+    of_it = ("-l", "phalanx.dev/service=chat", "-o", "name")
+    scene.stop_operator()
+    try:
+        scene.kubectl("delete", "infsvc", "chat", f"--cascade={how}", "--wait=false")
+        svc.wait_for(lambda: not scene.kubectl("get", kinds, *of_it).split(), 240, "nothing of it is left")
+        svc.wait_for(lambda: not scene.kubectl("get", "infsvc", "-o", "name").split(), 60, "the service is gone")
+    finally:
+        scene.start_operator()
+
+
+def answers(scene: Scene) -> list[Told]:
+    """Greedy and seeded streams, whole."""
+    told = Streams(scene.url, bodies()).run()
+    assert [(one.error, len(one.tokens)) for one in told] == [(None, TOKENS)] * len(told)
+    return told
+
+
+def bodies() -> list[dict[str, object]]:
+    fixed = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    return [{**fixed, "prompt": f"stage {i}", "temperature": float(i % 2), "seed": 7 + i} for i in range(4)]
+
+
+def test_two_stages_of_two_ranks_over_both_nodes_equal_one_rank_and_outlive_a_pod_of_the_second(scene: Scene) -> None:
+    scene.gone()
+    scene.apply(scene.manifest(replicas=1, pods=1))
+    scene.wait_ready(1, 300)
+    alone = answers(scene)
+    scene.gone()
+    manifest = scene.manifest(replicas=1, pods=2)
+    manifest["spec"]["parallelism"] = {"tensor": 2, "pipeline": 2, "gpusPerPod": 1}
+    selector = {"matchLabels": {"phalanx.dev/service": "chat", "phalanx.dev/component": "group"}}
+    spread = [{**svc.SPREAD, "labelSelector": selector}]
+    manifest["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"] = spread
+    scene.apply(manifest)
+    scene.wait_ready(1, 400)
+    group = scene.groups()[0]
+    pods = scene.by_group()[group]
+    assert len(pods) == 4 and len({pod["spec"]["nodeName"] for pod in pods.values()}) == 2
+    assert [one.tokens for one in answers(scene)] == [one.tokens for one in alone]
+    before = scene.incarnation(group)
+    kill = ("delete", "pod", f"{group}-3", "--wait=false", "--grace-period=1")
+    struck = Streams(scene.url, bodies(), lambda: scene.kubectl(*kill))
+    told = struck.run()
+    assert struck.spread is not None
+    assert [(one.error, one.tokens) for one in told] == [(None, one.tokens) for one in alone]
+    scene.wait_ready(1, 300)
+    assert scene.incarnation(group) > before
+    time.sleep(1)
+    assert [one.tokens for one in answers(scene)] == [one.tokens for one in alone]

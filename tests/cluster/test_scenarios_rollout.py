@@ -1,0 +1,156 @@
+"""S11, S21, S24, S25, S26, S28, S32: how groups are replaced and leave, with requests where the scenario speaks of them."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import service as svc
+from tests.cluster.clients import Streams
+from tests.cluster.scenes import Scene, always, at_most
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+PRE_STOP_S = 8
+
+
+@pytest.fixture(scope="module")
+def rolled(scene: Scene) -> Iterator[Scene]:
+    """A service of one-pod groups, which the tests scale as they need."""
+    scene.apply(scene.manifest(replicas=4, pods=1))
+    scene.wait_ready(4, 400)
+    yield scene
+    scene.gone()
+
+
+def test_s21_never_more_than_one_group_is_missing_nor_one_too_many(rolled: Scene) -> None:
+    before = set(rolled.groups())
+
+    def look() -> str:
+        ready, there = rolled.ready_groups(), rolled.sets()
+        few = "" if len(ready) >= 3 else f"only {len(ready)} of 4 groups are ready"
+        return few or at_most(4, list(there), "too many groups")
+
+    with always(look) as wrong:
+        rolled.roll("s21")
+        svc.wait_for(lambda: rolled.is_ready(4) and not before & set(rolled.groups()), 600, "all groups are new")
+    assert wrong == []
+
+
+def test_s11_each_group_is_replaced_once_and_no_pod_twice(rolled: Scene) -> None:
+    rolled.scale(2)
+    rolled.wait_ready(2, 300)
+    old = {name: body["metadata"]["uid"] for name, body in rolled.sets().items()}
+    sets: dict[str, set[str]] = {}
+    pods: dict[str, set[str]] = {}
+
+    def look() -> str:
+        for body in rolled.get("statefulsets")["items"]:
+            sets.setdefault(body["metadata"]["name"], set()).add(body["metadata"]["uid"])
+        for name, uid in rolled.uids().items():
+            pods.setdefault(name, set()).add(uid)
+        return ""
+
+    with always(look):
+        rolled.roll("s11")
+        svc.wait_for(lambda: rolled.is_ready(2) and not set(old) & set(rolled.groups()), 400, "both groups are new")
+    assert len(sets) == 4 and all(len(uids) == 1 for uids in sets.values()), sets
+    assert all(len(uids) == 1 for uids in pods.values()), pods
+
+
+def test_s28_no_request_fails_while_a_rollout_goes_on(rolled: Scene) -> None:
+    rolled.scale(2)
+    rolled.wait_ready(2, 300)
+    before = set(rolled.groups())
+    with rolled.traffic() as traffic:
+        settled = traffic.answered
+        rolled.roll("s28")
+        svc.wait_for(lambda: rolled.is_ready(2) and not before & set(rolled.groups()), 400, "both groups are new")
+        during = traffic.answered - settled
+        time.sleep(5)
+    assert traffic.failed == []
+    assert during > 5 and traffic.answered > settled + during, "requests came before, during and after"
+
+
+def test_s26_a_rollout_that_is_changed_half_way_ends_at_the_last_word(rolled: Scene) -> None:
+    rolled.scale(3)
+    rolled.wait_ready(3, 300)
+    before = set(rolled.groups())
+    rolled.roll("s26-first")
+    svc.wait_for(lambda: before - set(rolled.sets()), 120, "the rollout has begun")
+    rolled.scale(4)
+    svc.wait_for(lambda: len(rolled.sets()) == 4, 120, "a group more")
+    rolled.roll("s26-last")
+    rolled.scale(2)
+    last = rolled.get("infsvc", "chat")["metadata"]["generation"]
+    svc.wait_for(lambda: rolled.status().get("observedGeneration", 0) >= last, 60, "the operator saw it")
+    svc.wait_for(lambda: rolled.is_ready(2), 600, "two groups")
+    notes = {pod["metadata"]["annotations"]["example.com/round"] for pod in rolled.pods().values()}
+    assert notes == {"s26-last"} and not before & set(rolled.groups())
+
+
+def test_s32_a_stream_outlives_the_scale_in_of_its_group_and_pods_have_their_pre_stop(rolled: Scene) -> None:
+    rolled.patch({"replicas": 2, "drain": {"preStopSeconds": PRE_STOP_S, "timeoutSeconds": 120}})
+    rolled.roll("s32")  # pods have the pause that held when they were made
+    rolled.wait_ready(2, 400)
+    svc.wait_for(lambda: rolled.condition("Progressing") == ("True", "Complete"), 400, "all have it")
+    tokens = 900
+    fixed = {"model": "tiny", "max_tokens": tokens, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    asked = [{**fixed, "prompt": f"a long one, {i}", "seed": i} for i in range(6)]
+    began: dict[str, float] = {}
+    lived: dict[str, float] = {}
+
+    def look() -> str:
+        now, there = time.monotonic(), rolled.pods()
+        for name, pod in there.items():
+            if "deletionTimestamp" in pod["metadata"]:
+                began.setdefault(name, now)
+        lived.update({name: now - at for name, at in began.items() if name not in there and name not in lived})
+        return ""
+
+    with always(look):
+        streams = Streams(rolled.url, asked, lambda: rolled.scale(1))
+        told = streams.run()
+        rolled.wait_ready(1, 300)
+        svc.wait_for(lambda: len(rolled.pods()) == 1, 120, "its pod is gone")
+        time.sleep(1)
+    assert [(one.error, one.finish, len(one.tokens)) for one in told] == [(None, "length", tokens)] * len(asked)
+    assert streams.spread is not None
+    assert list(lived.values()) and min(lived.values()) >= PRE_STOP_S - 1, lived
+
+
+def test_s25_groups_that_never_ran_hold_no_rollout_up(rolled: Scene) -> None:
+    rolled.patch({"drain": {"preStopSeconds": 0}})
+    rolled.gone()
+    bad = rolled.manifest(replicas=2, pods=1, engine={"image": "registry.invalid/none:1"})
+    rolled.apply(bad)
+    svc.wait_for(lambda: rolled.condition("Ready") == ("False", "ImagePullFailed"), 180, "the image is not there")
+    old = set(rolled.sets())
+    rolled.patch({"engine": {"image": None}})
+    svc.wait_for(lambda: not old & set(rolled.sets()), 30, "both are replaced at once")
+    rolled.wait_ready(2, 300)
+
+
+def test_s24_a_surge_without_room_takes_one_group_first(scene: Scene) -> None:
+    if scene.cluster.files is None:
+        pytest.skip("devices are taken away: the cluster of this machine only")
+    scene.gone()
+    scene.apply(scene.manifest(replicas=2, pods=1, rollout={"maxSurge": 1, "maxUnavailable": 1, "surgeTimeoutSeconds": 20}))
+    scene.wait_ready(2, 300)
+    old = set(scene.groups())
+    scene.leave(0)
+    try:
+        began = time.monotonic()
+
+        def look() -> str:
+            ready = scene.ready_groups()
+            early = time.monotonic() - began < 19 and len(old & set(scene.sets())) < 2
+            return "an old group went before the time was over" if early else "" if ready else "no group is ready"
+
+        with always(look) as wrong:
+            scene.roll("s24")
+            svc.wait_for(lambda: scene.condition("Progressing") == ("True", "SurgeUnschedulable"), 120, "the surge is given up")
+            svc.wait_for(lambda: scene.is_ready(2) and not old & set(scene.groups()), 400, "it went on without a device more")
+        assert wrong == []
+    finally:
+        scene.free_all()
+    assert scene.condition("CapacityAvailable") == ("True", "Scheduled")

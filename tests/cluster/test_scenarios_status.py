@@ -1,0 +1,99 @@
+"""S44, S47, S49: what the API server refuses, services that do not disturb one another, and an operator that leaves rest alone.
+
+S30 (an upgrade of the operator moves no pod) and S43 (two operators) are tests/cluster/test_operator.py.
+"""
+
+import json
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import operator as installation
+from tests.cluster import service as svc
+from tests.cluster.rule_cases import TARGETS
+from tests.cluster.scenes import Scene
+from tools.errors import Failed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+CALM_S = 60.0
+TABLE: list[tuple[str, dict[str, Any]]] = [
+    ("spec.replicas", {"replicas": -1}),
+    ("spec.parallelism.tensor", {"parallelism": {"tensor": 0}}),
+    ("spec.parallelism.pipeline", {"parallelism": {"pipeline": 0}}),
+    ("spec.parallelism.gpusPerPod", {"parallelism": {"tensor": 4, "gpusPerPod": 3}}),
+    ("spec.autoscaling.minReplicas", {"autoscaling": {"minReplicas": 5, "maxReplicas": 4, "targets": TARGETS}}),
+    ("spec.rollout.maxUnavailable", {"rollout": {"maxUnavailable": 0, "maxSurge": 0}}),
+    ("spec.model.uri", {"model": {"uri": "ftp://host/x"}}),
+]
+
+
+@pytest.mark.parametrize(("field", "spec"), TABLE, ids=[field for field, _ in TABLE])
+def test_s44_a_bad_manifest_is_refused_naming_the_field(scene: Scene, field: str, spec: dict[str, Any]) -> None:
+    manifest = scene.manifest()
+    manifest["spec"] |= spec
+    with pytest.raises(Failed, match=rf"{re.escape(field)}\b"):
+        scene.apply(manifest)
+
+
+def test_s44_an_over_long_name_is_refused_naming_the_field(scene: Scene) -> None:
+    with pytest.raises(Failed, match=r"metadata\.name"):
+        scene.apply(scene.manifest(name="a" * 41))
+
+
+def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene) -> None:
+    """Its model is not there, which ends each start at once."""
+    scene.apply(scene.manifest(replicas=1, pods=1))
+    scene.wait_ready(1, 300)
+    broken = scene.manifest(name="broken", pods=1)
+    broken["spec"]["model"] = {"uri": "file:///opt/no-such-model"}
+    scene.apply(broken)
+    svc.wait_for(lambda: scene.status("broken").get("groups"), 60, "the broken one is tried")
+    time.sleep(10)
+    before = scene.get("infsvc", "chat")["metadata"]["resourceVersion"]
+    died = svc.wait_for(lambda: deaths(scene, "broken") or None, 180, "it dies")
+    svc.wait_for(lambda: deaths(scene, "broken") > died, 120, "it dies again")
+    assert scene.get("infsvc", "chat")["metadata"]["resourceVersion"] == before
+    assert "no such file" in " ".join(group["reason"] for group in scene.status("broken")["groups"])
+    scene.gone("broken")
+
+
+def deaths(scene: Scene, name: str) -> int:
+    """How often the groups of a service died, as its status says."""
+    return sum(int(group.get("restarts", 0)) for group in scene.status(name).get("groups", []))
+
+
+def operator_writes(scene: Scene) -> float:
+    """Calls of the leading operator that change anything, but for its Lease; by its own count."""
+    of = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
+    total = 0.0
+    for pod in json.loads(scene.cluster.kubectl(*of))["items"]:
+        page = httpx.get(f"http://{pod['status']['podIP']}:8080/metrics", timeout=10).text
+        for line in page.splitlines():
+            labels = line.partition("{")[2].partition("}")[0]
+            if line.startswith("phalanx_operator_api_calls_total{") and "leases" not in labels:
+                if re.search(r'"(create|apply|merge|replace|delete|POST|PATCH|PUT|DELETE)"', labels):
+                    total += float(line.rpartition(" ")[2])
+    return total
+
+
+def versions(scene: Scene) -> dict[str, str]:
+    """The version of every object of the service, of the service itself and of its events."""
+    kinds = "infsvc,statefulsets,deployments,pods,services,secrets,configmaps,poddisruptionbudgets,networkpolicies,roles,events"
+    items = scene.get(kinds)["items"]
+    return {f"{one['kind']}/{one['metadata']['name']}": one["metadata"]["resourceVersion"] for one in items}
+
+
+def test_s49_a_service_at_rest_costs_no_write(scene: Scene) -> None:
+    if not scene.get("infsvc")["items"]:
+        scene.apply(scene.manifest(replicas=1, pods=1))
+    scene.wait_ready(1, 300)
+    time.sleep(15)
+    before, wrote = versions(scene), operator_writes(scene)
+    time.sleep(CALM_S)
+    assert versions(scene) == before
+    assert operator_writes(scene) == wrote
+    assert wrote > 0, "the count is of this operator"
+    scene.gone()
