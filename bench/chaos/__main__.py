@@ -60,12 +60,9 @@ class Result:
 def manifest(cluster: Cluster) -> dict[str, Any]:
     """The service. A group's pods lie on one node, so that a lost node takes some groups and not all."""
     made = svc.manifest(NAME, model=f"pvc://models/{tiny_model.NAME}", replicas=GROUPS, servedNames=["tiny"])
-    ours = {"matchLabels": {"phalanx.dev/service": NAME, "phalanx.dev/component": "group"}}
-    place = {"topologyKey": "kubernetes.io/hostname", "labelSelector": ours}
-    together = {"requiredDuringSchedulingIgnoredDuringExecution": [{**place, "matchLabelKeys": ["phalanx.dev/group"]}]}
-    template = made["spec"]["podTemplate"]["spec"]
-    template["topologySpreadConstraints"] = [{**place, "maxSkew": 2, "whenUnsatisfiable": "ScheduleAnyway"}]
-    template["affinity"] = {"podAffinity": together}
+    del made["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"]
+    one_node = {"key": "kubernetes.io/hostname", "mode": "Required"}
+    made["spec"]["placement"] = {"topology": one_node, "spreadGroups": "Preferred"}
     made["spec"]["engine"] |= {"kvCacheMemory": "64Mi", "maxModelLen": 2048}
     made["spec"]["router"] = {"replicas": ROUTERS}
     made["spec"]["restartPolicy"] = {"nodeLostSeconds": 30}

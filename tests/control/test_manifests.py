@@ -30,6 +30,21 @@ def test_the_crd_of_the_chart_is_the_crd() -> None:
     assert (CHART / "crds" / "inferenceservices.yaml").resolve() == (ROOT / "crds" / "inferenceservices.yaml").resolve()
 
 
+@pytest.mark.parametrize("name", ["rbac.yaml", "service.yaml"])
+def test_the_chart_says_what_the_base_does(name: str) -> None:
+    """Without Helm, for every commit; tests/cluster compares what both tools make of all of it."""
+    base, template = (MANIFESTS / "base" / name).read_text(), (CHART / "templates" / name).read_text()
+    assert template == base.replace("phalanx-system", "{{ .Release.Namespace }}")
+
+
+@pytest.mark.parametrize("name", ["gpu-cluster", "installation"])
+def test_fields_that_a_page_names_are_there(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    known = set(re.findall(r"^\| `(spec\.[\w.]+)` ", (ROOT / "docs" / "api.md").read_text(), re.M))
+    named = {field for field in re.findall(r"`(spec\.\w+(?:\.\w+)*)", page) if not field.startswith("spec.podTemplate")}
+    assert named and sorted(named - known) == []
+
+
 def test_the_schema_of_values_knows_each_of_them_and_no_other() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
