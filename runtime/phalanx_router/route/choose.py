@@ -4,7 +4,7 @@
     home         the candidate that holds most of the prompt: up to 0.1 s cheaper, but never when it is overloaded and another
                  is a fifth cheaper
     near-equals  within 5 % of the least, which no cost model can tell apart: the home, unless it is crowded, else two of them by
-                 the draw, the one of the two with fewer requests
+                 the draw, the one of the two with the earlier first token, else with fewer requests
 
 So several routers that see the same reports do not all pick the same group. Groups that just failed or refused this request are
 left out.
@@ -78,7 +78,7 @@ def choose(
     if home is not None:
         costs[home] -= min(HOME_S, hits[candidates[home].key] * candidates[home].token_s)
     near = _near_equal(costs)
-    place = home if home in near and not _is_crowded(candidates, home) else _pick(near, candidates, costs, draw)
+    place = home if home in near and not _is_crowded(candidates, home) else _pick(near, candidates, parts, draw)
     view = candidates[place]
     if reason is None:
         reason = "only" if len(candidates) == 1 else "home" if place == home else "tie" if len(near) > 1 else "least"
@@ -131,12 +131,16 @@ def _requests(view: GroupView) -> int:
     return view.running + view.waiting
 
 
-def _pick(near: Sequence[int], candidates: Sequence[GroupView], costs: Sequence[float], draw: float) -> int:
-    """The one of two of these, which the draw picks, with fewer requests, else the cheaper; the first of the two when equal."""
+def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[Terms], draw: float) -> int:
+    """The one of two of these, which the draw picks, with the earlier first token, else with fewer requests, else the first."""
     count = len(near)
     if count == 1:
         return near[0]
     place, rest = divmod(draw * count, 1.0)
     one = near[int(place)]
     other = near[(int(place) + 1 + int(rest * (count - 1))) % count]
-    return other if (_requests(candidates[other]), costs[other]) < (_requests(candidates[one]), costs[one]) else one
+
+    def rank(place: int) -> tuple[float, int]:
+        return parts[place].first_token_s * parts[place].factor, _requests(candidates[place])
+
+    return other if rank(other) < rank(one) else one
