@@ -5,12 +5,13 @@
 Each row: prompts of one kind, so many at once, greedy, a prompt again and again with another first line where there are more
 requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and the row tells the
 median of the rounds' ratios. Times are those of the decoding steps, of an engine without HTTP. In bf16 a step with proposals
-may round otherwise, so texts may part; --dtype float32 counts tokens that differ.
+may round otherwise, so texts may part; --dtype float32 counts texts that differ. One thread is measured by its own time on the
+processor, so that neighbours hardly count.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -50,8 +51,9 @@ class Outcome:
 class Engine:
     """A scheduler that is kept between rounds, as a server's is: what it learns of times and acceptance stays."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, speculating: Speculating) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits, speculating: Speculating, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._clock = clock
         self.scheduler: Scheduler = make_scheduler(limits, runner.pool, Rules(prefix_caching=False, speculating=speculating))
         self._handle = 0
 
@@ -65,15 +67,15 @@ class Engine:
             sampling = wire.Sampling(max_tokens, self._handle, temperature=0.0)
             self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
         while not self.scheduler.is_idle():
-            began = time.perf_counter()
+            began = self._clock()
             plan = self.scheduler.schedule(began)
             assert plan is not None
-            computing = time.perf_counter()
+            computing = self._clock()
             self._runner.start(plan)
             result = self._runner.finish()
-            frame = self.scheduler.commit(result, time.perf_counter() - computing)
+            frame = self.scheduler.commit(result, self._clock() - computing)
             if not plan.admitted and len(plan.draws) == len(plan.rows) and all(index for _, index in plan.draws):
-                outcome.decode_s += time.perf_counter() - began
+                outcome.decode_s += self._clock() - began
                 outcome.decoded += len(frame.tokens)
                 outcome.steps += 1
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
@@ -156,9 +158,10 @@ def main() -> None:
     runner = load(args)
     limits = Limits(2048, 64, 512)
     method: Method = args.method
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     engines = [
-        Engine(runner, limits, Speculating()),
-        Engine(runner, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}))),
+        Engine(runner, limits, Speculating(), clock),
+        Engine(runner, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method})), clock),
     ]
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(

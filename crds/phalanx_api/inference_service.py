@@ -18,6 +18,7 @@ from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
 from phalanx_api.schema import Record, rule, rules, with_rules
+from phalanx_api.speculation import MAX_DEPTH
 from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy, Rollout
 
 GROUP = "phalanx.dev"
@@ -174,6 +175,15 @@ class Resources(Record):
     """Size of /dev/shm, where ranks of a pod meet; it counts as memory."""
 
 
+class Speculative(Record):
+    """Tokens that are proposed and then verified, several in one step. It changes times, never tokens."""
+
+    method: Literal["None", "NGram"] = "None"
+    """NGram proposes what followed the last tokens where they occurred before, in prompt or output."""
+    num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
+    """Most tokens that are proposed for a request in a step; how many there are follows what pays, down to none under load."""
+
+
 class Engine(Record):
     """Settings of the runtime; each is a flag of `phalanx-runtime serve`, and unset ones keep its defaults."""
 
@@ -189,6 +199,8 @@ class Engine(Record):
     """Memory of the KV cache of each rank; measured otherwise."""
     gpu_memory_utilization: str | None = Field(default=None, max_length=5, pattern=r"^0\.(0[1-9]|[1-9][0-9]?)$|^1(\.0{1,2})?$")
     """Share of a device's memory that weights and KV cache may take, such as "0.90"."""
+    speculative: Speculative | None = None
+    """Who proposes tokens, where a request does not say; without it nobody."""
 
 
 class ApiKeys(Record):

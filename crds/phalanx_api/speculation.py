@@ -1,5 +1,6 @@
 """Words of speculation that the door, the link and the engine share: how tokens are proposed, and what became of them."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -7,6 +8,8 @@ import msgspec
 Method = Literal["none", "ngram", "draft", "self_draft"]
 """Who proposes: nobody; earlier occurrences of the last tokens; a draft model; the target's first layers."""
 METHODS: tuple[Method, ...] = get_args(Method)
+METHOD_OF: Mapping[str, Method] = {"None": "none", "NGram": "ngram", "Draft": "draft", "SelfDraft": "self_draft"}
+"""By the names that a service's manifest has for them."""
 MAX_DEPTH = 16
 """Most tokens that are proposed for one request in a step."""
 

@@ -31,6 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
             "pageSize": 32,
             "kvCacheMemory": "1Gi",
             "gpuMemoryUtilization": "0.85",
+            "speculative": {"method": "NGram", "numTokens": 6},
         },
     },
     "claim-on-cpu": {

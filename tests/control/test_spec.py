@@ -56,6 +56,8 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
         ({"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization", "pattern"),
+        ({"engine": {"speculative": {"method": "Oracle"}}}, "spec.engine.speculative.method", "NGram"),
+        ({"engine": {"speculative": {"numTokens": 17}}}, "spec.engine.speculative.numTokens", "less than or equal to 16"),
         ({"resources": {"memory": "much"}}, "spec.resources.memory", "pattern"),
         ({"resources": {"cpu": True}}, "spec.resources.cpu", "string"),
         ({"servedNames": []}, "spec.servedNames", "at least 1"),

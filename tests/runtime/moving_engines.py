@@ -23,6 +23,7 @@ from tests.runtime.ranks import JOIN_S, Build, make_model_runner, make_places
 
 SECRET = Secret(b"token", 1)
 LIMITS = Limits(max_model_len=256, max_num_seqs=6, max_num_batched_tokens=64)
+RULES = Rules(model="tiny")
 WAIT_S = 30.0
 
 
@@ -77,7 +78,9 @@ class Group:
 
 
 @contextmanager
-def running_group(folder: Path, pods: Sequence[int], build: Build, limits: Limits = LIMITS) -> Iterator[Group]:
+def running_group(
+    folder: Path, pods: Sequence[int], build: Build, limits: Limits = LIMITS, rules: Rules = RULES
+) -> Iterator[Group]:
     """A group whose engine serves on a thread of its own, as long as the block runs."""
     group, met = Group(), threading.Barrier(sum(pods))
 
@@ -97,9 +100,7 @@ def running_group(folder: Path, pods: Sequence[int], build: Build, limits: Limit
                 return
             ports = [group.doors[rank].port for rank in range(place.world_size)]
             carrier = PageCarrier(door, reports, [""] * len(ports), ports, range(len(ports)), SECRET)
-            group.loop = EngineLoop(
-                runner, limits, group.channel, rules=Rules(model="tiny"), grammars=runner.grammars, carrier=carrier
-            )
+            group.loop = EngineLoop(runner, limits, group.channel, rules=rules, grammars=runner.grammars, carrier=carrier)
             group.loop.run()
             if len(ports) > 1:
                 runner.dismiss()
@@ -132,8 +133,10 @@ class Field:
 
 
 @contextmanager
-def running_field(folder: Path, groups: Sequence[Sequence[int]], build: Build, limits: Limits = LIMITS) -> Iterator[Field]:
+def running_field(
+    folder: Path, groups: Sequence[Sequence[int]], build: Build, limits: Limits = LIMITS, rules: Rules = RULES
+) -> Iterator[Field]:
     """So many groups, each with pods of so many ranks."""
     with ExitStack() as stack:
-        running = [stack.enter_context(running_group(folder, pods, build, limits)) for pods in groups]
+        running = [stack.enter_context(running_group(folder, pods, build, limits, rules)) for pods in groups]
         yield Field(running, Mover([group.channel for group in running]))

@@ -5,19 +5,23 @@ In float64, where no near-tie is excused.
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from bench.mover import Mover, Stream
 from phalanx_api import moves, wire
 from phalanx_api.seeds import mix
+from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.speculator import Speculating
 from phalanx_runtime.model.source import Level
 from tests.runtime.corrupting import Corrupting
-from tests.runtime.moving_engines import Field, running_field
+from tests.runtime.moving_engines import RULES, Field, running_field
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
@@ -96,6 +100,37 @@ def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Mover, mod
     assert num_moves >= 4
     assert num_bytes > 0
     router.settle()
+
+
+def test_requests_with_proposals_move_and_go_on_with_equal_tokens(model: Path) -> None:
+    """They are looked up anew at the target. What was accepted lies in the pages that move, what was rejected does not count."""
+    few = {"allowed_token_ids": [3, 4, 5]}
+    kinds = {
+        "greedy": {"presence_penalty": 0.1, **few},
+        "seeded": {"temperature": 0.5, **few},
+        "schema": KINDS["schema"],
+        "penalised": KINDS["penalised"] | few,
+    }
+    rules = replace(RULES, speculating=Speculating("ngram", 4, is_adaptive=False))
+    with running_field(model, [[1], [1]], BUILD, rules=rules) as field:
+        router = field.mover
+        requests = [make_request(kind, **sampling) for kind, sampling in kinds.items()]
+        plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
+        streams = [router.submit(request) for request in requests]
+        num_bytes = 0
+        for turn, mode in enumerate(MODES):
+            for stream in streams:
+                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 4 + 9 * turn or stream.finish is not None)  # type: ignore[misc]
+                num_bytes += moved_bytes(router, stream, mode)
+        router.until(lambda: all(stream.finish for stream in streams))
+        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
+        assert num_bytes > 0
+        router.settle()
+        counts = [group.loop.speculation for group in field.groups if group.loop is not None]
+        proposed, accepted = (
+            sum(sum(part) for part in some) for some in zip(*((c.proposed, c.accepted) for c in counts), strict=True)
+        )
+        assert 0.2 < accepted / proposed < 0.9
 
 
 @pytest.mark.parametrize(

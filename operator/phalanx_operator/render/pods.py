@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from phalanx_api import labels, pod_template
 from phalanx_api.inference_service import Engine, InferenceService, Resources
 from phalanx_api.quantities import parse_bytes
+from phalanx_api.speculation import METHOD_OF
 from phalanx_api.upkeep import Drain
 from phalanx_operator.render import names, placement
 from phalanx_operator.render.gangs import Alone, Gang
@@ -137,6 +138,7 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
 def _engine_flags(engine: Engine) -> list[str]:
     """Flags for the settings that are given; the runtime knows the defaults of the others."""
     kv_bytes = parse_bytes(engine.kv_cache_memory) if engine.kv_cache_memory else None
+    speculative = engine.speculative
     flags = {
         "--dtype": engine.dtype,
         "--max-model-len": engine.max_model_len,
@@ -145,6 +147,8 @@ def _engine_flags(engine: Engine) -> list[str]:
         "--page-size": engine.page_size,
         "--kv-cache-memory-bytes": kv_bytes,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
+        "--speculative-method": speculative and METHOD_OF[speculative.method],
+        "--speculative-tokens": speculative and speculative.num_tokens,
     }
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 

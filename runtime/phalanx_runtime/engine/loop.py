@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx_api import moves, wire
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
@@ -85,6 +86,11 @@ class EngineLoop:
         self._finished = 0.0
         """When the last plan was finished."""
 
+    @property
+    def speculation(self) -> SpeculationCounts:
+        """What became of proposals since the start."""
+        return self._scheduler.speculator.counts()
+
     def run(self) -> None:
         """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
         try:
@@ -153,6 +159,8 @@ class EngineLoop:
         self._finished = now
         if self._watch is not None:
             self._watch.ended(flight.plan, wall_s)
+        if result.lost and not self.speculation.lost:
+            log.warning("the ranks draft no more, and requests go on without: %s", result.lost)
         tokens = self._scheduler.commit(result, wall_s)
         tokens.queue_times_s.extend(flight.queue_times_s)
         self._measure(len(flight.plan.tokens), wall_s)

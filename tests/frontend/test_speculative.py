@@ -1,0 +1,57 @@
+"""The request's own wish for speculation: passed on as it is, refused by field where it makes no sense or is not offered."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_api.speculation import Speculation
+from phalanx_frontend.backend import BackendError
+from tests.frontend.fakes import FakeBackend, saying
+from tests.frontend.posting import post, scripted
+
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/generate": {"prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_every_endpoint_passes_it_on(path: str) -> None:
+    wishes = {
+        None: Speculation(),
+        "ngram": Speculation("ngram", 4),
+        "none": Speculation("none"),
+    }
+    for method, expected in wishes.items():
+        backend = FakeBackend(saying("a"))
+        asked = {} if method is None else {"speculative": {"method": method} | ({"num_tokens": 4} if method == "ngram" else {})}
+        answer = await post(backend, path, **ENDPOINTS[path], **asked)
+        assert answer.status_code == 200, answer.text
+        assert [request.speculation for request in backend.requests] == [expected]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"method": "oracle"}, "speculative.method"),
+        ({"num_tokens": 0}, "speculative.num_tokens"),
+        ({"num_tokens": 17}, "speculative.num_tokens"),
+        ({"num_tokens": "4"}, "speculative.num_tokens"),
+        ({"depth": 4}, "speculative.depth"),
+        ("ngram", "speculative"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_by_its_field(path: str, wish: object, param: str) -> None:
+    backend = FakeBackend(saying("a"))
+    answer = await post(backend, path, **ENDPOINTS[path], speculative=wish)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert backend.requests == []
+
+
+async def test_a_method_that_the_service_lacks_is_refused_by_its_field() -> None:
+    backend = scripted(BackendError(400, "unsupported_speculation", "speculative.method draft is not offered here"))
+    answer = await post(backend, speculative={"method": "draft"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "speculative.method", "unsupported_speculation")

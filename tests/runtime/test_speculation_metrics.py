@@ -1,0 +1,29 @@
+"""What /metrics shows of speculation follows the reports of engines, one after the other."""
+
+from prometheus_client import CollectorRegistry
+
+from phalanx_api.speculation import SpeculationCounts
+from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
+
+
+def test_counters_add_up_over_reports_and_engines() -> None:
+    registry = CollectorRegistry()
+    metrics = SpeculationMetrics(registry, "tiny")
+
+    def shown(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "tiny", **labels})
+
+    assert shown("vllm:spec_decode_num_drafts_total") == 0, "shown before anything was proposed"
+    metrics.follow(SpeculationCounts(4, [4, 4, 2], [3, 1, 0], 4, 0.5, 0.25))
+    metrics.follow(SpeculationCounts(6, [6, 6, 2, 1], [5, 3, 0, 0], 8, 0.75, 0.5))
+    metrics.follow(SpeculationCounts(1, [1], [1], 1, 0.1, 0.1, lost="out of memory"))
+    assert shown("vllm:spec_decode_num_drafts_total") == 7
+    assert shown("vllm:spec_decode_num_draft_tokens_total") == 16
+    assert shown("vllm:spec_decode_num_accepted_tokens_total") == 9
+    assert shown("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 6
+    assert shown("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 3
+    assert shown("phalanx_speculation_proposed_tokens_total", position="3") == 1
+    assert shown("phalanx_speculation_saved_tokens_total") == 9
+    assert (shown("phalanx_speculation_depth"), shown("phalanx_speculation_lost")) == (1.0, 1.0)
+    assert abs((shown("phalanx_speculation_draft_seconds_total") or 0) - 0.85) < 1e-9
+    assert abs((shown("phalanx_speculation_verify_seconds_total") or 0) - 0.6) < 1e-9
