@@ -134,7 +134,7 @@ def test_a_note_that_cannot_be_read_is_none(text: str | None) -> None:
 
 
 def test_a_note_comes_back_as_it_was_written() -> None:
-    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1)
+    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1, EARLIER)
     assert recovery.read(recovery.written(note)) == note
 
 
@@ -172,6 +172,12 @@ async def test_all_pods_of_a_group_that_does_not_come_to_serve_are_replaced_once
     assert world.status.groups[0].restarts == 1
     unready(world, world.now, uid="second")
     assert not any("pods" in call for call in await world.look()), "the new ones have their own time"
+    assert world.condition("Stalled") == ("True", "ProgressDeadlineExceeded"), "the group has had its own"
+    world.cluster.start_pods()
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    note = recovery.read(world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
+    assert (note.since, note.pods, len(note.at)) == ("", (), 1), "what was tried is over, and counts for its window"
 
 
 async def test_an_operator_that_ended_after_the_note_is_followed_by_one_that_goes_on() -> None:
@@ -224,3 +230,8 @@ async def test_a_group_that_dies_on_every_node_stalls_and_the_others_serve_on() 
     await world.look()
     assert len(world.groups - {good}) == 1, "after the pause there is another try"
     assert world.condition("Stalled")[0] == "True", "until it serves"
+    world.routers.says = summary(group_summary(good))
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert "Stalled" not in {condition.type for condition in world.status.conditions}
+    assert world.status.recovery, "the next one that dies waits longer, for a while"

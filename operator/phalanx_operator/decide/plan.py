@@ -33,7 +33,7 @@ from phalanx_operator.decide.actions import (
 from phalanx_operator.decide.admission import FREE, Turn
 from phalanx_operator.decide.autoscaler import Scaling
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import Desired, live, outdated
+from phalanx_operator.decide.groups import Desired, live, outdated, staying
 from phalanx_operator.decide.rollout import next_step
 from phalanx_operator.decide.scale import PANIC_TICK_S, TICK_S
 from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
@@ -84,8 +84,13 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
         held=late or _waits(service, seen, past, now).why,
         late=late,
         no_room=no_room,
-        spent=past.message if past and past.given_up > 1 else "",
+        spent=past.message if past and past.given_up > 1 and not _whole(snapshot, replicas) else "",
     )
+
+
+def _whole(snapshot: Snapshot, replicas: int) -> bool:
+    """Whether as many groups are ready as are wanted."""
+    return sum(group.serving for group in staying(snapshot.groups)) >= replicas
 
 
 def followed(service: InferenceService, seen: Seen, revision: str, now: str) -> RecoveryStatus | None:

@@ -22,7 +22,14 @@ def waiting_s(group: ObservedGroup, now: str) -> float | None:
 
 
 def unready_s(group: ObservedGroup, now: str) -> float | None:
-    """For how long a group has not been ready; None when it is."""
+    """For how long a group has not been ready, whatever was tried meanwhile; None when it is."""
+    tried = age_s(group.restarts.since, now) if group.restarts.since else None
+    present = pods_unready_s(group, now)
+    return present if present is None or tried is None else max(present, tried)
+
+
+def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long the pods that a group has now have not been ready; None when they are."""
     if group.ready:
         return None
     if not group.pods:

@@ -13,19 +13,19 @@ that comes after a crash ends what was begun, and never deletes a pod that came 
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from phalanx_api.status import MAX_AVOIDED, RecoveryStatus
 from phalanx_api.upkeep import RestartPolicy
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import live, staying
-from phalanx_operator.decide.progress import unready_s
+from phalanx_operator.decide.progress import pods_unready_s
 from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
 
 FIRST_S = 60.0
 """The first pause before a group that was given up gets another successor; each is twice as long as the one before."""
-OUTSIDE = ("ContainerStatusUnknown", "Completed", "Evicted", "NodeLost")
+OUTSIDE = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLost")
 """Ends of containers that say nothing against the group: their node went, or they ended in order."""
 
 
@@ -39,7 +39,7 @@ class Counted:
 
 def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> Counted:
     """The note on a group with what has happened since. What only routers know counts when they tell it."""
-    note = group.restarts
+    note = replace(group.restarts, since="", pods=()) if group.ready else group.restarts
     seen, leader = fleet.groups.get(group.name), group.leader
     engine = f"{leader.uid}/{leader.restarts}" if leader else note.engine
     before = note.deaths if engine == note.engine else 0
@@ -50,7 +50,7 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     recent = [at for at in note.at if (age := age_s(at, now)) is not None and age < policy.window_seconds]
     at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
     if new:
-        return Counted(Restarts(at, note.pods, engine, deaths, containers), len(at))
+        return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since), len(at))
     same = (deaths, containers) == (note.deaths, note.containers) and (not deaths or engine == note.engine)
     # Times that grew old are left where they are: to take them off is not worth a write.
     return Counted(note if same else replace(note, engine=engine, deaths=deaths, containers=containers), len(recent))
@@ -88,7 +88,7 @@ def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
         return False  # nobody there would end a pod
     if len(group.pods) < group.size or any(not pod.node or pod.leaving or "Image" in pod.reason for pod in group.pods):
         return False
-    age = unready_s(group, now)
+    age = pods_unready_s(group, now)
     return age is not None and age >= policy.startup_seconds
 
 
@@ -101,12 +101,13 @@ def restarted(group: ObservedGroup, policy: RestartPolicy, now: str) -> Restarts
     """The note on a group whose pods are all deleted now."""
     note = group.noted or group.restarts
     uids = tuple(pod.uid for pod in group.pods)
-    return replace(note, at=(*note.at, now)[-policy.max_group_restarts - 1 :], pods=uids)
+    since = note.since or min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
+    return replace(note, at=(*note.at, now)[-policy.max_group_restarts - 1 :], pods=uids, since=since)
 
 
 def left_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -> float | None:
     """Seconds until the next group had its time; None when all are ready."""
-    ages = [age for group in live(groups) if (age := unready_s(group, now)) is not None]
+    ages = [age for group in live(groups) if (age := pods_unready_s(group, now)) is not None]
     due = [policy.startup_seconds - age for age in ages if age < policy.startup_seconds]
     return min(due, default=None) if policy.mode != "None" else None
 
@@ -149,8 +150,7 @@ def pause_s(recovery: RecoveryStatus | None, policy: RestartPolicy, now: str) ->
 
 def written(note: Restarts) -> str:
     """The note as it stands in the annotation."""
-    fields = {"at": note.at, "pods": note.pods, "engine": note.engine, "deaths": note.deaths, "containers": note.containers}
-    return json.dumps({name: value for name, value in fields.items() if value}, separators=(",", ":"))
+    return json.dumps({name: value for name, value in asdict(note).items() if value}, separators=(",", ":"))
 
 
 def read(text: str | None) -> Restarts:
@@ -163,6 +163,7 @@ def read(text: str | None) -> Restarts:
             engine=str(fields.get("engine", "")),
             deaths=int(fields.get("deaths", 0)),
             containers=int(fields.get("containers", 0)),
+            since=str(fields.get("since", "")),
         )
     except (ValueError, TypeError, AttributeError):
         return Restarts()

@@ -39,7 +39,8 @@ class ObservedPod:
 class Restarts:
     """What is noted on a group of its restarts: when they were, and the UIDs of the pods that were deleted for the last one.
 
-    engine: which start of the leader `deaths` are counted of. containers: starts of containers that were counted.
+    engine: which start of the leader `deaths` are counted of. containers: starts of containers that were counted. since: when the
+    group was ready last, or made, before pods were deleted for not being ready; empty once it is ready again.
     """
 
     at: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class Restarts:
     engine: str = ""
     deaths: int = 0
     containers: int = 0
+    since: str = ""
 
 
 @dataclass(frozen=True, slots=True)
