@@ -205,21 +205,26 @@ _CALM = (
     Reason.DISABLED,
 )
 """Reasons for a condition to be false that pass by themselves."""
+_OF_ROLLOUTS = (Reason.SURGE_UNSCHEDULABLE, Reason.PROGRESS_DEADLINE_EXCEEDED)
+"""Reasons of `Progressing` that somebody should hear of."""
 
 
 def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list[Note]:
     """One note when the service becomes ready, and one for each new reason why a condition is not as it should be.
 
-    That scaling and balance are well is said only after they were not.
+    That scaling, balance and the rest are well is said only after they were not; of a rollout only what stops or changes it.
     """
     notes = []
-    for kind in ("Ready", "ScalingActive", "Balanced", "Compatible"):
+    for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible"):
         old, new = find_condition(before, kind), find_condition(after, kind)
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue
+        if kind == "Progressing":
+            notes += [Note("Warning", new.reason, new.message)] if new.reason in _OF_ROLLOUTS else []
+            continue
         if kind != "Ready" and new.status == "True" and (old is None or old.status != "False"):
             continue
-        if kind == "Balanced" and old is None and new.status == "Unknown":
+        if new.status == "Unknown" and (kind == "ModelCached" or (kind == "Balanced" and old is None)):
             continue
         calm = new.status == "True" or new.reason in _CALM
         notes.append(Note("Normal" if calm else "Warning", new.reason, new.message))

@@ -1,13 +1,16 @@
 """Strategies of a rollout from the manifest to the status: surge and its fallback, partition, pause, the deadline, rollback."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from phalanx_api.upkeep import Rollout
+from phalanx_operator.decide import progress
+from phalanx_operator.decide.snapshot import Restarts
 from phalanx_operator.kube import PODS, STATEFUL_SETS
 from phalanx_operator.render.revision import revision
-from tests.control.builders import make_service
+from tests.control.builders import make_group, make_service
 from tests.control.worlds import World
 
 LATER = "2026-01-02T03:14:05Z"
@@ -93,6 +96,7 @@ async def test_a_surge_that_finds_no_room_goes_delete_first_for_the_rest_of_the_
     await world.look()
     assert world.deleted() == surge, "it gives its name and its wish back"
     assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    assert world.notes().count(("Warning", "SurgeUnschedulable")) == 1
     world.cluster.start_pods()
     for _ in range(20):
         await world.look()
@@ -155,6 +159,17 @@ async def test_a_paused_rollout_replaces_nothing_and_scales_all_the_same() -> No
     assert world.ready == ("True", "Ready")
 
 
+def test_how_long_a_group_has_not_been_ready() -> None:
+    now, made = "2026-01-02T03:04:05Z", "2026-01-01T00:00:00Z"
+    old = make_group("a", ready=False, created=made)
+    broken = replace(old, pods=tuple(replace(pod, unready_since="2026-01-02T03:03:05Z") for pod in old.pods))
+    assert progress.unready_s(make_group("a", created=made), now) is None
+    assert progress.unready_s(broken, now) == 60.0, "since its pods say so"
+    assert progress.unready_s(replace(old, pods=()), now) == progress.PODLESS_S, "not since it was made"
+    tried = replace(broken, restarts=Restarts(since="2026-01-02T02:04:05Z"))
+    assert (progress.unready_s(tried, now), progress.pods_unready_s(tried, now)) == (3600.0, 60.0)
+
+
 async def test_a_rollout_that_is_late_stops_stalls_and_is_rolled_back_by_the_former_spec() -> None:
     world = await settled(replicas=3, rollout={"maxUnavailable": 2, "progressDeadlineSeconds": 3600})
     first = world.groups
@@ -176,6 +191,7 @@ async def test_a_rollout_that_is_late_stops_stalls_and_is_rolled_back_by_the_for
     since = [condition.last_transition_time for condition in world.status.conditions if condition.type == "Stalled"]
     writes = await world.look()
     assert not [write for write in writes if "status" in write], "it is said once"
+    assert world.notes().count(("Warning", "ProgressDeadlineExceeded")) == 1
     bad = world.groups - kept - world.deleted()
     await world.change(engine={})
     await world.look()

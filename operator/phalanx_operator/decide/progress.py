@@ -14,6 +14,9 @@ from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.groups import staying
 from phalanx_operator.decide.snapshot import ObservedGroup
 
+PODLESS_S = 60.0
+"""As how long it counts at most that a group has no pod at all."""
+
 
 def waiting_s(group: ObservedGroup, now: str) -> float | None:
     """For how long the pod that waits longest for a node has waited; None when all that are there have one."""
@@ -32,8 +35,8 @@ def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
     """For how long the pods that a group has now have not been ready; None when they are."""
     if group.ready:
         return None
-    if not group.pods:
-        return age_s(group.created, now)
+    if not group.pods:  # since when, nobody says: a pod that was deleted a moment ago must not count as the group's whole life
+        return min(age_s(group.created, now) or 0.0, PODLESS_S)
     ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
     return max((age for age in ages if age is not None), default=0.0)
 

@@ -52,8 +52,10 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     if new:
         return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since), len(at))
     same = (deaths, containers) == (note.deaths, note.containers) and (not deaths or engine == note.engine)
+    if same:
+        return Counted(note, len(recent))
     # Times that grew old are left where they are: to take them off is not worth a write.
-    return Counted(note if same else replace(note, engine=engine, deaths=deaths, containers=containers), len(recent))
+    return Counted(replace(note, engine=engine, deaths=deaths, containers=containers), len(recent))
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str) -> tuple[ObservedGroup, ...]:
