@@ -20,6 +20,9 @@ from tests.cluster.test_path import Chat
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NUM_STREAMS, TOKENS = 64, 600
+FADED_S = 40
+"""All groups share the processors of one machine, so whichever ran beside others was slow; routers forget it while it is idle,
+and the next streams go to all groups alike."""
 LEADER_OF_ALL = "phalanx.dev/component=group"
 STOP_A_RANK = """
 import os, signal, pathlib
@@ -92,6 +95,7 @@ def assert_whole(told: list[Told]) -> None:
 
 def strike(fleet: Fleet, undisturbed: list[Told], act: Callable[[], object]) -> None:
     """Runs the streams, strikes when all are between a quarter and three, and compares."""
+    time.sleep(FADED_S)
     before = fleet.responses()
     streams = Streams(fleet.url, bodies(), act)
     told = streams.run()
@@ -103,40 +107,41 @@ def strike(fleet: Fleet, undisturbed: list[Told], act: Callable[[], object]) -> 
     assert {status for status, count in after.items() if count > before.get(status, 0.0)} == {"200"}
 
 
-def first_group(fleet: Fleet) -> str:
-    return fleet.groups()[0]
+def kill(fleet: Fleet, pod: str) -> None:
+    fleet.kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false")
 
 
 def test_a_leader_killed(fleet: Fleet, undisturbed: list[Told]) -> None:
-    pod, over = f"{first_group(fleet)}-0", fleet.taken_over()
-    strike(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false"))
+    over = fleet.taken_over()
+    strike(fleet, undisturbed, lambda: kill(fleet, f"{fleet.busiest()}-0"))
     assert fleet.taken_over() > over
     fleet.wait_ready(3)
 
 
 def test_a_worker_killed(fleet: Fleet, undisturbed: list[Told]) -> None:
-    pod, over = f"{first_group(fleet)}-1", fleet.taken_over()
-    strike(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false"))
+    over = fleet.taken_over()
+    strike(fleet, undisturbed, lambda: kill(fleet, f"{fleet.busiest()}-1"))
     assert fleet.taken_over() > over
     fleet.wait_ready(3)
 
 
 def test_a_rank_stopped(fleet: Fleet, undisturbed: list[Told]) -> None:
-    pod, over = f"{first_group(fleet)}-1", fleet.taken_over()
-    strike(fleet, undisturbed, lambda: fleet.kubectl("exec", pod, "-c", "runtime", "--", "python3", "-c", STOP_A_RANK))
+    over = fleet.taken_over()
+    stop = ("-c", "runtime", "--", "python3", "-c", STOP_A_RANK)
+    strike(fleet, undisturbed, lambda: fleet.kubectl("exec", f"{fleet.busiest()}-1", *stop))
     assert fleet.taken_over() > over
     fleet.wait_ready(3)
 
 
 def test_a_statefulset_deleted(fleet: Fleet, undisturbed: list[Told]) -> None:
     moved = fleet.moved()
-    strike(fleet, undisturbed, lambda: fleet.kubectl("delete", "statefulset", first_group(fleet), "--wait=false"))
+    strike(fleet, undisturbed, lambda: fleet.kubectl("delete", "statefulset", fleet.busiest(), "--wait=false"))
     assert fleet.moved() > moved
     fleet.wait_ready(3)
 
 
 def test_a_node_drained(fleet: Fleet, undisturbed: list[Told]) -> None:
-    node = fleet.pods()[f"{first_group(fleet)}-0"]["spec"]["nodeName"]
+    node = fleet.pods()[f"{fleet.groups()[0]}-0"]["spec"]["nodeName"]
     flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s")
     ours = ("--pod-selector", LEADER_OF_ALL)  # the rest of the cluster stays where it is
     try:
