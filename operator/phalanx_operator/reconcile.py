@@ -26,7 +26,7 @@ from phalanx_operator.decide.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.admission import Turn, Turns
+from phalanx_operator.decide.admission import Turn
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
 from phalanx_operator.decide.draining import is_awaited, to_empty
@@ -43,6 +43,7 @@ from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
 from phalanx_operator.store import Key
+from phalanx_operator.turns import Turns
 
 log = logging.getLogger(__name__)
 RESYNC_S = plan.RESYNC_S

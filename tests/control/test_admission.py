@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from phalanx_operator.decide import admission
-from phalanx_operator.decide.admission import FIRST_S, LONGEST_S, TOLD_S, UNSEEN_S, Turns
 from phalanx_operator.decide.snapshot import ObservedGroup
 from phalanx_operator.kube import PODS
+from phalanx_operator.turns import FIRST_S, LONGEST_S, TOLD_S, UNSEEN_S, Turns
 from tests.control.builders import NOW, make_group
 from tests.control.worlds import World
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx_operator.decide.actions import CreateGroup
 from phalanx_operator.decide.groups import Desired, live, staying
 from phalanx_operator.decide.rollout import Step, carry_out, next_step
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup
 from tests.control.builders import make_desired, make_group
-from tests.control.test_rollout import start_one
+from tests.control.test_rollout import group_lists, start_one
 
 Groups = tuple[ObservedGroup, ...]
 GOING = Draining("2026-01-02T03:04:05Z", "it goes")
@@ -103,3 +105,23 @@ def test_a_rollout_that_is_held_or_paused_goes_on_when_it_may(unavailable: int, 
             assert desired is free or step is None or not step.drain
             groups = start_one(after)
         assert sorted((group.revision, group.serving) for group in live(groups)) == [("new", True)] * 3
+
+
+SPECS = st.tuples(st.sampled_from(["new", "old", "older"]), st.integers(0, 5), st.sampled_from(STRATEGIES), st.integers(0, 2))
+
+
+@settings(deadline=None, max_examples=80)
+@given(group_lists, st.lists(st.tuples(SPECS, st.integers(1, 4)), min_size=1, max_size=4))
+def test_a_spec_that_changes_again_and_again_is_followed_to_its_last_word(
+    groups: Groups, specs: list[tuple[tuple[str, int, tuple[int, int], int], int]]
+) -> None:
+    """Larger services, and rollbacks half-way: all that holds of small ones holds at every step."""
+    moment = 0
+    for (revision, replicas, (unavailable, surge), partition), looks in [*specs, (specs[-1][0], 150)]:
+        desired = make_desired(replicas, revision, max_unavailable=unavailable, max_surge=surge, partition=partition)
+        for _ in range(looks):
+            moment += 1
+            _, after = checked(desired, groups, moment)
+            groups = start_one(after)
+    assert [group.serving for group in live(groups)] == [True] * replicas
+    assert sum(group.revision != revision for group in live(groups)) <= partition

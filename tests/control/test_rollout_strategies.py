@@ -110,6 +110,29 @@ async def test_a_surge_that_finds_no_room_goes_delete_first_for_the_rest_of_the_
     assert world.condition("Progressing") == ("True", "Complete")
 
 
+async def test_a_surge_that_is_given_up_as_half_a_group_ends_the_surge_too() -> None:
+    gang = {"gang": {"mode": "Fallback", "timeoutSeconds": 30}}
+    two_pods = {"tensor": 2, "gpusPerPod": 1}
+    rollout = {"maxSurge": 1, "surgeTimeoutSeconds": 600}
+    world = await settled(replicas=1, parallelism=two_pods, placement=gang, rollout=rollout)
+    old = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.look()
+    surge = world.groups - old
+    leave_unplaced(world, surge, world.now)
+    world.now = LATER
+    await world.look()
+    assert world.deleted() == surge
+    assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    world.clock += 60.0
+    for _ in range(4):
+        await world.look()
+        world.cluster.start_pods()
+        world.clock += 60.0
+    await world.settle()
+    assert not world.groups & old and len(world.groups) == 1
+
+
 async def test_a_surge_without_room_waits_where_none_may_be_missing() -> None:
     world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0, "surgeTimeoutSeconds": 60})
     old = world.groups

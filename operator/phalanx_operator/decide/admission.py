@@ -1,27 +1,15 @@
 """One group after another: what keeps two half groups from holding devices that neither can use, where no scheduler does.
 
-    free --a group is made--> taken by its service --all its pods have nodes--> free
-                                   | `timeoutSeconds` over: the group is deleted
-                                   v
-                          free; that service waits before it tries again, longer each time
-
-There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made,
-and is not seen yet, counts for UNSEEN_S. Plain bookkeeping: times and chance come in as arguments.
+Whose turn it is knows `phalanx_operator.turns`. A group that had its turn and does not find nodes for all of its pods within
+`timeoutSeconds` is given up: it gives its devices back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx_operator.decide.groups import live
 from phalanx_operator.decide.progress import waiting_s
 from phalanx_operator.decide.snapshot import ObservedGroup
-
-UNSEEN_S = 15.0
-LOOK_S = 1.0
-"""How soon a service that waits for its turn looks again."""
-TOLD_S = 5.0
-"""A turn that passes sooner is not worth a condition."""
-FIRST_S, LONGEST_S = 10.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,78 +22,6 @@ class Turn:
 
 
 FREE = Turn()
-
-
-@dataclass(slots=True)
-class _Holder:
-    service: tuple[str, str]
-    group: str
-    since_s: float
-    seen: bool
-
-
-@dataclass(slots=True)
-class _Pause:
-    times: int
-    until_s: float
-
-
-class Turns:
-    """Whose turn it is, by device. Belongs to one event loop; what it says holds until the next await."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        self._draw = draw
-        self._holders: dict[str, _Holder] = {}
-        self._pauses: dict[tuple[str, str], _Pause] = {}
-
-    def look(
-        self, device: str, service: tuple[str, str], waiting: Iterable[str], now_s: float, known: Iterable[str] = ()
-    ) -> Turn:
-        """Whether this service may make a group now; `waiting` are its groups that wait for nodes, `known` all of them."""
-        waiting, known = sorted(waiting), set(known)
-        for other, one in list(self._holders.items()):
-            if one.service == service and not self._holds(one, waiting, known, now_s):
-                del self._holders[other]
-        holder = self._holders.get(device)
-        if waiting and holder is None:
-            holder = self._holders[device] = _Holder(service, waiting[0], now_s, seen=True)
-        if holder and holder.service != service:
-            why = f"group {holder.group} of {'/'.join(holder.service)} is to be placed first"
-            return Turn(why, LOOK_S, now_s - holder.since_s >= TOLD_S)
-        if holder or waiting:
-            group = holder.group if holder else waiting[0]
-            return Turn(f"group {group} is to be placed first", LOOK_S, bool(holder and now_s - holder.since_s >= TOLD_S))
-        pause = self._pauses.get(service)
-        if pause and now_s < pause.until_s:
-            return Turn("there was no room for a whole group; the next attempt comes soon", pause.until_s - now_s, told=True)
-        return Turn()
-
-    def _holds(self, holder: _Holder, waiting: list[str], known: set[str], now_s: float) -> bool:
-        """Whether its own service still has that group to place."""
-        holder.seen = holder.seen or holder.group in known or holder.group in waiting
-        return holder.group in waiting or (not holder.seen and now_s - holder.since_s < UNSEEN_S)
-
-    def take(self, device: str, service: tuple[str, str], group: str, now_s: float) -> None:
-        """The turn is this service's, which makes this group now."""
-        self._holders[device] = _Holder(service, group, now_s, seen=False)
-
-    def gave_up(self, device: str, service: tuple[str, str], now_s: float) -> None:
-        """The service's group found no room and is deleted: others come first, and it waits."""
-        if (holder := self._holders.get(device)) and holder.service == service:
-            del self._holders[device]
-        pause = self._pauses.get(service)
-        times = pause.times + 1 if pause else 1
-        longest = min(FIRST_S * 2.0 ** min(times - 1, 10), LONGEST_S)
-        self._pauses[service] = _Pause(times, now_s + longest * (0.5 + 0.5 * self._draw()))
-
-    def placed(self, service: tuple[str, str]) -> None:
-        """All groups of the service have nodes: it need not wait any more."""
-        self._pauses.pop(service, None)
-
-    def forget(self, service: tuple[str, str]) -> None:
-        """Keep nothing of a service that is gone."""
-        self._pauses.pop(service, None)
-        self._holders = {device: holder for device, holder in self._holders.items() if holder.service != service}
 
 
 def unplaced(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:

@@ -11,7 +11,7 @@ from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.status import Status
 from phalanx_api.upkeep import Rollout
 from phalanx_operator.decide.clock import age_s
-from phalanx_operator.decide.groups import staying
+from phalanx_operator.decide.groups import live, staying
 from phalanx_operator.decide.snapshot import ObservedGroup
 
 PODLESS_S = 60.0
@@ -53,12 +53,16 @@ def late(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: 
 
 def no_room(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> str:
     """Why a rollout to this revision has no surge (any more); empty while it has, or needs none."""
+    groups = tuple(groups)
     here = staying(groups)
     if all(group.revision == revision for group in here):
         return ""
     former = find_condition(status.conditions, "Progressing")
     if former and former.reason == Reason.SURGE_UNSCHEDULABLE and status.update_revision == revision:
         return former.message
+    for group in live(groups):
+        if group.revision == revision and group.lost and waiting_s(group, now) is not None:
+            return f"{group.name} is given up: {group.lost}"  # it had less time to be placed whole
     for group in here:
         age = waiting_s(group, now)
         if group.revision == revision and age is not None and age >= rollout.surge_timeout_seconds:
