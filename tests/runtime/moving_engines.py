@@ -91,8 +91,8 @@ def running_group(
             runner = group.runners[place.rank] = make_model_runner(folder, collective, build)
             reports = Reports()
             tell = None if place.rank else partial(reports.add, 0)
-            size = runner.pool.page_size
-            door = PageDoor(place.rank, SECRET, size, partial(open_pages, runner.caches), runner.wait_for, tell)
+            size, pages = runner.pool.page_size, partial(open_pages, runner.caches)
+            door = PageDoor(place.rank, SECRET, size, pages, runner.wait_for, tell, draft=runner.draft_pages)
             group.doors[place.rank] = door
             met.wait(WAIT_S)
             if place.rank:

@@ -22,6 +22,10 @@ class Oracle:
         return ()
 
     @property
+    def name(self) -> bytes:
+        return b""
+
+    @property
     def lost(self) -> str:
         return ""
 

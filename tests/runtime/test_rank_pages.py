@@ -29,7 +29,7 @@ from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.rank import page_wire as say
 from phalanx_runtime.rank.carrier import PageCarrier, Reports
 from phalanx_runtime.rank.page_door import PageDoor, Secret
-from phalanx_runtime.rank.page_memory import Pages, open_pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages, open_pages
 from tests.runtime.corrupting import Corrupting
 
 PAGE_SIZE, NUM_PAGES = 4, 12
@@ -48,11 +48,12 @@ class Rank:
     """One rank with a door."""
 
     caches: list[LayerCache]
+    draft: DraftPages | None = None
     step: int = 0
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append)
+        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=self.draft)
 
     def open(self) -> Pages:
         return open_pages(self.caches)
@@ -120,6 +121,31 @@ def arrive(source: Rank, target: Rank) -> None:
     assert source.same(target, [(0, 9), (4, 7), (2, 5)])
     assert not source.same(target, [(2, 3)])
     assert not [one for one in target.reports if isinstance(one, Refused | ComeFailed)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_carried"),
+    [(b"d", b"d", True), (b"d", b"e", False), (b"d", None, False), (None, b"d", False)],
+    ids=["the same", "another", "none at the target", "none at the source"],
+)
+def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
+    theirs: bytes | None, ours: bytes | None, is_carried: bool
+) -> None:
+    def rank(seed: int, name: bytes | None) -> tuple[Rank, list[LayerCache]]:
+        caches, layers = make_caches(seed), make_caches(seed + 10, heads=1)
+        return Rank(caches, name and DraftPages(name, partial(open_pages, [*caches, *layers]))), layers  # type: ignore[arg-type]
+
+    (source, from_layers), (target, to_layers) = rank(1, theirs), rank(2, ours)
+    with source, target:
+        target.door.obey(Expect("m1", KEY, 0, [9, 7], 0))
+        source.door.obey(send(target, 0, [0, 4], 2 * PAGE_SIZE))
+        assert [one.num_computed for one in target.wait(Came) if isinstance(one, Came)] == [2 * PAGE_SIZE]
+        source.wait(Sent)
+        assert source.same(target, [(0, 9), (4, 7)])
+        carried = [
+            torch.equal(a.k[0], b.k[9]) and torch.equal(a.v[4], b.v[7]) for a, b in zip(from_layers, to_layers, strict=True)
+        ]
+        assert carried == [is_carried] * 3
 
 
 def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:

@@ -137,6 +137,7 @@ def open_door(
 ) -> tuple[PageDoor, list[int]]:
     """This rank's port for pages, and those of all ranks. All ranks call it together. Raises PeerLost."""
     tell = None if spec.rank else partial(reports.add, 0)
-    door = PageDoor(spec.rank, secret_of(spec), runner.pool.page_size, partial(open_pages, runner.caches), runner.wait_for, tell)
+    pages, size = partial(open_pages, runner.caches), runner.pool.page_size
+    door = PageDoor(spec.rank, secret_of(spec), size, pages, runner.wait_for, tell, draft=runner.draft_pages)
     ports = collective.all_gather(torch.tensor([door.port], device=device), 0)
     return door, [int(port) for port in ports]

@@ -14,7 +14,7 @@ import msgspec
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.plan import PoolShape, StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
@@ -28,23 +28,39 @@ log = logging.getLogger(__name__)
 
 
 class DraftModel:
-    """The draft on the rank that computes it. `builder` makes its tensors; `peers` are the ranks of the stage."""
+    """The draft on the rank that computes it. `builder` makes its tensors; `peers` are the ranks of the stage.
+
+    name: tells its weights apart.
+    """
 
     def __init__(
-        self, model: Model, caches: list[LayerCache], builder: BatchBuilder, page_size: int, vocab_size: int, peers: Collective
+        self,
+        model: Model,
+        caches: list[LayerCache],
+        builder: BatchBuilder,
+        pool: PoolShape,
+        vocab_size: int,
+        peers: Collective,
+        name: bytes = b"",
     ) -> None:
         self._model: Model | None = model
         self._caches = caches
         self._builder = builder
-        self._rows = DraftRows(page_size)
+        self._rows = DraftRows(pool.page_size)
         self._vocab_size = vocab_size
         self._peers = peers
+        self._name = name
         self._lost = ""
 
     @property
     def caches(self) -> Sequence[LayerCache]:
         """Pages of its layers."""
         return self._caches
+
+    @property
+    def name(self) -> bytes:
+        """Tells its weights apart."""
+        return self._name
 
     @property
     def lost(self) -> str:
@@ -99,6 +115,11 @@ class LostDraft:
         return ()
 
     @property
+    def name(self) -> bytes:
+        """None: it has no pages."""
+        return b""
+
+    @property
     def lost(self) -> str:
         """Why it can draft nothing."""
         return self._why
@@ -121,6 +142,11 @@ class ToldDraft:
     def caches(self) -> Sequence[LayerCache]:
         """None: only the first rank has the draft's pages."""
         return ()
+
+    @property
+    def name(self) -> bytes:
+        """None: it has no pages."""
+        return b""
 
     @property
     def lost(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx_runtime.checkpoint.model_hash import weights_hash
+from phalanx_runtime.checkpoint.model_hash import model_hash, weights_hash
 from phalanx_runtime.checkpoint.vocabulary import difference
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
@@ -37,12 +37,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What is loaded on this rank. `model`: the draft's, on the rank that drafts; `num_layers` and `through`: a self-draft's."""
+    """What is loaded on this rank. `model`: the draft's, on the rank that drafts; `num_layers` and `through`: a self-draft's.
+
+    name: tells the draft's weights and their dtype apart.
+    """
 
     model: Model | None = None
     num_layers: int = 0
     through: Exit | None = None
     lost: str = ""
+    name: bytes = b""
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes that a page has more for the draft's layers."""
@@ -89,7 +93,8 @@ def make_proposer(
     own = make_caches(drafting.model.kv, pool.num_pages, pool.page_size, dtype, device)
     layer_bytes = page_bytes(drafting.model.kv, pool.page_size, dtype) // len(drafting.model.kv.head_dims)
     shape = CacheShape(pool.page_size, drafting.model.kv.kv_heads, layer_bytes)
-    return DraftModel(drafting.model, own, BatchBuilder(shape, dtype, device), pool.page_size, target.vocab_size, peers)
+    builder = BatchBuilder(shape, dtype, device)
+    return DraftModel(drafting.model, own, builder, pool, target.vocab_size, peers, drafting.name)
 
 
 def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torch.device) -> Drafting:
@@ -104,11 +109,12 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         kernels = choose_kernels(dtype, device, read_processor(), 0, weights * dtype.itemsize, spec.quantization or "bf16")
         form = Form(dtype, device, kernels, target.positions)
         model = None if differs else source.load(SoloCollective(), form)
+        name = model_hash(folder, str(dtype), spec.quantization)
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return Drafting().without(f"draft model {folder} cannot be loaded: {error}")
     if differs:
         raise ModelError(f"draft model {folder} has another vocabulary than the model: {differs}")
-    return Drafting(model)
+    return Drafting(model, name=name.encode())
 
 
 def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> Drafting:

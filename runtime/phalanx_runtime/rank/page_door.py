@@ -20,7 +20,7 @@ from phalanx_runtime.collective.connect import listen
 from phalanx_runtime.core.copying import Expect, Expecting, Forget, Forgotten, Order, Refused, Report, Send, Stop
 from phalanx_runtime.rank import page_wire as say
 from phalanx_runtime.rank.page_intake import Intake
-from phalanx_runtime.rank.page_memory import Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages
 from phalanx_runtime.rank.page_sender import Sender
 
 log = logging.getLogger(__name__)
@@ -85,13 +85,14 @@ class PageDoor:
         wait_for: Callable[[int], None],
         tell: Callable[[Report], None] | None = None,
         hello_s: float = HELLO_S,
+        draft: DraftPages | None = None,
     ) -> None:
         self._rank = rank
         self._hello_s = hello_s
         self._secret = secret
         self._told = tell
-        self._intake = Intake(page_size, open_pages, wait_for, self.tell)
-        self._sender = Sender(open_pages, wait_for, self.tell)
+        self._intake = Intake(page_size, open_pages, wait_for, self.tell, draft)
+        self._sender = Sender(open_pages, wait_for, self.tell, draft)
         self._saying = threading.Lock()
         self._orders: socket.socket | None = None
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)

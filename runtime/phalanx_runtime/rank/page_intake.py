@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from phalanx_runtime.core.copying import Came, ComeFailed, Expect, Report
 from phalanx_runtime.rank import page_wire as say
-from phalanx_runtime.rank.page_memory import Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages
 
 PART_S = 1.0
 """How long a sender may take to notice that its transfer is over."""
@@ -35,15 +35,25 @@ class _Expected:
 
 
 class Intake:
-    """Takes pages in on this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread."""
+    """Takes pages in on this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
+
+    draft: where pages lie that come with the layers of the same draft. Those that come without leave the draft's layers as they
+    are: what it proposes there is rejected, until it has computed other tokens.
+    """
 
     def __init__(
-        self, page_size: int, open_pages: Callable[[], Pages], wait_for: Callable[[int], None], tell: Callable[[Report], None]
+        self,
+        page_size: int,
+        open_pages: Callable[[], Pages],
+        wait_for: Callable[[int], None],
+        tell: Callable[[Report], None],
+        draft: DraftPages | None = None,
     ) -> None:
         self._page_size = page_size
         self._open_pages = open_pages
         self._wait_for = wait_for
         self._tell = tell
+        self._draft = draft
         self._lock = threading.Lock()
         self._expected: dict[str, _Expected] = {}
 
@@ -106,13 +116,16 @@ class Intake:
         pages = self._open_pages()
         if page_bytes != pages.page_bytes:
             raise say.BadTransfer("incompatible", f"a page has {page_bytes} bytes there and {pages.page_bytes} here")
-        say.send_answer(link)
+        say.send_answer(link, number=int(self._draft is not None))
         staging = memoryview(bytearray(pages.page_bytes))
         self._wait_for(expected.order.step)
         since, last = 0, False
         while True:
             head = say.read_head(link)
             match head.kind:
+                case say.DRAFT if self._draft is not None and not expected.came:
+                    pages = self._with_draft(self._draft, link, head.length) or pages
+                    staging = memoryview(bytearray(pages.page_bytes))
                 case say.PAGE:
                     self._take_page(expected, link, head, pages, staging)
                     since, last = since + head.length, True
@@ -128,6 +141,13 @@ class Intake:
                     return
                 case _:
                     raise say.BadTransfer("malformed", f"frame {head.kind} is none of a transfer")
+
+    def _with_draft(self, draft: DraftPages, link: socket.socket, page_bytes: int) -> Pages | None:
+        """The pages with the draft's layers, when the sender has the same draft; None when it has another."""
+        pages = draft.open()
+        is_same = say.is_draft(say.read_exactly(link, say.DIGEST_BYTES), draft.name) and page_bytes == pages.page_bytes
+        say.send_answer(link, number=int(is_same))
+        return pages if is_same else None
 
     def _take_page(self, expected: _Expected, link: socket.socket, head: say.Head, pages: Pages, staging: memoryview) -> None:
         """Reads a page, checks it and writes it. Raises BadTransfer, OSError."""

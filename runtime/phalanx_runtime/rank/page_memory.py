@@ -1,5 +1,7 @@
 """Pages of a rank as bytes: for each page the keys and then the values of every layer, layer by layer."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +25,14 @@ class Pages(Protocol):
     def write(self, page: int, data: memoryview) -> None:
         """Fills a page. When it returns, steps that begin later read what was written."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPages:
+    """Pages with the layers of a draft behind the target's. `name` tells its weights apart."""
+
+    name: bytes
+    open: Callable[[], Pages]
 
 
 def open_pages(caches: list[LayerCache]) -> Pages:

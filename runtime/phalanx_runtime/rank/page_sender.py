@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from phalanx_runtime.core.copying import Report, Send, SendFailed, Sent
 from phalanx_runtime.rank import page_wire as say
-from phalanx_runtime.rank.page_memory import Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages
 
 CONNECT_S = 2.0
 ANSWER_S = 5.0
@@ -34,10 +34,20 @@ class _Way:
 
 
 class Sender:
-    """Sends pages of this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread."""
+    """Sends pages of this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
 
-    def __init__(self, open_pages: Callable[[], Pages], wait_for: Callable[[int], None], tell: Callable[[Report], None]) -> None:
+    draft: how pages are read with the layers of a draft. They go to who has the same one.
+    """
+
+    def __init__(
+        self,
+        open_pages: Callable[[], Pages],
+        wait_for: Callable[[int], None],
+        tell: Callable[[Report], None],
+        draft: DraftPages | None = None,
+    ) -> None:
         self._open_pages = open_pages
+        self._draft = draft
         self._wait_for = wait_for
         self._tell = tell
         self._ways: dict[str, _Way] = {}
@@ -82,7 +92,10 @@ class Sender:
         """Introduces itself and obeys orders to the last. Raises BadTransfer, OSError."""
         pages = self._open_pages()
         say.send_hello(link, say.Hello(move, first.key, pages.page_bytes))
-        say.read_answer(link)
+        if say.read_answer(link) and self._draft is not None:
+            with_draft = self._draft.open()
+            say.send_draft(link, with_draft.page_bytes, self._draft.name)
+            pages = with_draft if say.read_answer(link) else pages
         while not way.stopped.is_set():
             order = way.orders.get()
             if order is None:

@@ -1,6 +1,7 @@
 """What goes over a connection between a rank that sends pages and one that takes them.
 
-    sender: Hello, move, key                          taker: OK, or it closes without a word
+    sender: Hello, move, key                          taker: ACK, 1 when its pages hold a draft; or it closes without a word
+    sender: DRAFT bytes, name   (after ACK 1 only)    ACK, 1 when it is the taker's draft: then pages come with its layers
     sender: PAGE position, checksum, bytes   ...      nothing
     sender: ROUND                                     ACK when all pages so far are checked and written
     sender: LAST tokens, digest of the last page      ACK when every position is there; both close
@@ -20,7 +21,7 @@ MAGIC = b"phxpage1"
 KEY_BYTES = 32
 MAX_MOVE_BYTES = 256
 DIGEST_BYTES = 32
-PAGE, ROUND, LAST = 1, 2, 3
+PAGE, ROUND, LAST, DRAFT = 1, 2, 3, 4
 ACK, BAD = 1, 2
 CODES = ("checksum", "incompatible", "no_room", "malformed", "lease")
 """Why a taker gives up, by the number that is sent."""
@@ -48,7 +49,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold."""
+    """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold; DRAFT with the
+    bytes of a page that holds the layers of a draft too."""
 
     kind: int
     position: int
@@ -89,22 +91,33 @@ def send_last(link: socket.socket, num_computed: int, digest: bytes) -> None:
     link.sendall(_HEAD.pack(LAST, num_computed, DIGEST_BYTES, 0) + digest)
 
 
+def send_draft(link: socket.socket, page_bytes: int, name: bytes) -> None:
+    """Asks whether the taker has the same draft."""
+    link.sendall(_HEAD.pack(DRAFT, 0, page_bytes, 0) + hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest())
+
+
+def is_draft(told: bytes, name: bytes) -> bool:
+    """Whether this is what a sender tells of the draft of this name."""
+    return told == hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
+
+
 def read_head(link: socket.socket) -> Head:
     """What follows. Raises OSError; ConnectionError when the sender left."""
     return Head(*_HEAD.unpack(read_exactly(link, _HEAD.size)))
 
 
-def send_answer(link: socket.socket, code: str | None = None) -> None:
-    """ACK, or why the transfer is over."""
-    link.sendall(_ANSWER.pack(ACK, 0) if code is None else _ANSWER.pack(BAD, CODES.index(code)))
+def send_answer(link: socket.socket, code: str | None = None, number: int = 0) -> None:
+    """ACK with a number, or why the transfer is over."""
+    link.sendall(_ANSWER.pack(ACK, number) if code is None else _ANSWER.pack(BAD, CODES.index(code)))
 
 
-def read_answer(link: socket.socket) -> None:
-    """Returns at ACK. Raises BadTransfer with the taker's reason, OSError."""
+def read_answer(link: socket.socket) -> int:
+    """The number at ACK. Raises BadTransfer with the taker's reason, OSError."""
     kind, number = _ANSWER.unpack(read_exactly(link, _ANSWER.size))
     if kind != ACK:
         code = CODES[number] if number < len(CODES) else "malformed"
         raise BadTransfer(code, f"the target gave up: {code}")
+    return int(number)
 
 
 def checksum(parts: Iterable[memoryview]) -> int:

@@ -27,6 +27,11 @@ class Proposer(Protocol):
         ...
 
     @property
+    def name(self) -> bytes:
+        """Tells what its pages hold apart: a move carries them to the same draft alone. Empty when it has none."""
+        ...
+
+    @property
     def lost(self) -> str:
         """Why it can draft no more; empty while it can. Then no further plan names a path that is drafted."""
         ...

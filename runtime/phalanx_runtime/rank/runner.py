@@ -5,6 +5,7 @@ With several stages a plan is in each of them in turn, so that as many plans are
 
 import time
 from collections import deque
+from functools import partial
 from itertools import accumulate
 
 import msgspec
@@ -18,6 +19,7 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.page_memory import DraftPages, open_pages
 from phalanx_runtime.rank.paths import NO_TOKEN, drafted_tokens, filled, num_drafted, proposals
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
@@ -65,8 +67,15 @@ class ModelRunner:
 
     @property
     def caches(self) -> list[LayerCache]:
-        """The memory of this rank's pages, those of a draft's layers last."""
-        return self._all_caches
+        """The memory of this rank's pages: the target's layers."""
+        return self._caches
+
+    @property
+    def draft_pages(self) -> DraftPages | None:
+        """The same with the layers of a draft behind them; None where no draft has pages."""
+        if self._proposer is None or not self._proposer.caches:
+            return None
+        return DraftPages(self._proposer.name, partial(open_pages, self._all_caches))
 
     @property
     def lost_draft(self) -> str:

@@ -37,6 +37,11 @@ class SelfDraft:
         return ()
 
     @property
+    def name(self) -> bytes:
+        """None: it has no pages."""
+        return b""
+
+    @property
     def lost(self) -> str:
         """Never: what it computes with is the target."""
         return ""

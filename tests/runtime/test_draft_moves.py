@@ -1,0 +1,95 @@
+"""Requests with drafts move: pages take the draft's layers along to the same draft, and go on without them elsewhere. Float64."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from bench.mover import Mover
+from phalanx_api import moves, wire
+from phalanx_api.speculation import Speculation
+from phalanx_runtime.core.speculator import Speculating
+from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.moving_engines import RULES, Group, running_group
+from tests.runtime.ranks import Build
+from tests.runtime.test_moving_engines import KINDS, make_request, moved_bytes, undisturbed
+
+MODES: tuple[moves.MoveMode, ...] = ("precopy", "stop", "precopy")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("moves") / "model")
+
+
+@pytest.fixture(scope="module")
+def ways(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the ranks of a group are told."""
+    twin, noisy = save_draft(folder, folder.parent / "twin", noise=0.0), save_draft(folder, folder.parent / "noisy")
+    return {
+        "twin": {"speculative_method": "draft", "speculative_draft_dir": str(twin)},
+        "noisy": {"speculative_method": "draft", "speculative_draft_dir": str(noisy)},
+        "layers": {"speculative_method": "self_draft", "speculative_exit": str(save_exit(folder, folder.parent / "exit"))},
+        "nothing": {},
+    }
+
+
+def counts(groups: Sequence[Group]) -> tuple[int, int]:
+    """Tokens proposed and accepted in these groups."""
+    told = [group.loop.speculation for group in groups if group.loop is not None]
+    return sum(sum(one.proposed) for one in told), sum(sum(one.accepted) for one in told)
+
+
+def run(folder: Path, ways: Sequence[dict[str, Any]], requests: list[wire.Request], pods: int = 1) -> tuple[int, int]:
+    """Moves all requests to and fro between two groups, and compares with the undisturbed; tokens proposed and accepted."""
+    with ExitStack() as stack:
+        groups = []
+        for way in ways:
+            method = way.get("speculative_method", "none")
+            drafts = frozenset({method} - {"none"})
+            rules = replace(RULES, speculating=Speculating(method, 3, is_adaptive=False, drafts=drafts))
+            build = Build(torch.float64, num_pages=120, speculative=way)
+            groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))
+        router = Mover([group.channel for group in groups])
+        plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
+        streams = [router.submit(request) for request in requests]
+        num_bytes = 0
+        for turn, mode in enumerate(MODES):
+            for stream in streams:
+                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 4 + 9 * turn or stream.finish is not None)  # type: ignore[misc]
+                num_bytes += moved_bytes(router, stream, mode)
+        router.until(lambda: all(stream.finish for stream in streams))
+        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
+        assert num_bytes > 0
+        router.settle()
+        return counts(groups)
+
+
+@pytest.mark.parametrize("pods", [1, 2], ids=["one", "tp2"])
+def test_the_pages_of_the_same_draft_come_along(folder: Path, ways: dict[str, Any], pods: int) -> None:
+    """The draft is the target itself: behind a move it is right as before, which it is only if its own pages came too."""
+    requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
+    proposed, accepted = run(folder, [ways["twin"], ways["twin"]], requests, pods)
+    assert proposed == accepted > 30
+
+
+@pytest.mark.parametrize("other", ["noisy", "nothing", "layers"])
+def test_groups_of_other_drafts_take_each_others_requests(folder: Path, ways: dict[str, Any], other: str) -> None:
+    kinds = ("greedy", "seeded", "schema", "penalised")
+    proposed, accepted = run(
+        folder,
+        [ways["noisy" if other == "layers" else "twin"], ways[other]],
+        [make_request(kind, **KINDS[kind]) for kind in kinds],
+    )
+    assert 0 < accepted < proposed
+
+
+def test_self_drafts_move_as_their_pages_do(folder: Path, ways: dict[str, Any]) -> None:
+    requests = [make_request(kind, **sampling) for kind, sampling in KINDS.items()]
+    proposed, accepted = run(folder, [ways["layers"], ways["layers"]], requests)
+    assert 0 < accepted < proposed
