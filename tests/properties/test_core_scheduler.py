@@ -102,7 +102,6 @@ class Workload:
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
         self.runner = FakeRunner(shape.num_pages, shape.page_size)
-        self.runner.draft_lags = shape.speculating.method == "draft"
         limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
         rules = Rules(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)

@@ -41,10 +41,6 @@ class FakeRunner:
         self._slots: list[int | None] = [None] * (num_pages * page_size)
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}
-        self.draft_lags = True
-        """Whether the draft has pages of its own, which it fills only where it computes."""
-        self._computed_by_draft: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
         self.plans: list[StepPlan] = []
         self.num_proposed = self.num_accepted = 0
         """Proposals that were looked at, and those that were drawn."""
@@ -75,7 +71,6 @@ class FakeRunner:
         for request, kept in plan.cuts:
             assert len(self._tables[plan.rows[request]]) > kept, "a cut that cuts nothing"
             del self._tables[plan.rows[request]][kept:]
-        self._follow_draft(plan)
         plan = self._drafted(plan)
         tokens = iter(plan.tokens)
         for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
@@ -113,28 +108,12 @@ class FakeRunner:
                 context = [self._slots[self._slot(row, position)] for position in range(start)] + [plan.tokens[own]]
                 known = [token for token in context if token is not None]
                 assert known[start - len(path.behind) : start] == path.behind, "the tokens before its own"
-                has = min(self._computed_by_draft[row], start) if self.draft_lags else start
-                assert has == start - len(path.behind), "those that the draft has not computed"
-                self._computed_by_draft[row] = start + path.depth
+                assert not path.behind, "nothing came by a move"
                 for _ in range(path.depth):
                     right = next_token(known, self._seeds[row])
                     known.append(right if len(known) % 3 else (right + 1) % VOCAB)
                 drafted += known[start + 1 :]
         return filled(plan, drafted)
-
-    def _follow_draft(self, plan: StepPlan) -> None:
-        """A draft computes chunks of several tokens, and takes for computed what a row finds in shared pages."""
-        depths = {path.request: path.depth for path in plan.paths}
-        new = {new.row for new in plan.admitted}
-        for i, row in enumerate(plan.rows):
-            own, start = plan.counts[i] - depths.get(i, 0), plan.starts[i]
-            if row in new:
-                self._computed_by_draft[row] = self._ends[row] = start
-            found = max(0, start - self._ends[row])
-            self._computed_by_draft[row] = min(self._computed_by_draft[row] + found, start)
-            if own > 1:
-                self._computed_by_draft[row] = start + own
-            self._ends[row] = start + plan.counts[i]
 
     def page(self, page: int) -> list[int | None]:
         """What the slots of a page hold."""

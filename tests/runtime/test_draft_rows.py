@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,17 @@ def test_a_row_that_skips_ahead_or_starts_anew_computes_from_there() -> None:
     rows.pieces(plan(0, [1, 2], is_new=True))
     assert rows.pieces(plan(8, [9, 10])) == [Piece(0, 8, [9, 10])]
     assert rows.pieces(plan(4, [5, 6], is_new=True)) == [Piece(0, 4, [5, 6])]
+
+
+def test_what_came_by_a_move_is_computed_first_and_once() -> None:
+    rows = DraftRows(PAGE)
+    moved = plan(6, [7], depth=2, is_new=True)
+    assert rows.pieces(msgspec.structs.replace(moved, paths=[Path(0, 2, True, [3, 4, 5, 6])])) == [
+        Piece(0, 2, [3, 4, 5, 6, 7], True)
+    ]
+    rows.drafted(0, [8, 9])
+    again = plan(8, [10], depth=2)
+    assert rows.pieces(msgspec.structs.replace(again, paths=[Path(0, 2, True, [3, 4, 5, 6, 7, 8])])) == [Piece(0, 8, [10], True)]
 
 
 @dataclass

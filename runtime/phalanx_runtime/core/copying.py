@@ -71,11 +71,15 @@ class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
 
 
 class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
-    """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them."""
+    """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them.
+
+    has_draft: they came with the layers of the draft model that this rank has.
+    """
 
     move: str
     num_bytes: int
     num_computed: int | None = None
+    has_draft: bool = False
 
 
 class ComeFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):

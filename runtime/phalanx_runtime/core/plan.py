@@ -26,7 +26,8 @@ class Path(msgspec.Struct, frozen=True, array_like=True):
     """Proposed tokens of one request: the last `depth` of those that it computes in this step, behind its own.
 
     request: its index into `rows`. With `is_drafted` the plan does not know them, and has a 0 for each: the proposer of the first
-    stage fills them in. `behind`: the tokens before the request's own in this step that a draft model has not computed yet.
+    stage fills them in. `behind`: tokens before the request's own in this step that a draft model may lack, for their pages
+    came by a move.
     """
 
     request: int

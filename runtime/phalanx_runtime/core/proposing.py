@@ -9,11 +9,15 @@ from phalanx_runtime.core.lookup import Lookup
 
 @dataclass(slots=True)
 class Proposing:
-    """By which method, and how many at once at most. `lag`: tokens in its pages that a draft model has not computed."""
+    """By which method, and how many at once at most.
+
+    missing_from: from this position on a draft model may have computed nothing, for the pages came by a move; None: it has
+    what plans brought.
+    """
 
     method: Method
     most: int
     lookup: Lookup = field(default_factory=Lookup)
     shares: Shares = field(default_factory=lambda: Shares(FADE_OF_REQUEST))
-    lag: int = 0
+    missing_from: int | None = None
     last_step: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx_api import wire
+from phalanx_api.speculation import MAX_DEPTH
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, fits_ever, fits_now
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.seats import Seats
@@ -20,7 +21,10 @@ from phalanx_runtime.core.sharing import Sharing
 
 @dataclass(slots=True)
 class Reservation:
-    """The first `num_held` of `pages` were found in the cache. `arrived`: tokens in the pages, once all ranks have them."""
+    """The first `num_held` of `pages` were found in the cache. `arrived`: tokens in the pages, once all ranks have them.
+
+    has_draft: the others came with the layers of this group's draft model.
+    """
 
     move: str
     tokens: list[int]
@@ -28,6 +32,7 @@ class Reservation:
     num_held: int
     row: int
     arrived: int | None = None
+    has_draft: bool = False
 
 
 class Reservations:
@@ -80,6 +85,12 @@ class Reservations:
         one = self._open[move]
         one.arrived = max(num_tokens, one.num_held * self._sharing.pool.page_size)
 
+    def drafted(self, move: str) -> None:
+        """The pages come with the layers of the draft. A move without a reservation is no error."""
+        one = self._open.get(move)
+        if one is not None:
+            one.has_draft = True
+
     def take(self, move: str, request: Request) -> bool:
         """Whether the request runs now, on the pages that came for it. If not, its reservation stays, for `drop`."""
         one = self._open.get(move)
@@ -96,6 +107,9 @@ class Reservations:
         request.told = request.num_prompt - 1 if request.num_output else 0
         assert one.arrived is not None, "checked by _is_of"
         self._sharing.adopt(request, one.pages[:wanted] + more, one.num_held, one.arrived)
+        if request.proposing is not None and request.proposing.method == "draft":
+            last = one.arrived - pool.page_size - MAX_DEPTH if one.has_draft else 0  # a draft puts off no more than that
+            request.proposing.missing_from = max(one.num_held * pool.page_size, last)
         return True
 
     def drop(self, move: str) -> None:

@@ -157,7 +157,7 @@ class Sharing:
         request.is_chained = True
         request.is_cut = False
         if request.proposing is not None:
-            request.proposing.lag = 0
+            request.proposing.missing_from = None
 
     def _shares(self, request: Request) -> bool:
         return self._is_on and request.sampling.prompt_logprobs is None

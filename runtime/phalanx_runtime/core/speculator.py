@@ -65,6 +65,8 @@ class Speculator:
         self._cost = VerifyCost()
         self._barren = 0
         """Steps since the last proposal, in which some were offered."""
+        self._may_catch_up = 0
+        """Tokens that drafts may compute in this step beside their own."""
         self._paths = self._saved = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
@@ -89,6 +91,7 @@ class Speculator:
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
+        self._may_catch_up = self._limits.max_num_batched_tokens
         offered = [one for one in map(self._offer, making.chunks) if one is not None]
         if not offered:
             return
@@ -122,10 +125,8 @@ class Speculator:
         request = chunk.request
         if request.gone:
             return
-        if request.proposing is not None:
-            computed = request.computed - chunk.start
-            lag = max(0, computed - chunk.depth) if chunk.is_drafted else request.proposing.lag + computed
-            request.proposing.lag = 0 if chunk.count > 1 else lag
+        if request.proposing is not None and chunk.is_drafted:
+            request.proposing.missing_from = None
         if not chunk.depth:
             return
         kept = max(chunk.num_pages, self._pool.pages_for(request.computed))
@@ -170,7 +171,7 @@ class Speculator:
         if proposing.method == "ngram":
             tokens, agreed = proposing.lookup.find(request.tokens, most)
             grades = lookup_grades(agreed, len(tokens))
-        elif self._lost or proposing.lag > self._limits.max_num_batched_tokens:
+        elif self._lost or not self._catches_up(chunk, proposing):
             return None
         else:
             tokens, grades = [], draft_grades(most)
@@ -178,6 +179,14 @@ class Speculator:
             return None
         offer = Offer(chances(proposing.shares, self._shares, grades), proposing.method != "ngram")
         return _Offered(chunk, tokens, grades, offer)
+
+    def _catches_up(self, chunk: Chunk, proposing: Proposing) -> bool:
+        """Whether a draft model may compute in this step what came without it. A longer request goes on without proposals."""
+        missing = 0 if proposing.missing_from is None else chunk.start - proposing.missing_from
+        if missing > self._may_catch_up:
+            return False
+        self._may_catch_up -= missing
+        return True
 
     def _room(self, making: Making, has_prompts: bool) -> int:
         """How many proposals the step may hold."""
@@ -206,8 +215,8 @@ class Speculator:
         self._barren, proposing.last_step = 0, making.step
         chunk.depth, chunk.grades, chunk.proposed = depth, one.grades[:depth], one.tokens[:depth]
         chunk.is_drafted = one.offer.is_drafted
-        if chunk.is_drafted and proposing.method == "draft":
-            chunk.behind = request.tokens[chunk.start - proposing.lag : chunk.start]
+        if chunk.is_drafted and proposing.missing_from is not None:
+            chunk.behind = request.tokens[proposing.missing_from : chunk.start]
 
 
 def _all(offers: list[Offer], room: int) -> list[int]:

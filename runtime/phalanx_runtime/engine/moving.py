@@ -163,7 +163,9 @@ class Moving:
                 self._act(self._out.failed(move, code, f"rank {rank}: {why}"), now)
             case copying.Expecting(move):
                 self._expecting(move, rank, now)
-            case copying.Came(move, num_bytes, num_computed):
+            case copying.Came(move, num_bytes, num_computed, has_draft):
+                if has_draft:
+                    self._scheduler.reservations.drafted(move)
                 self._act(self._in.came(move, rank, num_bytes, num_computed, now), now)
             case copying.ComeFailed(move, code, why):
                 self._act(self._in.failed(move, code, f"rank {rank}: {why}", now), now)

@@ -6,6 +6,8 @@
     plain decodes    wait, and are computed together when a page may be full: pages that others may share are whole
     drafted paths    what waits, then the path's own token; behind the last pass only the last proposal waits
 
+    moved pages      the plan tells the tokens that they may have come without; they are computed first
+
 What a step rejected is forgotten when the row's next start is known. A row that skips ahead found pages that others wrote, and
 those the draft has computed as well.
 """
@@ -29,6 +31,9 @@ class Piece:
 
 @dataclass(slots=True)
 class _Row:
+    """`first`: where it began here; what lies before came with its pages."""
+
+    first: int
     computed: int
     waiting: list[int] = field(default_factory=list)
 
@@ -51,7 +56,7 @@ class DraftRows:
             tokens = plan.tokens[end - plan.counts[request] : end]
             num_own = len(tokens) - (0 if path is None else path.depth)
             is_drafted = path is not None and path.is_drafted
-            row = self._caught_up(plan.rows[request], plan.starts[request])
+            row = self._caught_up(plan.rows[request], plan.starts[request], [] if path is None else path.behind)
             row.waiting += tokens[:num_own]
             may_fill_page = row.computed // self._page_size < (plan.starts[request] + len(tokens)) // self._page_size
             is_plain_decode = num_own == 1 and indexes.get(request, 0) > 0
@@ -69,11 +74,14 @@ class DraftRows:
         one.computed += len(proposed) - 1
         one.waiting = [proposed[-1]]
 
-    def _caught_up(self, row: int, start: int) -> _Row:
-        """The row, with what waits before this start and nothing else."""
-        one = self._rows.setdefault(row, _Row(start))
+    def _caught_up(self, row: int, start: int, told: Sequence[int]) -> _Row:
+        """The row, with what waits before this start and nothing else. `told`: tokens before it that may have come without."""
+        one = self._rows.setdefault(row, _Row(start, start))
         behind = start - one.computed
-        if behind < 0 or behind > len(one.waiting):
+        if start - len(told) < one.first:
+            one.first = one.computed = start - len(told)
+            one.waiting = list(told)
+        elif behind < 0 or behind > len(one.waiting):
             one.computed, one.waiting = start, []
         else:
             del one.waiting[behind:]

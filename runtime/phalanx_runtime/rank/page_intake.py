@@ -120,11 +120,13 @@ class Intake:
         staging = memoryview(bytearray(pages.page_bytes))
         self._wait_for(expected.order.step)
         since, last = 0, False
+        with_draft: Pages | None = None
         while True:
             head = say.read_head(link)
             match head.kind:
                 case say.DRAFT if self._draft is not None and not expected.came:
-                    pages = self._with_draft(self._draft, link, head.length) or pages
+                    with_draft = self._with_draft(self._draft, link, head.length)
+                    pages = with_draft or pages
                     staging = memoryview(bytearray(pages.page_bytes))
                 case say.PAGE:
                     self._take_page(expected, link, head, pages, staging)
@@ -137,7 +139,7 @@ class Intake:
                     theirs = say.read_exactly(link, say.DIGEST_BYTES)
                     self._finish(expected, head.position, theirs, [staging] if last else [])
                     say.send_answer(link)
-                    self._tell(Came(expected.order.move, since, head.position))
+                    self._tell(Came(expected.order.move, since, head.position, with_draft is not None))
                     return
                 case _:
                     raise say.BadTransfer("malformed", f"frame {head.kind} is none of a transfer")

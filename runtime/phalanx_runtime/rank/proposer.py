@@ -39,9 +39,9 @@ class Proposer(Protocol):
     def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
         """The proposals of all paths with `is_drafted`, `depth` tokens each, one after the other: the same ones on every rank.
 
-        Called for every plan, also for one without paths: a draft model computes the prompt chunks of the plan, those that have
-        more than one token of their own, so that its pages hold what the target's do. A request decoded without a draft falls
-        behind; when it is drafted again `Path.behind` has the tokens that lie in positions [starts[i] - len(behind), starts[i]).
+        Called for every plan, also for one without paths: a draft model computes what the plan brings, so that its pages hold
+        what the target's do, and knows itself what it put off. Of pages that came by a move it knows nothing: `Path.behind` has
+        the tokens that lie in positions [starts[i] - len(behind), starts[i]) of such a request.
         The plan's own token of such a path, at starts[i], is known to all; its first proposal has the output index of its draw,
         and behind d proposals the draft's pages hold starts[i] + d tokens: the last proposal is computed by the target alone.
 
