@@ -95,6 +95,18 @@ class Cache(Record):
         return self
 
 
+Uri = Annotated[
+    str,
+    AfterValidator(_known_uri),
+    Field(
+        json_schema_extra=with_rules(
+            rule(f"self.matches('{URI_PATTERN}')", URI_FORMS), rule("!self.matches('/[.][.](/|$)')", "a path must not hold '..'")
+        )
+    ),
+]
+"""Where a model is."""
+
+
 class Model(Record):
     """Where the weights and the tokenizer come from."""
 
@@ -120,13 +132,7 @@ class Model(Record):
             ".cache",
         ),
     )
-    uri: Annotated[str, AfterValidator(_known_uri)] = Field(
-        min_length=1,
-        max_length=512,
-        json_schema_extra=with_rules(
-            rule(f"self.matches('{URI_PATTERN}')", URI_FORMS), rule("!self.matches('/[.][.](/|$)')", "a path must not hold '..'")
-        ),
-    )
+    uri: Uri = Field(min_length=1, max_length=512)
     """`file:///path` in the image or a mounted volume, `pvc://claim/path` in a claim, `hf://org/name` on a hub,
     `s3://bucket/prefix` or `gs://bucket/prefix` in a bucket, or `oci://registry/repository:tag` (or `@sha256:...`) in a
     registry of images."""
@@ -178,10 +184,35 @@ class Resources(Record):
 class Speculative(Record):
     """Tokens that are proposed and then verified, several in one step. It changes times, never tokens."""
 
-    method: Literal["None", "NGram"] = "None"
-    """NGram proposes what followed the last tokens where they occurred before, in prompt or output."""
+    model_config = Record.model_config | rules(
+        rule(
+            "(self.method == 'Draft') == has(self.draftModel)", "draftModel goes with method Draft, which needs it", ".draftModel"
+        ),
+        rule("self.method == 'SelfDraft' || !has(self.exit)", "exit goes with method SelfDraft only", ".exit"),
+        rule("self.method == 'SelfDraft' || !has(self.ratio)", "ratio goes with method SelfDraft only", ".ratio"),
+    )
+    method: Literal["None", "NGram", "Draft", "SelfDraft"] = "None"
+    """NGram proposes what followed the last tokens where they occurred before, in prompt or output; Draft what a smaller model
+    says, SelfDraft what the first layers of the model itself say. A draft that cannot be loaded is done without; one with other
+    tokens, or an exit of another model, is refused."""
+    draft_model: Uri | None = Field(default=None, min_length=1, max_length=512)
+    """Draft: the smaller model, with the same tokens, where `spec.model.uri` could be; it is fetched with the same secret."""
+    exit: Uri | None = Field(default=None, min_length=1, max_length=512)
+    """SelfDraft: what `phalanx-runtime fit-exit` made for this model: a file, or a folder that holds it, where
+    `spec.model.uri` could be. Without it the first layers agree with the model seldom."""
+    ratio: str | None = Field(default=None, max_length=5, pattern=r"^0\.(0[1-9]|[1-9][0-9]?)$")
+    """SelfDraft: share of the layers that draft, such as "0.40"; what the exit was fitted for otherwise."""
     num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
     """Most tokens that are proposed for a request in a step; how many there are follows what pays, down to none under load."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Speculative":
+        if (self.method == "Draft") != (self.draft_model is not None):
+            raise ValueError("draftModel goes with method Draft, which needs it")
+        for name, value in {"exit": self.exit, "ratio": self.ratio}.items():
+            if value is not None and self.method != "SelfDraft":
+                raise ValueError(f"{name} goes with method SelfDraft only")
+        return self
 
 
 class Engine(Record):

@@ -37,6 +37,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "claim-on-cpu": {
         "model": {"uri": "pvc://models/SmolLM2"},
         "resources": {"accelerator": {"resourceName": ""}},
+        "engine": {"speculative": {"method": "SelfDraft", "exit": "pvc://exits/SmolLM2/exit.safetensors", "ratio": "0.50"}},
         "podTemplate": {
             "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
             "spec": {

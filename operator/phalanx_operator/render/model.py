@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Cache, Model, SecretRef
+from phalanx_api.inference_service import Cache, Model, SecretRef, Speculative
 from phalanx_operator.render.objects import Object
 
 
@@ -33,6 +33,23 @@ def model_source(model: Model) -> ModelSource:
     folder = labels.MODEL_CACHE_DIR if cache else labels.CACHE_DIR
     remote = ModelSource(model.uri, flags=(*flags, "--download-dir", folder), volumes=cache, mounts=_cache_mount(cache))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
+
+
+def with_draft(source: ModelSource, speculative: Speculative | None) -> ModelSource:
+    """The same, and how the runtime gets what drafts for the model. Credentials are the model's."""
+    uri = None if speculative is None else speculative.draft_model or speculative.exit
+    if speculative is None or uri is None:
+        return source
+    flag = "--speculative-draft-model" if speculative.draft_model else "--speculative-exit"
+    found = model_source(Model(uri=uri))
+    in_claim = {"name": pod_template.DRAFT_VOLUME}
+    argument = found.argument.replace(labels.MODEL_DIR, labels.DRAFT_DIR, 1) if found.volumes else found.argument
+    return replace(
+        source,
+        flags=(*source.flags, flag, argument),
+        volumes=(*source.volumes, *(volume | in_claim for volume in found.volumes)),
+        mounts=(*source.mounts, *(mount | in_claim | {"mountPath": labels.DRAFT_DIR} for mount in found.mounts)),
+    )
 
 
 def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:

@@ -9,7 +9,7 @@ from phalanx_api.speculation import METHOD_OF
 from phalanx_api.upkeep import Drain
 from phalanx_operator.render import names, placement
 from phalanx_operator.render.gangs import Alone, Gang
-from phalanx_operator.render.model import ModelSource, model_source
+from phalanx_operator.render.model import ModelSource, model_source, with_draft
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.overlay import merged
 
@@ -58,7 +58,7 @@ def group(service: InferenceService, name: str, making: Making) -> Object:
 
 
 def _pod(service: InferenceService, name: str, images: Images) -> Object:
-    source = model_source(service.spec.model)
+    source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
         "automountServiceAccountToken": False,
@@ -149,6 +149,7 @@ def _engine_flags(engine: Engine) -> list[str]:
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
         "--speculative-method": speculative and METHOD_OF[speculative.method],
         "--speculative-tokens": speculative and speculative.num_tokens,
+        "--speculative-ratio": speculative and speculative.ratio,
     }
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
