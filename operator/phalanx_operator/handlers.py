@@ -22,7 +22,7 @@ def registry(wake: Callable[[Key], None]) -> kopf.OperatorRegistry:
         settings.networking.request_timeout = 60
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=handlers)
-    def changed(namespace: str | None, name: str, **_: Any) -> None:
+    async def changed(namespace: str | None, name: str, **_: Any) -> None:  # kopf would run another in a thread
         wake((namespace or "", name))
 
     @kopf.on.login(registry=handlers)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import urllib.parse
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -35,7 +36,16 @@ async def connect() -> Any:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException:
         await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    settle_proxy(configuration)
     return ApiClient(configuration)
+
+
+def settle_proxy(configuration: Any) -> None:
+    """Decides once by which proxy the API server is asked, if any: aiohttp would look for it at every request, in threads."""
+    server = urllib.parse.urlsplit(configuration.host)
+    if not configuration.proxy and not urllib.request.proxy_bypass(server.hostname or ""):
+        configuration.proxy = urllib.request.getproxies().get(server.scheme)
+    configuration.client_session_kwargs = {"trust_env": False}
 
 
 class HttpKube:

@@ -54,7 +54,19 @@ class Wakeups:
 
     def next_due(self) -> float | None:
         """When there will be something to take; None when nothing is waiting, or only for `done`."""
-        return min((at for key, at in self._due.items() if key not in self._busy), default=None)
+        busy: list[tuple[float, Key]] = []
+        found = None
+        while self._heap and found is None:
+            at, key = self._heap[0]
+            if self._due.get(key) == at and key not in self._busy:
+                found = at
+            else:
+                heapq.heappop(self._heap)
+                if self._due.get(key) == at:
+                    busy.append((at, key))
+        for entry in busy:
+            heapq.heappush(self._heap, entry)
+        return found
 
 
 def backoff(failures: int, draw: Callable[[], float]) -> float:

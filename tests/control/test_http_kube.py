@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.http_kube import HttpKube, failure
+from phalanx_operator.http_kube import HttpKube, failure, settle_proxy
 from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
@@ -179,3 +179,29 @@ def test_who_can_act_on_an_error(status: int, text: str, error: type[KubeError])
 def test_rendered_kinds_have_resources() -> None:
     assert resource_of(BODY) is DEPLOYMENTS
     assert {resource.path("ns") for resource in RESOURCES.values()} >= {"/api/v1/namespaces/ns/secrets"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "proxy"),
+    [
+        ({}, None, None),
+        ({"https_proxy": "http://proxy:3128"}, None, "http://proxy:3128"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "10.96.0.1"}, None, None),
+        ({"https_proxy": "http://proxy:3128"}, "http://mine:1", "http://mine:1"),
+        ({"http_proxy": "http://proxy:3128"}, None, None),
+    ],
+    ids=["none", "of the environment", "not for this host", "of the kubeconfig", "for another scheme"],
+)
+def test_the_proxy_is_chosen_once(
+    environment: dict[str, str], own: str | None, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    configuration = Configuration(host="https://10.96.0.1:443")
+    configuration.proxy = own
+    settle_proxy(configuration)
+    assert configuration.proxy == proxy
+    assert configuration.client_session_kwargs == {"trust_env": False}

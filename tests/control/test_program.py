@@ -174,10 +174,10 @@ def test_kopf_only_watches_and_so_writes_nothing() -> None:
     assert [handler.fn.__name__ for handler in found._watching.get_all_handlers()] == ["changed"]
 
 
-def test_an_event_of_a_service_wakes_its_key() -> None:
+async def test_an_event_of_a_service_wakes_its_key() -> None:
     woken: list[Key] = []
     found: Any = handlers.registry(woken.append)
-    found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED")
+    await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED")
     settings = kopf.OperatorSettings()
     startup, login = found._activities.get_all_handlers()
     startup.fn(settings=settings)

@@ -67,3 +67,19 @@ def test_no_key_has_two_workers_and_no_wish_is_lost(moves: list[tuple[str, int, 
 def test_waits_grow_and_are_spread(failures: int, least: float, most: float) -> None:
     draw = random.Random(1).random
     assert all(least <= backoff(failures, draw) <= most for _ in range(50))
+
+
+@given(st.lists(st.tuples(st.sampled_from("wwtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
+def test_what_is_due_next_is_the_earliest_wish_for_a_key_that_nobody_works_on(moves: list[tuple[str, int, int]]) -> None:
+    queue, busy, wishes = Wakeups(), list[Key](), dict[Key, float]()
+    for move, number, at in moves:
+        key = ("n", str(number))
+        if move == "w":
+            queue.wake(key, float(at))
+            wishes[key] = min(wishes.get(key, float("inf")), float(at))
+        elif move == "t" and (taken := queue.take(float(at))):
+            busy.append(taken)
+            assert wishes.pop(taken) <= at
+        elif move == "d" and busy:
+            queue.done(busy.pop())
+        assert queue.next_due() == min((when for key, when in wishes.items() if key not in busy), default=None)
