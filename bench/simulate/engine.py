@@ -16,8 +16,11 @@ import numpy as np
 from bench.simulate.cache import PAGE, Pages
 from bench.simulate.jobs import Job
 from phalanx_api.cost import StepModel, StepWork
+from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
 
 HISTORY = 1 << 16
+MOST_OUTPUT = 4096
+"""What requests allow at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,20 @@ class Engine:
     def steps_to_full(self) -> float | None:
         """After how many steps no page is free, if nothing ends."""
         return self.pages.free * PAGE / len(self.decodes) if self.decodes else None
+
+    def expected_to_full(self, mean_output: float) -> float | None:
+        """The same as requests are expected to end: what an engine tells. Never before `steps_to_full`."""
+        going = [Going(self.rest(job, mean_output), self.context_of(job)) for job in self.decodes.values()]
+        return steps_to_full(self.pages.free * PAGE, going)
+
+    def rest(self, job: Job, mean_output: float) -> float:
+        """Steps that a decode is expected to go on; nobody knows how many it will."""
+        return expected_rest(self.context_of(job) + 1 - job.prompt_tokens, MOST_OUTPUT, mean_output)
+
+    def who_outlives(self, mean_output: float, steps: float) -> list[Job]:
+        """Decodes that would be preempted in so many steps, the first first; not the last that is left."""
+        latest = sorted(self.decodes.values(), key=lambda job: -job.number)
+        return [job for job in latest[:-1] if self.rest(job, mean_output) > steps]
 
     def latest(self) -> Job | None:
         """The request that would be preempted next."""

@@ -9,6 +9,7 @@ from phalanx_api import wire
 from phalanx_router.balance.records import StreamView
 
 FOLLOWED = 1 / 20
+FAR_STEPS = 200
 
 
 class Reporter:
@@ -19,7 +20,8 @@ class Reporter:
         self.last_handle = 0
         self._sequence = 0
         self._prompt_per_step = 0.0
-        self._output = 0.0
+        self.output = 0.0
+        """Output tokens that requests had lately."""
         self._speed = 1.0
 
     def stepped(self, ended: list[Job]) -> None:
@@ -27,7 +29,7 @@ class Reporter:
         self._prompt_per_step += FOLLOWED * (self.engine.last_work.prefill_tokens - self._prompt_per_step)
         self._speed += FOLLOWED * (self.engine.slow - self._speed)
         for job in ended:
-            self._output += FOLLOWED * (job.output_tokens - self._output) if self._output else job.output_tokens
+            self.output += FOLLOWED * (job.output_tokens - self.output) if self.output else job.output_tokens
 
     def load(self) -> wire.Load:
         """What the group has in hand now. Its fitted step model is its true one, times how slow it has been lately."""
@@ -55,11 +57,16 @@ class Reporter:
             step_s=engine.last_step_s,
             prompt_tokens_per_step=self._prompt_per_step,
             recomputed_tokens=engine.recomputed,
-            steps_to_full=engine.steps_to_full(),
-            mean_output_tokens=self._output,
+            steps_to_full=self._steps_to_full(),
+            mean_output_tokens=self.output,
             max_num_batched_tokens=engine.shape.max_num_batched_tokens,
             max_num_seqs=engine.shape.max_num_seqs,
         )
+
+    def _steps_to_full(self) -> float | None:
+        """As requests are expected to end; where that is far off, the bound that costs nothing."""
+        least = self.engine.steps_to_full()
+        return least if least is None or least > FAR_STEPS else self.engine.expected_to_full(self.output)
 
 
 def stream_of(job: Job, key: str, context: int) -> StreamView:

@@ -201,19 +201,31 @@ class World:
     def _ask_rescue(self, group: int, now: float) -> None:
         """An engine whose pages run out soon asks for the request that would be preempted first, once a second."""
         engine = self.engines[group]
-        left = engine.steps_to_full()
-        victim = engine.latest()
-        if left is None or victim is None or victim.number in self._moving:
+        victim = self._victim(engine, self._reporters[group].output)
+        if victim is None or victim.number in self._moving:
             return
-        copy_s = engine.context_of(victim) * engine.shape.token_bytes / engine.shape.copy_bytes_per_s
-        soon = left * engine.last_step_s < 2 * copy_s + RESCUE_SLACK_S
-        if not soon or now - self._asked.get(victim.number, -BETWEEN_RESCUES_S) < BETWEEN_RESCUES_S:
+        if now - self._asked.get(victim.number, -BETWEEN_RESCUES_S) < BETWEEN_RESCUES_S:
             return
         self._asked[victim.number] = now
         wish = self._policy.rescue(victim, group, now, self.engines)
         if wish is not None:
             self.counts.rescues += 1
             self._move(wish, now)
+
+    @staticmethod
+    def _victim(engine: Engine, mean_output: float) -> Job | None:
+        """Who loses its pages soon, if requests end as expected."""
+
+        def is_soon(steps: float, job: Job) -> bool:
+            copy_s = engine.context_of(job) * engine.shape.token_bytes / engine.shape.copy_bytes_per_s
+            return steps * engine.last_step_s < 2 * copy_s + RESCUE_SLACK_S
+
+        least, latest = engine.steps_to_full(), engine.latest()
+        if least is None or latest is None or not is_soon(least, latest):
+            return None
+        steps = engine.expected_to_full(mean_output)
+        victims = [] if steps is None else engine.who_outlives(mean_output, steps)
+        return victims[0] if steps is not None and victims and is_soon(steps, victims[0]) else None
 
     def _move(self, wish: Wish, now: float) -> None:
         """Reserves pages at the target, copies, freezes at the end of a step, and goes on there."""

@@ -16,7 +16,7 @@ from phalanx_router.balance.copying import way_of
 from phalanx_router.balance.hotspots import HotGroup
 from phalanx_router.balance.projection import appeal, joined, median_itl_s
 from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, Rung, StreamView, Way
-from phalanx_router.balance.targets import roomiest
+from phalanx_router.balance.targets import RESCUE_GROWTH, roomiest
 from phalanx_router.balance.victims import Scales, expected_rest, victims
 from phalanx_router.route.view import GroupView
 
@@ -95,7 +95,7 @@ def rescue(source: GroupView, stream: StreamView, scene: Scene) -> Plan:
     if stream.is_pinned:
         return _refused(source, "rescue", "no_victim", f"{stream.stream} cannot leave")
     open_now = [view for key, view in scene.views.items() if key not in scene.closed and scene.budget.in_slots(key) > 0]
-    best = roomiest(stream, source, open_now, scene.hot, scene.median_itl_s, scene.now)
+    best = roomiest(stream, source, open_now, scene.hot, scene.median_itl_s, scene.now, RESCUE_GROWTH)
     if best is None:
         return _refused(source, "rescue", "no_target", f"no group has room for {stream.stream}")
     why = f"{source.group} would preempt it, {best.group} has room"

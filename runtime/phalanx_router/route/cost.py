@@ -1,7 +1,7 @@
 """What it costs to give a request to a group, in seconds: the function that choosing and requeueing minimise.
 
     J = urgency * T                                   its time to first token: backlog there, and its prompt that no page holds
-      + 0.3 * E_out * I+                              its decoding, I+ the time of a step with it
+      + 0.05 * E_out * I+                             its decoding, I+ the time of a step with it
       + 0.02 * B * (T_own / 2 + E_out * (I+ - I))     what it costs the B requests that run there
       + 3 s * max(0, (k+ - 0.5) / 0.5)^2              pages: k+ the share used, reserved or wanted, its own included
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from phalanx_router.route.view import GroupView
 
-DECODE_WEIGHT, OTHERS_WEIGHT = 0.3, 0.02
+DECODE_WEIGHT, OTHERS_WEIGHT = 0.05, 0.02
 PAGES_S, PAGES_FROM = 3.0, 0.5
 DEGRADED_FACTOR = 1.2
 USUAL_TTFT_TARGET_S = 2.0

@@ -236,6 +236,11 @@ def test_a_rescued_stream_goes_to_the_group_with_most_room() -> None:
 
 RESCUE_REFUSED = {
     "nobody has room": ({name: {"used_pages": 900} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "all would be full soon": (
+        {name: {"total_pages": 200, "used_pages": 40, "running": 20} for name in "bcde"},
+        BalancePolicy(),
+        "no_target",
+    ),
     "nobody keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
     "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
     "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
