@@ -15,7 +15,7 @@ from pstats import Stats
 from typing import Any
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.core.plan import NewRow, Path, StepPlan
 from phalanx_runtime.rank.cgroup import System
 from phalanx_runtime.rank.group import join_group
 from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
@@ -40,16 +40,18 @@ SHAPES = {
     "1 decodes after 200": [(1, 200)],
     "16 decode after 340": [(1, 340)] * 16,
     "64 decode after 340": [(1, 340)] * 64,
+    "1 verifies 4 after 200": [(5, 204)],
+    "16 verify 4 after 340": [(5, 344)] * 16,
     "prompt of 128": [(128, 128)],
     "prompt of 512": [(512, 512)],
     "7 prompts of 288": [(288, 288)] * 7,
     "15 decode, prompt of 288": [(1, 340)] * 15 + [(288, 288)],
     "64 prompts, 32 new after 512": [(32, 544)] * 64,
 }
-"""Of each request the tokens that the step computes, and its context then."""
+"""Of each request the tokens that the step computes, and its context then. One that verifies has proposals behind the first."""
 
 
-def plan_of(step: int, shape: Sequence[tuple[int, int]]) -> StepPlan:
+def plan_of(step: int, shape: Sequence[tuple[int, int]], proposes: bool = False) -> StepPlan:
     """A step of this shape, of greedy requests on pages of their own; what lies before it is whatever the pages hold."""
     pages, first = [], 0
     for _, length in shape:
@@ -61,15 +63,18 @@ def plan_of(step: int, shape: Sequence[tuple[int, int]]) -> StepPlan:
     counts = [count for count, _ in shape]
     tokens = [300 + at * 7 % 30000 for at in range(sum(counts))]
     starts = [length - count for count, length in shape]
-    return StepPlan(step, new, rows, starts, counts, pages, tokens, [(row, 0) for row in rows])
+    paths = [Path(row, count - 1) for row, count in enumerate(counts)] if proposes else []
+    return StepPlan(step, new, rows, starts, counts, pages, tokens, [(row, 0) for row in rows], paths=paths)
 
 
-def measured(runner: ModelRunner, shape: Sequence[tuple[int, int]], steps: int, clock: Clock) -> tuple[float, dict[str, float]]:
+def measured(
+    runner: ModelRunner, shape: Sequence[tuple[int, int]], steps: int, clock: Clock, proposes: bool = False
+) -> tuple[float, dict[str, float]]:
     """Milliseconds of the best step, and of each part on average; the rest is last."""
-    times = [_run(runner, plan_of(step, shape), clock) for step in range(steps + 1)]
+    times = [_run(runner, plan_of(step, shape, proposes), clock) for step in range(steps + 1)]
     profile = cProfile.Profile(clock)
     profile.enable()
-    whole = sum(_run(runner, plan_of(step, shape), clock) for step in range(steps)) / steps
+    whole = sum(_run(runner, plan_of(step, shape, proposes), clock) for step in range(steps)) / steps
     profile.disable()
     calls: dict[Any, Any] = Stats(profile).stats  # type: ignore[attr-defined]
     parts = {name: sum(_within(calls, *edge) for edge in edges) / steps for name, edges in PARTS.items()}
@@ -127,7 +132,7 @@ def show(args: argparse.Namespace) -> None:
     print("| step | ms | " + " | ".join([*PARTS, "rest"]) + " |")
     print("|---" * (len(PARTS) + 3) + "|")
     for name, shape in SHAPES.items():
-        best, parts = measured(runner, shape, args.steps, clock)
+        best, parts = measured(runner, shape, args.steps, clock, "verif" in name)
         print(f"| {name} | {best:.1f} | " + " | ".join(f"{part:.1f}" for part in parts.values()) + " |", flush=True)
 
 

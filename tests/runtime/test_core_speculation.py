@@ -1,5 +1,6 @@
 """Pure parts of speculation: what is looked up, what is believed of it, how much of it a step gets, and what it costs."""
 
+import random
 from collections.abc import Sequence
 from itertools import product
 
@@ -18,7 +19,7 @@ from phalanx_runtime.core.lookup import AT_ONCE, LONGEST, PLACES, Lookup
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating
-from phalanx_runtime.core.verify_cost import ENOUGH, VerifyCost
+from phalanx_runtime.core.verify_cost import VerifyCost
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
@@ -130,14 +131,24 @@ def test_the_cost_of_proposals_is_what_was_measured() -> None:
     assert cost.costs(model, plain).extra_s(4) == pytest.approx(0.004)
     for _ in range(50):
         cost.learn(model, plain, 0, 0, 0.012, 0.0)
-    for _ in range(ENOUGH + 50):
+    for _ in range(100):
         cost.learn(model, plain, 4, 2, 0.012 + 4 * 0.003 + 0.005, 0.005)
     told = cost.costs(model, plain)
     assert told.plain_s == pytest.approx(0.012, rel=0.01)
     assert told.extra_s(2) == pytest.approx(0.006, rel=0.05)
     assert told.pass_s == pytest.approx(0.0025, rel=0.01)
-    assert cost.verify_s == pytest.approx((ENOUGH + 50) * 0.012, rel=0.1)
+    assert cost.verify_s == pytest.approx(100 * 0.012, rel=0.1)
     assert cost.costs(model, StepWork(0, 40, 100)).extra_s(1) == pytest.approx(0.001), "other sizes are not judged by this one"
+
+
+def test_noise_far_above_the_cost_of_a_proposal_does_not_hide_it() -> None:
+    """One proposal in steps of sixteen decodes, whose times differ by six times what it costs."""
+    chance = random.Random(5)
+    model, plain, cost = StepModel(0.05, 0.001, 0, 0.0, 0.0), StepWork(0, 16, 1000), VerifyCost()
+    for _ in range(400):
+        cost.learn(model, plain, 0, 0, 0.066 + chance.uniform(-0.006, 0.006), 0.0)
+        cost.learn(model, plain, 1, 0, 0.067 + chance.uniform(-0.006, 0.006), 0.0)
+    assert 0.0002 < cost.costs(model, plain).extra_s(1) < 0.002
 
 
 def scheduler(runner: FakeRunner, speculating: Speculating, max_num_seqs: int = 4) -> Scheduler:

@@ -1,9 +1,11 @@
 """What proposals cost a step: the fitted step-time function for a start, and what was measured in steps with them.
 
     plain     predicted time without proposals, times how far off that is lately in steps without any
-    a token   (measured time - draft - plain) / proposals, followed for steps of about as many decodes; at first the function's
+    a token   sum of (measured time - draft - plain) / sum of proposals, over steps of about as many decodes, the latest count
+              more; begun with the function's
 
-Only steps without prompt tokens teach: there a difference is the proposals'.
+Only steps without prompt tokens teach: there a difference is the proposals'. Sums, and not the mean of quotients: one proposal
+in a step of many decodes is far less than what two such steps differ by.
 """
 
 from phalanx_api.cost import StepModel, StepWork
@@ -11,10 +13,14 @@ from phalanx_runtime.core.depths import StepCosts
 
 FOLLOW = 0.1
 """Weight of the latest step."""
-ENOUGH = 3
-"""Measured steps before their cost is believed."""
+FADE = 0.98
+"""How much a step with proposals counts relative to the next one."""
+PRIOR = 8.0
+"""So many proposals the predicted cost weighs."""
 FEWEST, MOST = 0.1, 8.0
-"""A measured cost of a token counts within these multiples of the predicted one: pauses of the machine are nobody's cost."""
+"""A measured cost of a token counts within these multiples of the predicted one."""
+LONGEST = 2.0
+"""A step that takes longer than so many times what it was to take counts as this: pauses of the machine are nobody's cost."""
 LEAST_SHARE = 0.005
 """Of the plain step: what a token costs at least. The fit may not know the cost of tokens yet."""
 
@@ -26,16 +32,17 @@ class VerifyCost:
         self.verify_s = 0.0
         """By how much steps with proposals took longer than without, since the start, drafts not counted."""
         self._off: dict[int, float] = {}
-        self._token_s: dict[int, tuple[int, float]] = {}
+        self._over: dict[int, tuple[float, float]] = {}
+        """Seconds beyond plain steps, and proposals that were in them."""
         self._pass_s = 0.0
 
     def costs(self, model: StepModel, plain: StepWork) -> StepCosts:
         """What a step of this work costs with proposals."""
         plain_s = self._plain_s(model, plain)
-        seen, token_s = self._token_s.get(plain.decodes.bit_length(), (0, 0.0))
-        if seen >= ENOUGH:
-            return StepCosts(plain_s, lambda count: count * token_s, self._pass_s)
-        return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self._pass_s)
+        if plain.decodes.bit_length() not in self._over:
+            return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self._pass_s)
+        token_s = self._token_s(model, plain, plain_s)
+        return StepCosts(plain_s, lambda count: count * token_s, self._pass_s)
 
     def learn(self, model: StepModel, plain: StepWork, proposals: int, depth: int, wall_s: float, draft_s: float) -> None:
         """A step that was measured: its work without proposals, how many it had, and the deepest of those that were drafted."""
@@ -52,13 +59,18 @@ class VerifyCost:
             pass_s = draft_s / depth
             self._pass_s = pass_s if not self._pass_s else self._pass_s + FOLLOW * (pass_s - self._pass_s)
         plain_s = self._plain_s(model, plain)
-        over_s = wall_s - draft_s - plain_s
+        expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
+        over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
         self.verify_s += max(0.0, over_s)
-        expected_s = self._predicted_s(model, plain, plain_s, proposals) / proposals
-        token_s = min(max(over_s / proposals, FEWEST * expected_s), MOST * expected_s)
-        seen, before_s = self._token_s.get(size, (0, 0.0))
-        weight = max(FOLLOW, 1 / (seen + 1))
-        self._token_s[size] = (seen + 1, before_s + weight * (token_s - before_s))
+        seconds, count = self._over.get(size, (0.0, 0.0))
+        self._over[size] = FADE * seconds + over_s, FADE * count + proposals
+
+    def _token_s(self, model: StepModel, plain: StepWork, plain_s: float) -> float:
+        """What a proposal costs in steps like this one."""
+        expected_s = self._predicted_s(model, plain, plain_s, 1)
+        seconds, count = self._over[plain.decodes.bit_length()]
+        measured_s = (seconds + PRIOR * expected_s) / (count + PRIOR)
+        return min(max(measured_s, FEWEST * expected_s), MOST * expected_s)
 
     def _plain_s(self, model: StepModel, plain: StepWork) -> float:
         return max(model.predict(plain) * self._off.get(plain.decodes.bit_length(), 1.0), 1e-6)
