@@ -79,6 +79,20 @@ async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
         assert told.queued == told.held == 0 and told.idle_s < 5
 
 
+async def test_deaths_of_a_group_are_told_at_once_and_are_not_forgotten_with_its_link() -> None:
+    leader = FakeLeader("a")
+    async with running_router(leader) as router:
+        await router.ask()
+        asked = asyncio.create_task(router.ask(wait_s=9.0))
+        await leader.tell(wire.State(False, 2, "loading the model", deaths=1, death="pod 0: rank 0 ended"))
+        told = (await asyncio.wait_for(asked, 5)).groups[0]
+        assert (told.incarnation, told.deaths, told.death) == (2, 1, "pod 0: rank 0 ended")
+        leader.cut()
+        while router.fleet.links.all()[0].is_open:
+            await asyncio.sleep(0.002)
+        assert [(group.deaths, group.state) for group in (await router.ask()).groups] == [(1, "dead")]
+
+
 async def test_people_see_each_group_at_metrics_as_the_plugin_reads_it() -> None:
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT

@@ -43,6 +43,8 @@ FIRST_REPLICAS = 1
 """Groups of a service whose manifest does not say."""
 RESYNC_S = 600.0
 LEAST_S = 0.5
+GANG_LOOK_S = 30.0
+"""How soon to look again at groups whose pods wait to be placed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Tur
         recovery.left_s(snapshot.groups, spec.restart_policy, now),
         admission.left_s(snapshot.groups, spec.placement.gang.timeout_seconds, now),
         waits.left_s if waits.why else None,
+        GANG_LOOK_S if _gangs(snapshot.groups) else None,
     ]
     every_s = PANIC_TICK_S if urgent else TICK_S if seen.scaling else RESYNC_S
     return min([every_s, *(max(left, LEAST_S) for left in due if left is not None)])

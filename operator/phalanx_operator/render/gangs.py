@@ -140,8 +140,9 @@ def chosen(service: InferenceService, served: Set[str]) -> Gang:
 
 
 def _beside(service: InferenceService, api_version: str, group: str, uid: str, spec: Object) -> Object:
-    """An object of a group's name that goes with its StatefulSet."""
-    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": group, "uid": uid, "controller": True}
+    """An object of a group's name that goes with its StatefulSet, and before it: until then the name is not free."""
+    kind = {"apiVersion": "apps/v1", "kind": "StatefulSet"}
+    owner = kind | {"name": group, "uid": uid, "controller": True, "blockOwnerDeletion": True}
     metadata = {
         "name": group,
         "namespace": service.namespace,
