@@ -59,3 +59,8 @@ ENV_GROUP = "PHALANX_GROUP"
 """Name of the group. Set by the operator, told to routers on the link."""
 ENV_REVISION = "PHALANX_REVISION"
 """Revision of the group. Set by the operator, told to routers on the link."""
+
+OPERATOR_NAMESPACE = "phalanx-system"
+"""Where the operator is installed, if nobody says otherwise."""
+LEASE = "phalanx-operator"
+"""Name of the Lease, in the operator's namespace, that says which of its replicas leads."""

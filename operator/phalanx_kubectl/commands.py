@@ -31,7 +31,7 @@ class Commands:
     def status(self, name: str | None, *, everywhere: bool = False) -> str:
         """One service, or all of them. Raises: Refused."""
         if name is not None:
-            return show.status(self._service(name))
+            return show.status(self._service(name), self._operator())
         where = ["--all-namespaces"] if everywhere else []
         return show.services(ask_json(self.kubectl, "get", KIND, *where)["items"], with_namespace=everywhere)
 
@@ -76,6 +76,14 @@ class Commands:
         flags = ["--follow"] * follow + ["--previous"] * previous
         most = f"--max-log-requests={len(pods)}"
         return self.kubectl.pass_on("logs", "-l", selector, "-c", _CONTAINER, "--prefix", f"--tail={tail}", most, *flags)
+
+    def _operator(self) -> str:
+        """Who leads, by the Lease in the namespace where the operator mostly is, or why that is not known."""
+        try:
+            lease = ask_json(self.kubectl, "get", "lease", labels.LEASE, "--namespace", labels.OPERATOR_NAMESPACE)
+        except Refused as error:
+            return f"not known: {str(error).splitlines()[0]}"
+        return show.leader(lease, self.now())
 
     def _service(self, name: str) -> Json:
         return ask_json(self.kubectl, "get", KIND, name)

@@ -1,5 +1,6 @@
 """Objects of the API server as text for people: pure functions."""
 
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,20 @@ def _service_row(body: Json, with_namespace: bool) -> list[object]:
     return [metadata["namespace"], *own] if with_namespace else own
 
 
-def status(body: Json) -> str:
-    """All that the operator says of a service."""
+def leader(lease: Json, now: str) -> str:
+    """Which operator leads, by its Lease; when none does, that what conditions say may be out of date."""
+    spec = lease.get("spec") or {}
+    holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
+    if not holder or not renewed:
+        return "none leads: what follows may be out of date"
+    age_s = (datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(renewed)).total_seconds()
+    if age_s > spec.get("leaseDurationSeconds", 0):
+        return f"{holder} was heard {age_s:.0f} s ago: what follows may be out of date"
+    return f"{holder} leads"
+
+
+def status(body: Json, operator: str = "") -> str:
+    """All that the operator says of a service. `operator`: whether there is one."""
     said, metadata = _status(body), body["metadata"]
     is_behind = said.get("observedGeneration", 0) < metadata.get("generation", 0)
     facts = [
@@ -47,6 +60,7 @@ def status(body: Json) -> str:
         ("Revision", _revisions(said)),
         ("Groups", f"{said.get('readyReplicas', 0)} of {_wanted(body)} ready, {said.get('drainingReplicas', 0)} being emptied"),
         ("Scaling", _scaling(said)),
+        ("Operator", operator),
         ("Note", "the operator has not seen the last change yet" if is_behind else ""),
     ]
     rows = [

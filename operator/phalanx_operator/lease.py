@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx_api import labels
 from phalanx_operator.decide.lease import Held, Take, Wait, claim
 from phalanx_operator.errors import Gone, KubeError
 from phalanx_operator.kube import LEASES, Json, KubeClient
 
 log = logging.getLogger(__name__)
-NAME = "phalanx-operator"
+NAME = labels.LEASE
 LEASE_S = 15.0
 """How long a lease holds without being renewed, if nothing else is asked for; all else is in proportion to it."""
 RENEW_S = 2.0

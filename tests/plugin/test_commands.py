@@ -51,6 +51,7 @@ def test_status_of_one_and_of_all(kubectl: FakeKubectl, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("NAMESPACE ")
     assert kubectl.calls == [
         ["get", NAME, "chat", "-o", "json"],
+        ["get", "lease", "phalanx-operator", "--namespace", "phalanx-system", "-o", "json"],
         ["get", NAME, "-o", "json"],
         ["get", NAME, "--all-namespaces", "-o", "json"],
     ]

@@ -154,3 +154,21 @@ def test_streams_of_several_routers_add_up_and_what_is_the_groups_does_not() -> 
         "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2),
         "g-c": GroupLoad(streams=1),
     }
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"holderIdentity": "op-1", "renewTime": "2026-01-02T03:04:00.5Z", "leaseDurationSeconds": 15}, "op-1 leads"),
+        (
+            {"holderIdentity": "op-1", "renewTime": "2026-01-02T03:00:00Z", "leaseDurationSeconds": 15},
+            "op-1 was heard 245 s ago: what follows may be out of date",
+        ),
+        ({"holderIdentity": "", "renewTime": "2026-01-02T03:04:00Z"}, "none leads: what follows may be out of date"),
+        ({}, "none leads: what follows may be out of date"),
+    ],
+    ids=["it leads", "silent", "given back", "never"],
+)
+def test_whether_an_operator_leads_says_how_old_the_rest_may_be(spec: dict[str, Any], told: str) -> None:
+    assert show.leader({"spec": spec}, "2026-01-02T03:04:05Z") == told
+    assert f"Operator: {told}\n" in show.status(body(), told)
