@@ -108,7 +108,9 @@ class FakeKube:
         notes = metadata.get("annotations", {}) | patch["metadata"].get("annotations", {})
         metadata["annotations"] = {note: text for note, text in notes.items() if text is not None}
         if "replicas" in patch.get("spec", {}):
-            metadata["managedFields"] = [written_by("phalanx-operator")]
+            # As the API server: a 0 through /scale loses its owner, and nothing that is written there afterwards has one.
+            is_lost = patch["spec"]["replicas"] == 0 or metadata.get("managedFields") == []
+            metadata["managedFields"] = [] if is_lost else [written_by("phalanx-operator")]
         return self.put(resource, body | {"metadata": metadata, "spec": body["spec"] | patch.get("spec", {})})
 
     async def replace(self, resource: Resource, body: Json) -> Json:

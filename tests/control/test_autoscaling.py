@@ -88,6 +88,27 @@ async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
     assert world.condition("ScalingActive") == ("True", "Active")
 
 
+async def test_another_writer_is_said_after_a_zero_though_the_count_has_no_owner_then() -> None:
+    world = await scaled()
+    await world.look()
+    body = world.service
+    metadata = body["metadata"] | {"managedFields": []}
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata})
+    world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
+    await world.look()
+    assert world.condition("ScalingActive") == ("True", "Active"), "the count is the operator's own"
+    body = world.service
+    world.kube.put(SERVICES_OF_OURS, body | {"spec": body["spec"] | {"replicas": 7}})
+    for minute in range(5):
+        world.now, world.clock = f"2026-01-02T03:{10 + minute}:00Z", 400.0 + 60 * minute
+        writes = await world.look()
+        assert not any("scale" in write for write in writes), (minute, writes, world.service["status"])
+        assert world.condition("ScalingActive") == ("False", "ConflictingScaler")
+    world.now, world.clock = "2026-01-02T03:15:01Z", 701.0
+    assert "merge inferenceservices/scale chat" in await world.look()
+    assert world.condition("ScalingActive") == ("True", "Active")
+
+
 async def test_who_wrote_the_first_count_is_no_other_writer() -> None:
     world = await scaled()
     body = world.service

@@ -20,7 +20,7 @@ from phalanx_operator.decide.demand import KV_SHARE, Targets
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.scale import COLD_S, Decision, Memory, Rules, Scene, evaluate
 from phalanx_operator.decide.schedule import Bounds, bounds
-from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
+from phalanx_operator.decide.snapshot import ObservedGroup, ReplicasWriter, Snapshot
 
 CONFLICT_S = 300.0
 STARTS = 16
@@ -70,7 +70,7 @@ def scaling(
     scene = Scene(now_s, count, serving, fleet, _cold_s(mind, former))
     memory, decision = evaluate(mind.memory, scene, rules_of(service, policy, between))
     mind = replace(mind, memory=memory, advised=decision.groups)
-    conflict = _conflict(policy, snapshot, former, now)
+    conflict = _conflict(policy, snapshot, former, replicas, now)
     writes = policy.mode == "Internal" and not conflict and decision.groups != replicas
     active, reason, message = _verdict(policy, decision, conflict)
     status = _status(former, between, decision, count, mind, now if writes else former.last_scale_time)
@@ -138,13 +138,23 @@ def _cold_s(mind: Mind, former: AutoscalingStatus) -> float:
     return float(former.cold_start_seconds) or COLD_S
 
 
-def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus, now: str) -> str:
-    """Who wrote the count after the operator did, lately; empty when nobody."""
+def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus, replicas: int, now: str) -> str:
+    """Who wrote the count after the operator did, lately; empty when nobody.
+
+    A 0 that was written through /scale has no owner in the managed fields, nor has what is written there afterwards: then
+    a count that is not the operator's last word is somebody else's.
+    """
     writer = snapshot.replicas_writer
-    if policy.mode != "Internal" or writer is None or writer.manager == labels.MANAGER or not former.last_scale_time:
+    if policy.mode != "Internal" or not former.last_scale_time:
         return ""
+    if writer is None:
+        told = next((c for c in snapshot.status.conditions if c.reason == Reason.CONFLICTING_SCALER), None)
+        writer = ReplicasWriter("somebody", told.last_transition_time if told else now)
+        is_ours = told is None and replicas == former.desired
+    else:
+        is_ours = writer.manager == labels.MANAGER
     age = age_s(writer.at, now)
-    return f"{writer.manager} wrote spec.replicas at {writer.at}" if age is not None and age < CONFLICT_S else ""
+    return "" if is_ours or age is None or age >= CONFLICT_S else f"{writer.manager} wrote spec.replicas at {writer.at}"
 
 
 def _verdict(policy: Autoscaling, decision: Decision, conflict: str) -> tuple[bool, Reason, str]:
