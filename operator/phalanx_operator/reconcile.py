@@ -26,7 +26,7 @@ from phalanx_operator.decide.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.admission import Turn
+from phalanx_operator.decide.admission import FREE, Turn
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
 from phalanx_operator.decide.draining import is_awaited, to_empty
@@ -38,7 +38,7 @@ from phalanx_operator.events import Note, Notes
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
-from phalanx_operator.offers import Offers
+from phalanx_operator.offers import ASK_AGAIN_S, Offers
 from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
@@ -106,8 +106,12 @@ class Reconciler:
         snapshot = plan.assessed(service, snapshot, fleet, now)
         free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))
         mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
-        gang = gangs.chosen(service, await self.offers.served(service.namespace))
-        seen = Seen(snapshot, fleet, scaling, gang.kind, self._turn(key, service, snapshot))
+        served = await self.offers.served(service.namespace)
+        gang = gangs.chosen(service, served)
+        turn = self._turn(key, service, snapshot)
+        if missing := gangs.missing(gang, served):
+            turn = Turn(f"spec.placement.gang: the cluster does not serve PodGroups of {missing}", ASK_AGAIN_S, told=True)
+        seen = Seen(snapshot, fleet, scaling, gang.kind, turn if missing or gang.kind == "Fallback" else FREE)
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
         self._take_turn(key, service, gang, todo.actions)

@@ -101,6 +101,19 @@ async def test_a_pod_group_that_is_missing_while_pods_wait_is_made_anew() -> Non
     assert group in world.kube.of(POD_GROUPS)
 
 
+async def test_without_the_scheduler_that_is_asked_for_no_group_is_made_and_that_is_said() -> None:
+    world = World(**SEVERAL, placement={"gang": {"mode": "Native"}})
+    await world.look()
+    assert world.groups == set()
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
+    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
+    assert message == f"spec.placement.gang: the cluster does not serve PodGroups of {NATIVE_API}"
+    world.kube.schedulers = {NATIVE_API}
+    world.clock += 600.0
+    await world.settle()
+    assert len(world.groups) == 1 and world.ready == ("True", "Ready")
+
+
 async def test_the_cluster_is_asked_for_its_schedulers_once_in_ten_minutes() -> None:
     world = World(**SEVERAL)
     await world.settle()

@@ -106,7 +106,7 @@ def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, n
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
         return Turn(f"{past.given_up} groups were given up for their restarts; the next one is made after a pause", pause_s)
-    return seen.turn if seen.gang == "Fallback" else FREE
+    return seen.turn
 
 
 def wanted_replicas(service: InferenceService) -> int:

@@ -139,6 +139,12 @@ def chosen(service: InferenceService, served: Set[str]) -> Gang:
     return Alone("Fallback")
 
 
+def missing(gang: Gang, served: Set[str]) -> str:
+    """The API that a gang needs and the cluster does not serve; empty when it has what it needs."""
+    needed = {"Native": NATIVE_API, "Volcano": VOLCANO_API}.get(gang.kind, "")
+    return "" if needed in served else needed
+
+
 def _beside(service: InferenceService, api_version: str, group: str, uid: str, spec: Object) -> Object:
     """An object of a group's name that goes with its StatefulSet, and before it: until then the name is not free."""
     kind = {"apiVersion": "apps/v1", "kind": "StatefulSet"}
