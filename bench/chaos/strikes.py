@@ -3,17 +3,25 @@
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from images.steps import ROOT
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster
 from tests.cluster.config import NODES
 from tools.errors import Failed
+from tools.shell import output
 
 OPERATOR = ("-n", "phalanx-system")
 AT_ONCE = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
+
+
+def _cluster(*words: str) -> None:
+    """A command of the test cluster, in a process of its own: daemons that it starts are no children of this one."""
+    output(sys.executable, "-m", "tests.cluster", *words, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +76,18 @@ class Striker:
 
     def _node(self) -> str:
         node, away_s = self.chance.choice(NODES), self.chance.uniform(3, 45)
-        self.cluster.kill_node(node.name)
+        _cluster("nodekill", node.name)
         time.sleep(away_s)
-        self.cluster.repair()
+        _cluster("up")
         return f"{node.name} lost for {away_s:.0f} s"
 
     def _cut(self) -> str:
         away_s = self.chance.uniform(5, 45)
-        self.cluster.cut()
+        _cluster("cut")
         try:
             time.sleep(away_s)
         finally:
-            self.cluster.mend()
+            _cluster("mend")
         return f"{NODES[1].name} cut off for {away_s:.0f} s"
 
     def _api(self) -> str:
