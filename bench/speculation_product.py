@@ -1,0 +1,169 @@
+"""Whether tokens with proposals are those without, for every proposer in every group under every disturbance.
+
+    python -m bench.speculation_product [--proposers ngram draft self_draft] [--groups one tp2 pp2] [--disturbances ...]
+
+A tiny model in float64, where nothing is excused, and groups of ranks as threads of this process. Each line is one proposer in
+one group under one disturbance, with all ways to sample at once (greedy, seeded, filters, penalties, bias and bad words, allowed
+tokens, a grammar, a JSON schema): tokens compared, the share of proposals accepted, and what shows that the path was taken.
+Exit 1 when a token differs, when nothing was proposed or accepted, or when a disturbance did not come about.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.mover import Stream
+from phalanx_api import moves, wire
+from phalanx_api.speculation import Method
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.moving_engines import RULES, running_field
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.served import Watched, serve
+from tests.runtime.test_sampling_equality import FIELDS
+
+TOKENS = 32
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
+GROUPS: dict[str, tuple[list[int], int]] = {"one": ([1], 1), "tp2": ([2], 1), "pp2": ([2], 2)}
+ROOMY = Limits(max_model_len=120, max_num_seqs=11, max_num_batched_tokens=512)
+DISTURBANCES: dict[str, tuple[Limits, int]] = {
+    "none": (ROOMY, 200),
+    "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=11), 200),
+    "prefix hits": (replace(ROOMY, max_num_seqs=3), 200),
+    "preemption": (Limits(max_model_len=96, max_num_seqs=11, max_num_batched_tokens=64), 18),
+    "moves": (ROOMY, 200),
+}
+"""Of each the limits, and the pages of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What came of one line. `taken` counts what the disturbance did."""
+
+    tokens: int
+    differ: int
+    proposed: int
+    accepted: int
+    taken: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether all tokens are equal, and proposals and the disturbance came about."""
+        return not self.differ and 0 < self.accepted < self.proposed and self.taken > 0
+
+
+def requests() -> list[wire.Request]:
+    """One for each way to sample, and some that repeat themselves. All begin alike, and with what lookups find again."""
+    ways: dict[str, dict[str, Any]] = {
+        **FIELDS,
+        "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
+        "few tokens": {"temperature": 0.6, "allowed_token_ids": [3, 4, 5]},
+        "few tokens, greedy": {"temperature": 0.0, "presence_penalty": 0.2, "allowed_token_ids": [3, 4, 5]},
+    }
+    common = [(7 * at + 3) % 40 for at in range(8)] * 3
+    fields = list(ways.values())
+    return [wire.Request(str(n), 0, [*common, n, 3, 10], [], wire.Sampling(TOKENS, 7 + n, **way)) for n, way in enumerate(fields)]
+
+
+def served(folder: Path, build: Build, pods: Sequence[int], limits: Limits, rules: Rules) -> tuple[list[list[int]], Watched]:
+    """The tokens of all requests on such a group."""
+
+    def work(runner: ModelRunner) -> tuple[list[list[int]], Watched]:
+        watched = Watched(runner)
+        return [answer.tokens for answer in serve(watched, requests(), limits, rules)], watched
+
+    return on_ranks(folder, pods, build, work)
+
+
+def undisturbed(folder: Path) -> list[list[int]]:
+    """What each gets on one rank without proposals."""
+    return served(folder, Build(torch.float64, num_pages=200), [1], ROOMY, Rules(prefix_caching=False))[0]
+
+
+def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules: Rules, plain: list[list[int]]) -> Cell:
+    """One line but that of moves."""
+    limits, num_pages = DISTURBANCES[name]
+    tokens, watched = served(folder, replace(build, num_pages=num_pages), pods, limits, rules)
+    whole = sum(len(one.prompt) for one in requests()) + sum(map(len, tokens))
+    found = whole - (watched.num_computed - watched.num_proposed) - watched.num_accepted - len(tokens)
+    taken = {"none": 1, "prefix hits": found, "preemption": len(watched.admitted) - len(tokens)}.get(name, len(watched.admitted))
+    return Cell(sum(map(len, plain)), _differ(tokens, plain), watched.num_proposed, watched.num_accepted, taken)
+
+
+def moved(folder: Path, build: Build, pods: list[int], rules: Rules, plain: list[list[int]]) -> Cell:
+    """Each stream moves to and fro between two groups."""
+    modes: tuple[moves.MoveMode, ...] = ("precopy", "stop")
+    chance = random.Random(3)
+    arrived = 0
+    with running_field(folder, [pods, pods], build, ROOMY, replace(rules, model=RULES.model)) as field:
+        router = field.mover
+        streams: list[Stream] = [router.submit(request) for request in requests()]
+        for turn, mode in enumerate(modes):
+            for stream in streams:
+                at = chance.randrange(2 + 9 * turn, 9 + 9 * turn)
+                router.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
+                if stream.finish is None:
+                    arrived += isinstance(router.move(stream, 1 - stream.at, mode), moves.Arrived)
+        router.until(lambda: all(stream.finish for stream in streams))
+        counts = [group.loop.speculation for group in field.groups if group.loop is not None]
+        router.settle()
+    proposed, accepted = sum(sum(one.proposed) for one in counts), sum(sum(one.accepted) for one in counts)
+    return Cell(sum(map(len, plain)), _differ([stream.tokens for stream in streams], plain), proposed, accepted, arrived)
+
+
+def _differ(tokens: list[list[int]], plain: list[list[int]]) -> int:
+    return sum(ours != theirs for ours, theirs in zip(tokens, plain, strict=True))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation_product", description="Equality, every combination.")
+    parser.add_argument("--proposers", nargs="+", default=["ngram", "draft", "self_draft"])
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        sys.exit(_run(args, Path(temporary)))
+
+
+def _run(args: argparse.Namespace, root: Path) -> int:
+    folder = save_target(root / "model")
+    told: dict[str, Callable[[], dict[str, Any]]] = {
+        "ngram": dict,
+        "draft": lambda: {"speculative_draft_dir": str(save_draft(folder, root / "draft"))},
+        "self_draft": lambda: {"speculative_exit": str(save_exit(folder, root / "exit.safetensors"))},
+    }
+    plain = undisturbed(folder)
+    wrong = 0
+    print("| proposer | group | disturbance | tokens | differ | proposed | accepted | taken |\n" + "|---" * 8 + "|", flush=True)
+    for proposer in args.proposers:
+        method: Method = proposer
+        spec = told[proposer]() | {"speculative_method": proposer} if proposer != "ngram" else {}
+        rules = Rules(speculating=Speculating(method, 4, is_adaptive=False, drafts=frozenset({method})))
+        for group in args.groups:
+            pods, stages = GROUPS[group]
+            build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
+            for name in args.disturbances:
+                if name == "moves":
+                    cell = moved(folder, build, pods, rules, plain)
+                else:
+                    cell = disturbed(folder, name, build, pods, rules, plain)
+                wrong += not cell.holds
+                share = cell.accepted / max(1, cell.proposed)
+                line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.taken}"
+                print(f"| {proposer} | {group} | {name} | {line} |{'' if cell.holds else ' WRONG'}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    main()
