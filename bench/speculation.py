@@ -119,8 +119,8 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> s
     return f"| {kind} | {batch} | {proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {differ} |"
 
 
-def load(args: argparse.Namespace) -> ModelRunner:
-    """The model on one rank of this process."""
+def load(args: argparse.Namespace, method: Method) -> ModelRunner:
+    """The model on one rank of this process, with what drafts for it by this method."""
     spec = RankSpec(
         rank=0,
         world_size=1,
@@ -134,6 +134,10 @@ def load(args: argparse.Namespace) -> ModelRunner:
         dtype=args.dtype,
         num_threads=args.threads,
         kv_cache_memory_bytes=args.cache_mb << 20,
+        speculative_method=method,
+        speculative_draft_dir=str(args.draft_model or ""),
+        speculative_exit=str(args.exit or ""),
+        speculative_ratio=args.ratio,
     )
     prepare_process(spec, System())
     device = choose_device(spec)
@@ -145,6 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description="Speculation against plain decoding.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--method", default="ngram")
+    parser.add_argument("--draft-model", type=Path, help="folder, for --method draft")
+    parser.add_argument("--exit", type=Path, help="what fit-exit made, for --method self_draft")
+    parser.add_argument("--ratio", type=float, help="of the layers, for --method self_draft")
     parser.add_argument("--tokens", type=int, default=6, help="most tokens proposed at once")
     parser.add_argument("--control", choices=["adaptive", "fixed"], default="adaptive")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
@@ -155,13 +162,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cache-mb", type=int, default=1024)
     args = parser.parse_args()
-    runner = load(args)
     limits = Limits(2048, 64, 512)
     method: Method = args.method
+    plain = load(args, "none")
+    drafting = load(args, method) if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     engines = [
-        Engine(runner, limits, Speculating(), clock),
-        Engine(runner, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method})), clock),
+        Engine(plain, limits, Speculating(), clock),
+        Engine(drafting, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method})), clock),
     ]
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(

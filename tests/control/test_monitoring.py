@@ -10,6 +10,7 @@ from phalanx_operator.render import monitoring, router, services
 from phalanx_operator.render.objects import Images
 from phalanx_operator.shared import APPLY_AGAIN_S
 from phalanx_router.metrics import RouterMetrics
+from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
 from tests.control.builders import make_service
 from tests.control.worlds import World
 
@@ -62,10 +63,13 @@ def test_the_monitor_selects_the_services_of_routers_and_groups_by_a_port_that_t
         assert [port["name"] for port in service["spec"]["ports"]] == [monitor["endpoints"][0]["port"]]
 
 
-def test_alerts_rest_on_metrics_that_routers_have() -> None:
+def test_alerts_rest_on_metrics_that_routers_and_groups_have() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry)
+    SpeculationMetrics(registry, "tiny")
     known = {family.name for family in registry.collect()}
     rules = monitoring.objects(SERVICE)[1]["spec"]["groups"][0]["rules"]
-    named = {name.removesuffix("_total") for rule in rules for name in re.findall(r"phalanx_router_\w+", rule["expr"])}
-    assert len(rules) == 4 and len(named) == 4 and named <= known
+    named = {
+        name.removesuffix("_total") for rule in rules for name in re.findall(r"phalanx_(?:router|speculation)_\w+", rule["expr"])
+    }
+    assert len(rules) == 5 and len(named) == 5 and named <= known

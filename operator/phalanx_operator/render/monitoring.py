@@ -45,6 +45,12 @@ def _rules(service: InferenceService) -> list[Object]:
             "warning",
             f"{name} answers 429 for want of room",
         ),
+        _rule(
+            "PhalanxSpeculationLost",
+            f"max(phalanx_speculation_lost{of}) == 1",
+            "info",
+            f"a group of {name} drafts no more and serves without: its log says why",
+        ),
     ]
 
 
