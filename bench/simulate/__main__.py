@@ -1,7 +1,8 @@
 """Simulates a fleet under every policy: `python -m bench.simulate --traces DIR [--workloads ABCDE] [--seeds 5] [--quick]`.
 
-Prints a table for each workload and the relations that are to hold, and writes all figures as JSON with `--out`. `--quick`: one
-seed, a tenth of each load. `--cost FILE`: the cost function of a calibration. Exits 1 when a relation of a whole run fails.
+Prints a table for each workload and the relations that are to hold; writes all figures as JSON with `--out`, and a picture of
+each workload with `--plots FOLDER`. `--quick`: one seed, a tenth of each load. `--cost FILE`: the cost function of a calibration.
+Exits 1 when a relation of a whole run fails.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.simulate.figures import Figures, figures
+from bench.simulate.plots import write_plots
 from bench.simulate.shown import relations, table
 from bench.simulate.workloads import Run, read_model, runs
 from bench.simulate.world import World
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.write_text(json.dumps({"seeds": seeds, "share": share, "workloads": told}, indent=1))
     for name, cells in found.items():
         print(f"\n{table(name, cells)}")
+        if given.plots:
+            write_plots(given.plots, name, cells)
     held = [] if given.policies else relations(found)
     print("\n| relation | ours | bound | holds |\n|---|---|---|---|")
     for text, ours, bound, holds in held:
@@ -64,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cost", type=Path, help="JSON with `step_model`: the coefficients of a calibration")
     parser.add_argument("--quick", action="store_true", help="one seed, a tenth of each load; no verdict")
     parser.add_argument("--out", type=Path, help="write all figures as JSON there")
+    parser.add_argument("--plots", type=Path, help="write a picture of each workload into this folder, as SVG")
     return parser
 
 

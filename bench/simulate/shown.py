@@ -38,12 +38,15 @@ def table(workload: str, cells: Cells) -> str:
     return "\n".join(lines)
 
 
+def interval_of(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; 0 for a number of values that has none."""
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) in T_95 else 0.0
+    return statistics.fmean(values), half
+
+
 def _shown(values: Sequence[float], digits: int) -> str:
-    text = f"{statistics.fmean(values):.{digits}f}"
-    if len(values) in T_95:
-        half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-        text += f" ± {half:.{digits}f}"
-    return text
+    mean, half = interval_of(values)
+    return f"{mean:.{digits}f} ± {half:.{digits}f}" if len(values) in T_95 else f"{mean:.{digits}f}"
 
 
 def relations(all_cells: Mapping[str, Cells]) -> list[tuple[str, float, float, bool]]:

@@ -1,9 +1,12 @@
 """The simulated fleet serves every request wholly, keeps account of its pages, and steps as a plain loop over requests would."""
 
 import json
+import math
 import random
+import statistics
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +16,11 @@ from bench.replay import Arrival
 from bench.simulate.__main__ import main
 from bench.simulate.cache import PAGE
 from bench.simulate.engine import Engine, Shape
-from bench.simulate.figures import figures
+from bench.simulate.figures import Figures, figures
 from bench.simulate.jobs import Job
+from bench.simulate.plots import PANELS, WIDTH, picture
 from bench.simulate.scene import Policy
+from bench.simulate.shown import T_95
 from bench.simulate.traffic import reasoning
 from bench.simulate.workloads import ANALYTIC, EVERYONE, shifted
 from bench.simulate.world import Setting, World
@@ -136,12 +141,28 @@ def test_the_command_prints_tables_and_relations(tmp_path: Path, capsys: pytest.
     ]
     (tmp_path / "mooncake_conversation_trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
     out = tmp_path / "out.json"
-    assert main(["--traces", str(tmp_path), "--quick", "--workloads", "ABDE", "--out", str(out)]) == 0
+    given = ["--traces", str(tmp_path), "--quick", "--workloads", "ABDE", "--out", str(out), "--plots", str(tmp_path / "plots")]
+    assert main(given) == 0
     printed = capsys.readouterr().out
     for name in EVERYONE:
         assert f"| {name} |" in printed
     assert "A: goodput against Llumnix, at least" in printed
     assert set(json.loads(out.read_text())["workloads"]) == set("ABDE")
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["A.svg", "B.svg", "D.svg", "E.svg"]
+
+
+def test_a_picture_has_a_bar_for_each_policy_and_figure_as_long_as_its_mean() -> None:
+    def of(goodput: float) -> Figures:
+        return Figures(goodput, 0.1, 1.0, 0.1, 0.2, 3, 0, 0.0, 0, 0, 0, 0.0, 1.0)
+
+    drawn = ElementTree.fromstring(picture("X", {"a < b": [of(0.4), of(0.6)], "phalanx": [of(1.0), of(1.0)]}))
+    bars = [one for one in drawn.iter("{http://www.w3.org/2000/svg}rect") if one.get("fill") != "white"]
+    assert len(bars) == 2 * len(PANELS)
+    shorter, longer = float(bars[0].get("width", "")), float(bars[1].get("width", ""))
+    half = T_95[2] * statistics.stdev([40.0, 60.0]) / math.sqrt(2)
+    assert shorter / longer == pytest.approx(0.5, abs=1e-3) and longer == pytest.approx(WIDTH * 100 / (50 + half), abs=0.1)
+    words = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "phalanx", "goodput %", "50.0", "100.0"} <= set(words)
 
 
 def test_a_seed_is_a_part_of_the_trace_from_time_0_on() -> None:
