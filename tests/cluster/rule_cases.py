@@ -69,6 +69,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model": {"uri": "pvc://models/x", "cache": {"type": "Shared", "claimName": "a"}}},
         "spec.model.cache: .*cache keeps what is downloaded",
     ),
+    ({"engine": {"speculative": {"method": "Draft"}}}, "spec.engine.speculative.draftModel: .*draftModel goes with method Draft"),
+    (
+        {"engine": {"speculative": {"exit": "/models/exit"}}},
+        "spec.engine.speculative.exit: .*exit goes with method SelfDraft only",
+    ),
+    ({"engine": {"speculative": {"ratio": "0.40"}}}, "spec.engine.speculative.ratio: .*ratio goes with method SelfDraft only"),
     ({"podTemplate": {"metadata": {"labels": {"phalanx.dev/group": "a"}}}}, "labels of phalanx.dev/"),
     ({"podTemplate": {"metadata": {"annotations": {"phalanx.dev/a": "b"}}}}, "annotations of phalanx.dev/"),
     (pods(hostname="a"), "hostname, subdomain and restartPolicy are the operator's"),
