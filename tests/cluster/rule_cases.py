@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"engine": {"speculative": {"method": "Draft"}}}, "spec.engine.speculative.draftModel: .*draftModel goes with method Draft"),
     (
-        {"engine": {"speculative": {"exit": "/models/exit"}}},
+        {"engine": {"speculative": {"exit": "file:///models/exit"}}},
         "spec.engine.speculative.exit: .*exit goes with method SelfDraft only",
     ),
     ({"engine": {"speculative": {"ratio": "0.40"}}}, "spec.engine.speculative.ratio: .*ratio goes with method SelfDraft only"),
