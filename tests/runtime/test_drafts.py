@@ -105,6 +105,19 @@ def test_preempted_requests_draw_equal_tokens(
     assert watched.num_accepted > 0 and watched.num_cut > 0
 
 
+@methods
+def test_prompts_are_told_with_their_logprobs_beside_drafts(folder: Path, drafts: dict[str, Any], method: str) -> None:
+    asked = requests(prompt_logprobs=1)
+    whole = run(folder, asked, Build(torch.float64, num_pages=200), Rules())[0]
+    made = Build(torch.float64, num_pages=200, speculative=drafts[method])
+    served, watched = run(
+        folder, asked, made, rules(method), Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=13)
+    )
+    assert_equal(served, whole)
+    assert [sorted(one.prompt_details) for one in served] == [sorted(one.prompt_details) for one in whole]
+    assert_path_taken(watched)
+
+
 def stateless() -> list[wire.Request]:
     """Requests whose draws depend on nothing but scores; some begin alike, and go on from what others drew."""
     chance = torch.Generator().manual_seed(8)
