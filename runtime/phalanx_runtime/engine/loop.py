@@ -163,7 +163,8 @@ class EngineLoop:
             log.warning("the ranks draft no more, and requests go on without: %s", result.lost)
         tokens = self._scheduler.commit(result, wall_s)
         tokens.queue_times_s.extend(flight.queue_times_s)
-        self._measure(len(flight.plan.tokens), wall_s)
+        rejected = sum(flight.plan.depths) - (sum(result.runs) - len(result.runs))
+        self._measure(len(flight.plan.tokens) - rejected, wall_s)
         if tokens.handles or tokens.finished or tokens.prompt_details or flight.queue_times_s:
             self._channel.send(wire.encode(tokens))
         for refused in self._scheduler.refused:
