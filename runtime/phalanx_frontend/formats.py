@@ -17,8 +17,10 @@ from phalanx_frontend.shown import Echo, ShownToken, Wants
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended well."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, proxies see that the connection lives."""
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment: clients skip it, proxies see that the connection lives.
+
+No empty line ends it: after the first id of a stream the `openai` client takes any empty line for an event."""
 
 Usage = Mapping[str, Any]
 """Token counts, as `usage` of an answer."""

@@ -53,7 +53,7 @@ async def test_choices_leave_as_they_come() -> None:
     assert (chunks[0]["index"], chunks[0]["text"]) == (1, "a")
     ends = {chunk["index"]: chunk["finish_reason"] for chunk in chunks[1:]}
     assert ends == {0: "length", 1: "stop"} and len(chunks) == 3
-    assert answer.text.count(": keep-alive\n\n") == 1 and answer.text.endswith("data: [DONE]\n\n")
+    assert answer.text.count(": keep-alive\n") == 1 and answer.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])

@@ -98,8 +98,16 @@ async def test_usage_counts_what_was_cached_and_generated(path: str) -> None:
 async def test_a_kept_alive_stream_carries_comments() -> None:
     backend = scripted(KeepAlive(), Delta(0, token_ids("a")), KeepAlive(), Delta(1, token_ids("b"), "length"))
     streamed = await post(backend, stream=True)
-    assert streamed.text.count(": keep-alive\n\n") == 2 and streamed.text.startswith(": keep-alive\n\n")
+    assert streamed.text.count(": keep-alive\n") == 2 and streamed.text.startswith(": keep-alive\n")
     assert (await post(backend)).json()["choices"][0]["text"] == "ab"
+
+
+async def test_comments_between_events_with_ids_do_not_trouble_the_openai_client() -> None:
+    backend = scripted(Delta(0, token_ids("a")), KeepAlive(), KeepAlive(), Delta(1, token_ids("b"), "length"))
+    async with served(create_app(backend)) as url, Target(url, "").client() as client:
+        model = (await client.models.list()).data[0].id
+        stream = await client.completions.create(model=model, prompt="x", stream=True)
+        assert [chunk.choices[0].text async for chunk in stream] == ["a", "b"]
 
 
 async def test_a_stop_string_aborts_the_rest() -> None:

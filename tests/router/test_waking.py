@@ -113,7 +113,7 @@ async def test_a_router_that_never_saw_a_group_holds_requests_before_it_knows_th
             assert answer.status_code == 200
             assert fleet.placing.waking.num_held == 0
             if stream:
-                assert answer.text.startswith(": keep-alive\n\n")
+                assert answer.text.startswith(": keep-alive\n")
                 assert answer.text.endswith("data: [DONE]\n\n")
             else:
                 assert answer.json()["usage"]["completion_tokens"] == 3
