@@ -56,8 +56,15 @@ def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene
     died = svc.wait_for(lambda: deaths(scene, "broken") or None, 180, "it dies")
     svc.wait_for(lambda: deaths(scene, "broken") > died, 120, "it dies again")
     assert scene.get("infsvc", "chat")["metadata"]["resourceVersion"] == before
-    assert "no such file" in " ".join(group["reason"] for group in scene.status("broken")["groups"])
+    svc.wait_for(lambda: "no such file" in said(scene, "broken"), 120, "the status says why")  # while it starts it is not known
     scene.gone("broken")
+
+
+def said(scene: Scene, name: str) -> str:
+    """What the status says of the groups, and of the whole."""
+    status = scene.status(name)
+    texts = [group["reason"] for group in status.get("groups", [])] + [one["message"] for one in status.get("conditions", [])]
+    return " ".join(texts)
 
 
 def deaths(scene: Scene, name: str) -> int:
