@@ -74,6 +74,7 @@ async def test_what_came_as_pages_is_nothing_that_the_target_has_to_compute() ->
     async with running_world(source, target) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(prompt=range(1, 400), max_tokens=20)))
         run = await run_at(world, source, 5)
+        await world.until(lambda: key_of(world, target) in world.fleet.links.eligible(run.tokenizer))
         assert world.fleet.moving.move(run, key_of(world, target), "stop", "asked") is None
         await world.until(lambda: run.link is not None and run.link.endpoint.group == target.group)
         assert run.link is not None

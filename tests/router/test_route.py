@@ -113,7 +113,7 @@ def test_no_choice(groups: list[GroupView], excluded: set[str], why: str) -> Non
 
 
 def test_a_short_target_weighs_the_first_token_more() -> None:
-    prompts, decodes = group("prompts", queued=2000), group("decodes", running=20)
+    prompts, decodes = group("prompts", queued=2000), group("decodes", running=60)
     assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=100.0)).key == "prompts"
     assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=0.2)).key == "decodes"
 
