@@ -45,7 +45,8 @@ class Scaled(Chat):
 
     def writers(self) -> set[str]:
         """Who wrote `spec.replicas`, as the API server noted it."""
-        entries = self.body["metadata"]["managedFields"]
+        shown = self.kubectl("get", "infsvc", NAME, "-o", "json", "--show-managed-fields")
+        entries = json.loads(shown)["metadata"]["managedFields"]
         return {e["manager"] for e in entries if "f:replicas" in e.get("fieldsV1", {}).get("f:spec", {})}
 
     def condition(self, kind: str, what: str = "infsvc") -> tuple[str, str]:
