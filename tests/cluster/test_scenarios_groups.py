@@ -48,12 +48,16 @@ def test_s2_scaling_in_restarts_no_pod_that_stays(four: Scene) -> None:
 
 def test_s5_a_group_that_is_deleted_by_hand_is_replaced(four: Scene) -> None:
     victim, other = sorted(four.groups())
-    before = four.fingerprints(other)
+    before, gone = four.fingerprints(other), uids(four)[victim]
     four.kubectl("delete", "statefulset", victim, "--wait=false")
-    svc.wait_for(lambda: victim not in four.sets() and len(four.sets()) == 2, 60, "a replacement")
+    svc.wait_for(lambda: len(uids(four)) == 2 and gone not in uids(four).values(), 60, "a replacement")
     four.wait_ready(2, 400)
-    assert victim not in four.groups()
+    assert other in four.groups() and gone not in uids(four).values(), "it may have the name of the one that is gone"
     assert four.fingerprints(other) == before
+
+
+def uids(scene: Scene) -> dict[str, str]:
+    return {name: one["metadata"]["uid"] for name, one in scene.sets().items()}
 
 
 def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene: Scene) -> None:
