@@ -2,10 +2,11 @@
 
     python3 -m images.build base FOLDER
     python3 -m images.build requirements PROGRAM BASE FOLDER
+    python3 -m images.build kernels PROGRAM BASE FOLDER
     python3 -m images.build packages PROGRAM BASE FOLDER
     python3 -m images.build archive FILE
 
-The first three fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one writes
+The first four fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one writes
 an OCI archive of all three images as the test cluster has them: the runtime's without torch.
 """
 
@@ -70,6 +71,21 @@ def _requirements_layer(on: Path, requirements: str) -> Layer:
     return read_layer(finished(cache_root() / f"image-requirements-{key_of(on.name, pins)}", make) / "requirements.layer")
 
 
+def kernels(on: Path, program: Program) -> Path:
+    """The folder of a program's compiled kernels: `root` and `kernels.layer`. Another compiler makes another."""
+
+    def make(folder: Path) -> None:
+        (folder / "root").mkdir()
+        steps.fill_kernels(on / "root", program, folder / "root")
+        write_layer(folder / "root", folder / "kernels.layer")
+
+    compiler = output("g++", "--version") if shutil.which("g++") else "none"
+    native = steps.ROOT / program.native
+    sources = sorted(path for path in native.iterdir() if path.suffix in (".cpp", ".h") or path.name == "build.py")
+    key = key_of(on.name, compiler, _recipe(), *(path.read_bytes() for path in sources))
+    return finished(cache_root() / f"image-kernels-{key}", make)
+
+
 def _packages_layer(on: Path, program: Program, folder: Path) -> Layer:
     root = folder / program.name
     steps.fill_packages(on / "root", program, root)
@@ -86,7 +102,13 @@ def _image(program: Program, *layers: Layer) -> Image:
 def _stable_layers(on: Path) -> dict[str, tuple[Layer, ...]]:
     """The layers of each program's image below our packages."""
     first = read_layer(on / "base.layer")
-    return {name: (first, _requirements_layer(on, pins)) for name, pins in TEST_REQUIREMENTS.items()}
+    stable: dict[str, tuple[Layer, ...]] = {
+        name: (first, _requirements_layer(on, pins)) for name, pins in TEST_REQUIREMENTS.items()
+    }
+    for program in PROGRAMS.values():
+        if program.native:
+            stable[program.name] += (read_layer(kernels(on, program) / "kernels.layer"),)
+    return stable
 
 
 def archives() -> list[Path]:
@@ -99,6 +121,7 @@ def archives() -> list[Path]:
     sources = sorted({steps.ROOT / package for program in PROGRAMS.values() for package in program.packages})
     pins = [(steps.ROOT / name).read_bytes() for name in sorted(set(TEST_REQUIREMENTS.values()))]
     project = (steps.ROOT / "pyproject.toml").read_bytes()
+    compiled = [kernels(on, program).name for program in PROGRAMS.values() if program.native]
 
     def make_stable(folder: Path) -> None:
         stable = _stable_layers(on)
@@ -112,7 +135,7 @@ def archives() -> list[Path]:
         for layer in folder.glob("*.layer"):
             layer.unlink()
 
-    below = finished(cache_root() / f"image-layers-{key_of(on.name, *pins)}", make_stable)
+    below = finished(cache_root() / f"image-layers-{key_of(on.name, *pins, *compiled)}", make_stable)
     kept = cache_root() / "images"
     found = finished(kept / key_of(below.name, key_of_folder(*sources), project), make)
     _keep_newest(kept, found)
@@ -174,6 +197,8 @@ def main(words: list[str]) -> int:
             steps.fill_base(Path(folder))
         case ["requirements", name, on, folder] if name in PROGRAMS:
             steps.fill_requirements(Path(on), PROGRAMS[name].requirements, Path(folder))
+        case ["kernels", name, on, folder] if name in PROGRAMS and PROGRAMS[name].native:
+            steps.fill_kernels(Path(on), PROGRAMS[name], Path(folder))
         case ["packages", name, on, folder] if name in PROGRAMS:
             steps.fill_packages(Path(on), PROGRAMS[name], Path(folder))
         case ["archive", out]:

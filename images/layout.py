@@ -24,12 +24,16 @@ ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One image: its packages (folder of the checkout and import name), its pinned requirements, its ports."""
+    """One image: its packages (folder of the checkout and import name), its pinned requirements, its ports.
+
+    native: the folder whose C++ is compiled when the image is built, in a layer of its own.
+    """
 
     name: str
     packages: tuple[str, ...]
     requirements: str
     ports: tuple[int, ...]
+    native: str = ""
 
     @property
     def command(self) -> str:
@@ -49,12 +53,13 @@ class Program:
 
 API = "crds/phalanx_api"
 FRONTEND = "runtime/phalanx_frontend"
+KERNELS = "runtime/phalanx_runtime/model/native"
 PROGRAMS = {
     program.name: program
     for program in (
         Program("operator", (API, "operator/phalanx_operator"), "requirements/operator.txt", (8080,)),
         Program("router", (API, FRONTEND, "runtime/phalanx_router"), "requirements/router.txt", (8000,)),
-        Program("runtime", (API, FRONTEND, "runtime/phalanx_runtime"), "requirements/runtime.txt", (8000, 8100)),
+        Program("runtime", (API, FRONTEND, "runtime/phalanx_runtime"), "requirements/runtime.txt", (8000, 8100), KERNELS),
     )
 }
 TEST_REQUIREMENTS = {**{name: program.requirements for name, program in PROGRAMS.items()}, "runtime": "requirements/router.txt"}

@@ -2,7 +2,7 @@
 #   docker build -f images/runtime.Dockerfile -t REGISTRY/phalanx-runtime:dev .
 # The steps are those of images/build.py, which fills the test cluster's archives too; what they lay where is in images/layout.py.
 FROM debian:12-slim AS build
-RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-venv
 WORKDIR /src
 COPY tools tools
 COPY images images
@@ -10,6 +10,8 @@ COPY pyproject.toml ./
 COPY requirements/runtime.txt requirements/runtime.txt
 RUN python3 -m images.build base /layers/base
 RUN python3 -m images.build requirements runtime /layers/base /layers/requirements
+COPY runtime/phalanx_runtime/model/native runtime/phalanx_runtime/model/native
+RUN python3 -m images.build kernels runtime /layers/base /layers/kernels
 COPY crds/phalanx_api crds/phalanx_api
 COPY runtime/phalanx_frontend runtime/phalanx_frontend
 COPY runtime/phalanx_runtime runtime/phalanx_runtime
@@ -19,6 +21,7 @@ RUN python3 -m images.build packages runtime /layers/base /layers/packages
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /
+COPY --from=build /layers/kernels /
 COPY --from=build /layers/packages /
 ENV HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 USER 65532:65532

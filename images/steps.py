@@ -17,7 +17,7 @@ from images.layout import CERTIFICATES, DEBIAN_PACKAGES, USER, WRITABLE, Program
 from tools import debian
 from tools.bootstrap import uv
 from tools.errors import Failed
-from tools.shell import logged, output
+from tools.shell import logged, output, say
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("bin", "lib", "lib64", "sbin")  # Debian's folders that are links into /usr
@@ -110,6 +110,22 @@ def fill_requirements(base: Path, requirements: str, root: Path) -> None:
     shutil.rmtree(target / "bin", ignore_errors=True)
     (target / ".lock").unlink(missing_ok=True)
     _compile(base, target, root)
+
+
+def fill_kernels(base: Path, program: Program, root: Path) -> None:
+    """Nothing; the folder holds the program's C++, compiled for every level of this architecture. Says how many, or why none.
+
+    They are kept apart from the packages, for they seldom change and take a minute.
+    """
+    target = packages_folder(base, root) / Path(program.native).relative_to("runtime") / "built"
+    if shutil.which("g++") is None:
+        target.mkdir(parents=True)
+        say(f"no g++: the image of the {program.name} holds no compiled kernels, and computes with torch alone")
+        return
+    say(f"compiling the kernels of the {program.name} ...")
+    module = "phalanx_runtime.model.native.build"
+    levels = output(sys.executable, "-m", module, target, cwd=ROOT, env={"PYTHONPATH": "runtime", "PYTHONDONTWRITEBYTECODE": "1"})
+    say(f"the image of the {program.name} holds kernels for: {levels.strip() or 'no processor, for none is known here'}")
 
 
 def fill_packages(base: Path, program: Program, root: Path, change: Callable[[Path], None] | None = None) -> None:

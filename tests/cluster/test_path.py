@@ -5,6 +5,8 @@ The tests share one service and run in order; each leaves it Ready with two grou
 
 import asyncio
 import json
+import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,6 +166,15 @@ def test_two_groups_span_both_nodes(deployed: Chat) -> None:
         nodes.setdefault(pod["metadata"]["labels"]["phalanx.dev/group"], set()).add(pod["spec"]["nodeName"])
     assert sorted(nodes) == deployed.groups()
     assert [len(names) for names in nodes.values()] == [2, 2]
+
+
+def test_pods_compute_with_the_kernels_that_their_image_brings(deployed: Chat) -> None:
+    for name in deployed.pods():
+        logs = deployed.kubectl("logs", name)
+        if shutil.which("g++") is None and deployed.cluster.files is not None:
+            assert "no compiled kernels" in logs, "this machine had no compiler for the image"
+        else:
+            assert re.search(r"compiled kernels: (x86-64-v|armv8-a).*, of the image", logs), logs[:2000]
 
 
 def test_sixteen_streams_equal_transformers(

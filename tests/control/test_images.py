@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from images import archive, layout
+from images import archive, layout, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [pytest.param(program, id=program.name) for program in layout.PROGRAMS.values()]
@@ -47,11 +47,16 @@ def test_a_container_runs_the_program_of_the_layout_without_a_shell_or_root(prog
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_layers_are_filled_by_the_steps_that_fill_the_archives(program: layout.Program) -> None:
     build, final = stages(program)["build"], stages(program)["final"]
-    layers = [f"/layers/{name}" for name in ("base", "requirements", "packages")]
+    made = [
+        "base",
+        f"requirements {program.name}",
+        *([f"kernels {program.name}"] if program.native else []),
+        f"packages {program.name}",
+    ]
+    layers = [f"/layers/{step.split()[0]}" for step in made]
+    on = [layers[0] + " " if at else "" for at in range(len(made))]
     assert [line for line in values(build, "RUN") if "images.build" in line] == [
-        f"python3 -m images.build base {layers[0]}",
-        f"python3 -m images.build requirements {program.name} {layers[0]} {layers[1]}",
-        f"python3 -m images.build packages {program.name} {layers[0]} {layers[2]}",
+        f"python3 -m images.build {step} {below}{layer}" for step, below, layer in zip(made, on, layers, strict=True)
     ]
     assert values(final, "COPY") == [f"--from=build {layer} /" for layer in layers]
 
@@ -59,8 +64,26 @@ def test_the_layers_are_filled_by_the_steps_that_fill_the_archives(program: layo
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_build_has_every_file_it_asks_for_and_all_of_them_exist(program: layout.Program) -> None:
     copied = [line.split()[0] for line in values(stages(program)["build"], "COPY")]
-    assert copied == ["tools", "images", "pyproject.toml", program.requirements, *program.packages]
+    native = [program.native] if program.native else []
+    assert copied == ["tools", "images", "pyproject.toml", program.requirements, *native, *program.packages]
     assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+def test_whoever_builds_the_image_of_kernels_has_a_compiler() -> None:
+    for program in layout.PROGRAMS.values():
+        installed = values(stages(program)["build"], "RUN")[0].split()
+        assert ("g++" in installed) == bool(program.native)
+
+
+def test_an_image_without_a_compiler_says_that_it_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base/usr/bin").mkdir(parents=True)
+    (tmp_path / "base/usr/bin/python3").symlink_to("python3.11")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    steps.fill_kernels(tmp_path / "base", layout.PROGRAMS["runtime"], tmp_path / "root")
+    assert "no g++: the image of the runtime holds no compiled kernels" in capsys.readouterr().err
+    assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
