@@ -23,6 +23,7 @@ from phalanx_operator.decide.snapshot import (
 )
 from phalanx_operator.kube import Json
 from phalanx_operator.store import Key, Store
+from phalanx_operator.trouble import last_end, trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
     """What matters of a pod."""
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
-    ready = conditions.get("Ready", {}).get("status") == "True" and "deletionTimestamp" not in metadata
-    reason, message = ("", "") if ready else _trouble(status, conditions)
+    leaving = "deletionTimestamp" in metadata
+    ready = conditions.get("Ready", {}).get("status") == "True" and not leaving
+    reason, message = ("", "") if ready else trouble(status, conditions, leaving=leaving)
     index = _labels(metadata).get(labels.POD_INDEX, "0")
     return ObservedPod(
         name=metadata["name"],
@@ -68,33 +70,14 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         message=message[:300],
         uid=metadata.get("uid", ""),
         restarts=sum(one.get("restartCount", 0) for one in status.get("containerStatuses") or []),
-        ended=_ended(status),
+        ended=last_end(status),
         ip=status.get("podIP") or "",
-        leaving="deletionTimestamp" in metadata,
+        leaving=leaving,
         created=metadata.get("creationTimestamp") or "",
         unready_since="" if ready else conditions.get("Ready", {}).get("lastTransitionTime") or "",
         hurried=metadata.get("deletionGracePeriodSeconds", LAST_S + 1) <= LAST_S,
         marked=labels.DRAINING in _annotations(metadata),
     )
-
-
-def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """Why a pod is not ready, if it says more than that it is still starting."""
-    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
-    for container in containers:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return waiting["reason"], waiting.get("message") or ""
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return scheduled.get("reason") or "Unschedulable", scheduled.get("message") or ""
-    return "", ""
-
-
-def _ended(status: Mapping[str, Any]) -> str:
-    """How a container of the pod ended before it was started again, in the word of Kubernetes."""
-    lasts = [(one.get("lastState") or {}).get("terminated") or {} for one in status.get("containerStatuses") or []]
-    return next((str(last.get("reason") or "Error") for last in lasts if last), "")
 
 
 def trim_set(body: Mapping[str, Any]) -> ObservedSet:

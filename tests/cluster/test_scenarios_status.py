@@ -6,6 +6,7 @@ S30 (an upgrade of the operator moves no pod) and S43 (two operators) are tests/
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -43,8 +44,16 @@ def test_s44_an_over_long_name_is_refused_naming_the_field(scene: Scene) -> None
         scene.apply(scene.manifest(name="a" * 41))
 
 
-def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene) -> None:
+@pytest.fixture
+def with_broken(scene: Scene) -> Iterator[Scene]:
+    """A namespace whose scenario makes a service `broken`, which is gone afterwards whatever happens."""
+    yield scene
+    scene.gone("broken")
+
+
+def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(with_broken: Scene) -> None:
     """Its model is not there, which ends each start at once."""
+    scene = with_broken
     scene.apply(scene.manifest(replicas=1, pods=1))
     scene.wait_ready(1, 300)
     broken = scene.manifest(name="broken", pods=1)
@@ -57,7 +66,6 @@ def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene
     svc.wait_for(lambda: deaths(scene, "broken") > died, 120, "it dies again")
     assert scene.get("infsvc", "chat")["metadata"]["resourceVersion"] == before
     svc.wait_for(lambda: "no such file" in said(scene, "broken"), 120, "the status says why")  # while it starts it is not known
-    scene.gone("broken")
 
 
 def said(scene: Scene, name: str) -> str:

@@ -8,11 +8,11 @@ from phalanx_api.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import Desired, live, outdated, staying
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter, Snapshot
+from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 
 NOBODY = Fleet()
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-_FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "Error")
+_FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "Error", "OOMKilled")
 
 
 def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspended: bool, now: str) -> Status:
@@ -168,8 +168,13 @@ def _reason(group: ObservedGroup, fleet: Fleet) -> str:
     if group.draining:
         return group.draining.why[:256]
     seen = fleet.groups.get(group.name)
-    said = [group.lost, *(pod.reason for pod in group.pods), seen.death if seen else ""]
+    said = [group.lost, *(_words(pod) for pod in group.pods), seen.death if seen else ""]
     return "" if group.ready else next((words[:256] for words in said if words), "")
+
+
+def _words(pod: ObservedPod) -> str:
+    """What a pod says. The scheduler's words change with the rest of the cluster, and stand in the conditions."""
+    return f"{pod.reason}: {pod.message}" if pod.reason and pod.message and pod.node else pod.reason
 
 
 def _incarnation(group: ObservedGroup, fleet: Fleet, former: Mapping[str, int]) -> int:

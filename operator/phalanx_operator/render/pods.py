@@ -86,6 +86,7 @@ def _container(service: InferenceService, name: str, images: Images, source: Mod
         "name": pod_template.RUNTIME_CONTAINER,
         "image": service.spec.engine.image or images.runtime,
         "imagePullPolicy": "IfNotPresent",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": _arguments(service, name, source),
         "env": [
             {"name": labels.ENV_POD_INDEX, "valueFrom": index},

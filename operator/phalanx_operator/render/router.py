@@ -95,6 +95,7 @@ def _container(service: InferenceService, images: Images) -> Object:
         "name": CONTAINER,
         "image": images.router,
         "imagePullPolicy": "IfNotPresent",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": arguments,
         "ports": [{"name": "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
         "startupProbe": http_probe("/healthz", period_s=1, failures=120),
