@@ -30,6 +30,7 @@ from phalanx_operator.decide.admission import FREE, Turn
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
 from phalanx_operator.decide.draining import is_awaited, to_empty
+from phalanx_operator.decide.groups import staying
 from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.policy import Granted
 from phalanx_operator.decide.snapshot import Snapshot
@@ -136,7 +137,7 @@ class Reconciler:
         unplaced = admission.unplaced(snapshot.groups)
         if any(group.lost for group in unplaced):
             self.turns.gave_up(device, key, now_s)
-        elif not unplaced and any(group.ready for group in snapshot.groups):
+        elif not unplaced and len(staying(snapshot.groups)) >= plan.wanted_replicas(service):
             self.turns.placed(key)
         waiting = [group.name for group in unplaced if not group.lost]
         return self.turns.look(device, key, waiting, now_s, [group.name for group in snapshot.groups])

@@ -1,9 +1,12 @@
 """`phalanx-runtime`: serves a model from this pod, converts one, or fits an exit to one."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
@@ -66,11 +69,18 @@ def _fit_exit(settings: FitSettings) -> int:
 
 
 def _serve(settings: ServeSettings) -> int:
+    """The first process of a container does not hear what it has not asked for, and importing the server takes seconds."""
+    signal.signal(signal.SIGTERM, _end_at_once)
     from phalanx_frontend.logs import start_logging
     from phalanx_runtime.server.serve import serve
 
     start_logging()
     return serve(settings)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Nothing serves yet, so there is nothing to end."""
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -239,6 +239,11 @@ def is_placed(pod: dict[str, Any]) -> bool:
     return bool(pod["spec"].get("nodeName"))
 
 
+def is_over(pod: dict[str, Any]) -> bool:
+    """Whether a pod has ended for good."""
+    return pod["status"].get("phase") in ("Succeeded", "Failed")
+
+
 def at_most(count: int, what: Sequence[object], words: str) -> str:
     """The words with what is too much; empty when it is not."""
     return "" if len(what) <= count else f"{words}: {sorted(map(str, what))}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import service as svc
-from tests.cluster.scenes import Scene, always, at_most, is_placed, is_ready
+from tests.cluster.scenes import Scene, always, at_most, is_over, is_placed, is_ready
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -35,13 +35,18 @@ def has_native(scene: Scene) -> bool:
 
 
 def placed(scene: Scene) -> dict[str, int]:
-    """How many pods of each group have nodes."""
-    return {name: sum(is_placed(pod) for pod in pods.values()) for name, pods in scene.by_group().items()}
+    """How many pods of each group have nodes, and the devices there: one that has ended has none any more."""
+    return {name: sum(is_placed(pod) and not is_over(pod) for pod in pods.values()) for name, pods in scene.by_group().items()}
 
 
 def uids(scene: Scene, group: str) -> set[str]:
     """UIDs of a group's pods; another group may have its name later."""
     return {pod["metadata"]["uid"] for pod in scene.by_group().get(group, {}).values()}
+
+
+def tried(scene: Scene, whole: str) -> tuple[str, set[str]] | None:
+    """Another group than that one, and the UIDs of its pods; None while there is none: attempts have pauses between them."""
+    return next(((group, held) for group in scene.sets() if group != whole and (held := uids(scene, group))), None)
 
 
 def test_s16_no_pod_of_a_group_runs_until_all_of_them_can(crowded: Scene) -> None:
@@ -78,8 +83,7 @@ def test_s17_of_two_groups_with_room_for_one_there_is_one_whole_and_a_half_one_g
         svc.wait_for(lambda: len(crowded.ready_groups()) == 1, 300, "one group is whole")
         whole = crowded.ready_groups()[0]
         svc.wait_for(lambda: crowded.condition("CapacityAvailable")[0] == "False", 60, "the shortage is said")
-        half = svc.wait_for(lambda: next((g for g in crowded.sets() if g != whole), None), 60, "the other one is tried")
-        held = svc.wait_for(lambda: uids(crowded, half) or None, 30, "it has pods")
+        half, held = svc.wait_for(lambda: tried(crowded, whole), 360, "the other one is tried")
         svc.wait_for(lambda: not held & uids(crowded, half), TIMEOUT_S + 90, "a half group gives its devices back")
         assert crowded.condition("Available") == ("True", "Serving")
     assert wrong == []

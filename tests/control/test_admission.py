@@ -1,6 +1,7 @@
 """One group after another where no scheduler places pods together: never two half ones, and a half one gives its devices back."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -122,9 +123,14 @@ def place(world: World, count: int, since: str) -> None:
     world.cluster.start_pods(ready=False)
     for name, pod in list(world.kube.of(PODS).items()):
         if int(name.rpartition("-")[2]) >= count:
-            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no gpu"}
-            metadata = pod["metadata"] | {"creationTimestamp": since}
-            world.kube.put(PODS, {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}})
+            world.kube.put(PODS, waiting(pod, since))
+
+
+def waiting(pod: dict[str, Any], since: str) -> dict[str, Any]:
+    """The pod, as one that finds no node since then."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no gpu"}
+    metadata = pod["metadata"] | {"creationTimestamp": since}
+    return {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}}
 
 
 async def test_groups_are_made_one_after_another() -> None:
@@ -168,6 +174,38 @@ async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
     world.clock += LONGEST_S
     await world.look()
     assert len(world.groups) == 1
+
+
+async def test_a_half_group_comes_again_only_after_a_pause_though_another_one_serves() -> None:
+    """Otherwise it would take its devices again at once, and nobody else would ever get them."""
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
+    await world.settle()
+    whole = world.groups
+    await world.change(replicas=2)
+    await world.look()
+    (half,) = world.groups - whole
+    leave_half(world, half, world.now)
+    world.now = "2026-01-02T03:05:06Z"
+    await world.look()
+    assert world.deleted() == {half}
+    await world.look()
+    assert world.groups == whole | {half}, "no other one is made while this one goes"
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
+    for where in [w for w in world.kube.objects if w[2].startswith(half)]:
+        del world.kube.objects[where]
+    await world.look()
+    assert world.groups == whole
+    world.clock += LONGEST_S
+    await world.look()
+    assert len(world.groups) == 2
+
+
+def leave_half(world: World, group: str, since: str) -> None:
+    """The first pod of a group has a node, the others wait since then."""
+    world.cluster.start_pods()
+    for name, pod in list(world.kube.of(PODS).items()):
+        if name.startswith(group) and not name.endswith("-0"):
+            world.kube.put(PODS, waiting(pod, since))
 
 
 async def test_no_group_that_serves_is_given_up_while_its_successor_would_have_to_wait() -> None:

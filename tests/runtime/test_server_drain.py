@@ -31,6 +31,15 @@ async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path:
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
+async def test_a_signal_before_the_server_has_begun_is_obeyed(tmp_path: Path) -> None:
+    """As when a group that found no room is deleted while its first pod still starts."""
+    server = make_server(make_settings(make_model(tmp_path / "tiny")), command("mute"))
+    server.handle_exit(signal.SIGTERM, None)
+    async with asyncio.timeout(30):
+        await server.serve()
+    assert server.exit_code == 0
+
+
 async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:

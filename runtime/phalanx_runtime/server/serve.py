@@ -113,17 +113,15 @@ class PodServer(uvicorn.Server):
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT; the exit code: 0 then, 1 when the supervisor failed."""
-    # uvicorn raises a signal again once it is done; it has been obeyed by then.
-    signal.signal(signal.SIGTERM, _obeyed)
-    signal.signal(signal.SIGINT, _obeyed)
+    """Serves until SIGTERM or SIGINT; the exit code: 0 then, 1 when the supervisor failed.
+
+    The server hears signals before uvicorn takes them over, and again when uvicorn raises them once it is done.
+    """
     server = make_server(settings)
+    signal.signal(signal.SIGTERM, server.handle_exit)
+    signal.signal(signal.SIGINT, server.handle_exit)
     server.run()
     return server.exit_code
-
-
-def _obeyed(number: int, frame: FrameType | None) -> None:
-    """Nothing."""
 
 
 def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> PodServer:
