@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from bench.chaos.look import Sample, View, double
+from phalanx_operator.lease import LEASE_S
 from tests.cluster.access import Cluster
 from tests.cluster.api import Api
 from tests.cluster.config import NODES
@@ -15,7 +16,6 @@ from tests.cluster.config import NODES
 NAME = "chaos"
 EVERY_S = 0.5
 PROBE_S = 3.0
-LEASE_S = 15.0
 DOUBLE_S = 5.0
 """How long a group too many may stand before it counts: the list of one moment is made of several reads."""
 _OURS = "phalanx.dev%2Fservice%3D" + NAME

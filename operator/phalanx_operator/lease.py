@@ -14,11 +14,14 @@ from phalanx_operator.kube import LEASES, Json, KubeClient
 
 log = logging.getLogger(__name__)
 NAME = labels.LEASE
-LEASE_S = 15.0
-"""How long a lease holds without being renewed, if nothing else is asked for; all else is in proportion to it."""
-RENEW_S = 2.0
-GIVE_UP_S = 10.0
+LEASE_S = 8.0
+"""How long a lease holds without being renewed, if nothing else is asked for; all else is in proportion to it. With what a
+candidate needs to see the last renewal (RENEW_S) a leader that is killed is followed within 10 s."""
+RENEW_S = 1.0
+GIVE_UP_S = 5.0
 """A leader that could not renew for so long stops, well before anyone else may take the lease."""
+LEAST_S = 0.05
+"""How soon a candidate looks again at a lease that is about to run out."""
 
 
 class LeaseLost(Exception):
@@ -52,17 +55,20 @@ class Lease:
         """Returns when this process leads."""
         announced = ""
         while True:
+            pause_s = self._renew_s
             try:
                 match await self._try():
                     case Take(why):
                         log.info("leading", extra={"identity": self._identity, "why": why})
                         return
-                    case Wait(holder) if holder != announced:
+                    case Wait(holder, left_s):
+                        pause_s = min(pause_s, max(left_s, LEAST_S))  # when it runs out, not up to RENEW_S later
+                        if holder != announced:
+                            log.info("standing by", extra={"identity": self._identity, "leader": holder})
                         announced = holder
-                        log.info("standing by", extra={"identity": self._identity, "leader": holder})
             except KubeError as error:
                 log.warning("lease not read", extra={"why": str(error)})
-            await self._pause(self._renew_s)
+            await self._pause(pause_s)
 
     async def keep(self) -> None:
         """Renews for ever. Raises: LeaseLost when someone else leads, or nothing could be renewed for too long."""

@@ -38,7 +38,7 @@ class Settings:
     """Port of /healthz, /readyz and /metrics; 0 takes a free one."""
     workers: int = 4
     """Services looked at side by side. More hurry the API server, fewer let a slow call hold up others."""
-    lease_seconds: int = 15
+    lease_seconds: int = 8
     """How long the Lease of a leader that fell silent holds: then another replica leads."""
 
 
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prometheus-namespace", help=f"{PROMETHEUS_NAMESPACE}; default: any")
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
     parser.add_argument("--workers", help=f"{WORKERS}; default: 4")
-    parser.add_argument("--lease-seconds", help=f"{LEASE_SECONDS}; default: 15")
+    parser.add_argument("--lease-seconds", help=f"{LEASE_SECONDS}; default: 8")
     return parser
 
 
@@ -84,7 +84,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         pod_name=environment.get(POD_NAME, ""),
         port=_number(text(given.port, PORT, "8080"), PORT, 0, 65_535),
         workers=_number(text(given.workers, WORKERS, "4"), WORKERS, 1, 64),
-        lease_seconds=_number(text(given.lease_seconds, LEASE_SECONDS, "15"), LEASE_SECONDS, 3, 300),
+        lease_seconds=_number(text(given.lease_seconds, LEASE_SECONDS, "8"), LEASE_SECONDS, 3, 300),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from phalanx_operator.decide.lease import Held, Take, Wait, claim
 from phalanx_operator.errors import Retry
 from phalanx_operator.kube import LEASES
-from phalanx_operator.lease import GIVE_UP_S, LEASE_S, NAME, Lease, LeaseLost
+from phalanx_operator.lease import GIVE_UP_S, LEASE_S, LEAST_S, NAME, RENEW_S, Lease, LeaseLost
 from tests.control.fake_kube import FakeKube
 
 
@@ -58,8 +58,37 @@ async def test_the_first_candidate_leads_and_the_second_waits_until_it_falls_sil
     assert holder(kube) == "a"
     await candidate(kube, "b", clock).acquire()
     assert holder(kube) == "b"
-    assert LEASE_S < clock.now < 2 * LEASE_S
+    assert LEASE_S < clock.now < LEASE_S + RENEW_S
     assert kube.of(LEASES)[NAME]["spec"]["leaseTransitions"] == 2
+
+
+async def test_a_leader_that_is_killed_at_the_worst_moment_is_followed_within_ten_seconds() -> None:
+    """It renews right after the candidate has looked, and never again."""
+    kube, clock = FakeKube(), Clock()
+    leader = candidate(kube, "a", clock)
+    await leader.acquire()
+    follower = candidate(kube, "b", RenewedOnce(clock, leader))
+    await follower.acquire()
+    assert holder(kube) == "b"
+    assert LEASE_S < clock.now <= LEASE_S + RENEW_S + 2 * LEAST_S < 10
+
+
+class RenewedOnce(Clock):
+    """Another clock, whose first pause begins with a renewal by the leader."""
+
+    def __init__(self, clock: Clock, leader: Lease) -> None:
+        super().__init__()
+        self.clock = clock
+        self.leader: Lease | None = leader
+
+    def read(self) -> float:
+        return self.clock.now
+
+    async def pause(self, seconds: float) -> None:
+        if self.leader:
+            await self.leader.acquire()  # its own lease: it is renewed
+            self.leader = None
+        await self.clock.pause(seconds)
 
 
 async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:

@@ -7,12 +7,14 @@ import pathlib
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from phalanx_operator.settings import Settings
 from tests.control.builders import make_body
 from tests.control.fake_api import FakeApi
 
@@ -30,8 +32,9 @@ def free_port() -> int:
 class Operator:
     """One operator as a process of its own."""
 
-    def __init__(self, name: str, kubeconfig: pathlib.Path) -> None:
+    def __init__(self, name: str, kubeconfig: pathlib.Path, flags: tuple[str, ...]) -> None:
         self.name = name
+        self._flags = flags
         self.port = free_port()
         self._kubeconfig = kubeconfig
         self.process: asyncio.subprocess.Process | None = None
@@ -40,7 +43,7 @@ class Operator:
         images = {"PHALANX_RUNTIME_IMAGE": "runtime:1", "PHALANX_ROUTER_IMAGE": "router:1"}
         path = {"PYTHONPATH": ":".join(str(ROOT / part) for part in ("crds", "operator"))}
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "phalanx_operator", "run", "--port", str(self.port), "--lease-seconds", "3"),
+            *(sys.executable, "-m", "phalanx_operator", "run", "--port", str(self.port), *self._flags),
             env=os.environ | images | path | {"KUBECONFIG": str(self._kubeconfig), "POD_NAME": self.name},
         )
         return self
@@ -87,8 +90,10 @@ async def server() -> AsyncIterator[FakeApi]:
 
 
 @pytest.fixture
-async def operators(server: FakeApi, tmp_path: pathlib.Path) -> AsyncIterator[list[Operator]]:
-    """Two of them, both ready; the first one leads."""
+async def operators(
+    server: FakeApi, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> AsyncIterator[list[Operator]]:
+    """Two of them, both ready; the first one leads. A test may ask for other flags than a short lease."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -100,7 +105,8 @@ async def operators(server: FakeApi, tmp_path: pathlib.Path) -> AsyncIterator[li
     path = tmp_path / "kubeconfig"
     path.write_text(json.dumps(config))
     server.put("inferenceservices", make_body())
-    made = [Operator(name, path) for name in ("first", "second")]
+    flags: tuple[str, ...] = getattr(request, "param", ("--lease-seconds", "3"))
+    made = [Operator(name, path, flags) for name in ("first", "second")]
     try:
         for operator in made:
             await operator.start()
@@ -140,6 +146,23 @@ async def test_one_of_two_acts_and_the_other_takes_over_when_it_dies(server: Fak
     assert acting["phalanx_operator_is_leader"] == 1
     assert acting["phalanx_operator_actions_total"] >= 1 and acting["phalanx_operator_api_calls_total"] > 0
     assert acting["process_resident_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("operators", [()], ids=["as installed"], indirect=True)
+async def test_a_leader_that_was_killed_is_followed_when_its_lease_has_run_out(
+    server: FakeApi, operators: list[Operator]
+) -> None:
+    """With the times that an operator has by itself; tests/control/test_lease.py shows that they come to less than 10 s."""
+    first = operators[0]
+    await until(lambda: len(server.of("statefulsets")) == 1)
+    await first.end(signal.SIGKILL)
+    killed = time.monotonic()
+    scale(server, 2)
+    await until(lambda: len(server.of("statefulsets")) == 2)
+    print(f"acted on {time.monotonic() - killed:.1f} s after the leader was killed")
+    lease = server.of("leases")[LEASE]["spec"]
+    assert (holder(server), lease["leaseTransitions"]) == ("second", 2), "nobody else led meanwhile"
+    assert lease["leaseDurationSeconds"] == Settings("r", "o").lease_seconds
 
 
 async def test_a_leader_that_leaves_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:

@@ -25,9 +25,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Someone else leads."""
+    """Someone else leads, for so many seconds at least."""
 
     holder: str
+    left_s: float = 0.0
 
 
 def claim(me: str, held: Held | None, lease_s: float) -> Take | Wait:
@@ -40,4 +41,4 @@ def claim(me: str, held: Held | None, lease_s: float) -> Take | Wait:
         return Take("the lease was given back")
     if held.unchanged_s > lease_s:
         return Take(f"{held.holder} did not renew for {lease_s:.0f} s")
-    return Wait(held.holder)
+    return Wait(held.holder, lease_s - held.unchanged_s)
