@@ -13,9 +13,7 @@ _OUTSIDE = ("ContainerStatusUnknown",)
 """Ends that the kubelet only supposes: the node went."""
 
 
-def trouble(
-    status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, leaving: bool = False
-) -> tuple[str, str]:
+def trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, leaving: bool = False) -> tuple[str, str]:
     """Reason and message of what keeps a pod from being ready, if it says more than that it is still starting.
 
     That containers of a pod that is `leaving` have ended is no trouble.

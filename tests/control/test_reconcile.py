@@ -302,7 +302,7 @@ async def test_trouble_of_a_pod_reaches_the_status() -> None:
     await world.look()
     assert world.ready == ("False", "ImagePullFailed")
     assert ("Warning", "ImagePullFailed") in world.notes()
-    assert world.status.groups[0].reason == "ImagePullBackOff"
+    assert world.status.groups[0].reason == "ImagePullBackOff: why"
 
 
 async def test_a_service_that_is_gone_is_forgotten() -> None:

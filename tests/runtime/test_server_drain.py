@@ -9,6 +9,8 @@ import websockets
 
 from phalanx_api import wire
 from phalanx_api.versions import LINK
+from phalanx_runtime.server.serve import make_server
+from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until
 from tests.runtime.serving_pods import ask, client_of, make_settings, served, two_pods
 
@@ -34,9 +36,13 @@ async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path:
 async def test_a_signal_before_the_server_has_begun_is_obeyed(tmp_path: Path) -> None:
     """As when a group that found no room is deleted while its first pod still starts."""
     server = make_server(make_settings(make_model(tmp_path / "tiny")), command("mute"))
-    server.handle_exit(signal.SIGTERM, None)
-    async with asyncio.timeout(30):
-        await server.serve()
+    former = signal.signal(signal.SIGTERM, server.handle_exit)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, former)
     assert server.exit_code == 0
 
 

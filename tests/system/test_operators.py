@@ -90,9 +90,7 @@ async def server() -> AsyncIterator[FakeApi]:
 
 
 @pytest.fixture
-async def operators(
-    server: FakeApi, tmp_path: pathlib.Path, request: pytest.FixtureRequest
-) -> AsyncIterator[list[Operator]]:
+async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Operator]]:
     """Two of them, both ready; the first one leads. A test may ask for other flags than a short lease."""
     config = {
         "apiVersion": "v1",

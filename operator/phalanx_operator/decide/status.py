@@ -12,7 +12,14 @@ from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, Observe
 
 NOBODY = Fleet()
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-_FAILING_REASONS = ("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError", "Error", "OOMKilled")
+_FAILING_REASONS = (
+    "CrashLoopBackOff",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+    "Error",
+    "OOMKilled",
+)
 
 
 def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspended: bool, now: str) -> Status:
