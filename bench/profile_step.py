@@ -11,16 +11,14 @@ import argparse
 import cProfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from pstats import Stats
 from typing import Any
 
+from bench.one_rank import load_alone
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, Path, StepPlan
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.group import join_group
-from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank_spec import RankSpec
 
 Clock = Callable[[], float]
 PAGE = 16
@@ -101,7 +99,7 @@ def _within(calls: dict[Any, Any], caller: str, callee: str, file: str = "") -> 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.profile_step", description="Where the time of a step goes.")
-    parser.add_argument("model")
+    parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int)
@@ -110,24 +108,8 @@ def main() -> None:
 
 def show(args: argparse.Namespace) -> None:
     """Loads the model and prints a line of the table for each shape."""
-    spec = RankSpec(
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        local_rank=0,
-        incarnation=0,
-        hosts=["127.0.0.1"],
-        base_port=0,
-        token="00",
-        model_dir=args.model,
-        dtype=args.dtype,
-        page_size=PAGE,
-        num_threads=args.threads,
-        kv_cache_memory_bytes=1 << 30,
-    )
-    prepare_process(spec, System())
-    device = choose_device(spec)
-    runner, _ = load_rank(spec, join_group(spec, device), device, System())
+    told = {"dtype": args.dtype, "page_size": PAGE, "num_threads": args.threads, "kv_cache_memory_bytes": 1 << 30}
+    runner = load_alone(args.model, **told)[0]
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     print("| step | ms | " + " | ".join([*PARTS, "rest"]) + " |")
     print("|---" * (len(PARTS) + 3) + "|")

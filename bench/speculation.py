@@ -18,6 +18,7 @@ from statistics import median
 
 from tokenizers import Tokenizer
 
+from bench.one_rank import load_alone
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
 from phalanx_api.speculation import Method, SpeculationCounts
@@ -25,11 +26,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculator import Speculating
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.group import join_group
-from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank_spec import RankSpec
 
 
 @dataclass(slots=True)
@@ -121,16 +118,8 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> s
 
 def load(args: argparse.Namespace, method: Method) -> ModelRunner:
     """The model on one rank of this process, with what drafts for it by this method."""
-    spec = RankSpec(
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        local_rank=0,
-        incarnation=0,
-        hosts=["127.0.0.1"],
-        base_port=0,
-        token="00",
-        model_dir=str(args.model),
+    return load_alone(
+        args.model,
         dtype=args.dtype,
         num_threads=args.threads,
         kv_cache_memory_bytes=args.cache_mb << 20,
@@ -138,10 +127,7 @@ def load(args: argparse.Namespace, method: Method) -> ModelRunner:
         speculative_draft_dir=str(args.draft_model or ""),
         speculative_exit=str(args.exit or ""),
         speculative_ratio=args.ratio,
-    )
-    prepare_process(spec, System())
-    device = choose_device(spec)
-    return load_rank(spec, join_group(spec, device), device, System())[0]
+    )[0]
 
 
 def main() -> None:

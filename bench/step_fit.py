@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from bench.one_rank import load_alone
 from bench.step_grid import Bounds, Point, fit, make_grid, report
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, StepPlan, StepResult
-from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.rank_spec import RankReady
 
 SAMPLING = wire.Sampling(max_tokens=1 << 20, seed=1)
 
@@ -88,22 +91,8 @@ def measure(stepper: Stepper, points: Sequence[Point], rounds: int, limit_s: flo
 
 def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[str, object]]:
     """A rank that has loaded the model, and what to tell of it."""
-    import torch
-
-    from phalanx_runtime.collective.solo import SoloCollective
-    from phalanx_runtime.rank.cgroup import System
-    from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
-
-    spec = RankSpec(
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        local_rank=0,
-        incarnation=1,
-        hosts=["127.0.0.1"],
-        base_port=0,
-        token="",
-        model_dir=str(arguments.model),
+    runner, ready, device = load_alone(
+        arguments.model,
         dtype=arguments.dtype,
         quantization=arguments.quantization,
         max_num_seqs=arguments.max_num_seqs,
@@ -111,10 +100,6 @@ def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
         num_threads=arguments.threads,
     )
-    system = System()
-    prepare_process(spec, system)
-    device = choose_device(spec)
-    runner, ready = load_rank(spec, SoloCollective(), device, system)
     about: dict[str, object] = {
         "model": arguments.model.name,
         "served": {"model_hash": ready.served.model_hash, "layout": ready.served.layout},

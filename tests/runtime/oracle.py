@@ -3,31 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.paths import NO_TOKEN
+from phalanx_runtime.rank.proposer import Pageless
 
 WRONG = (3, 4, 9)
 """Of each eleven output indexes those that are proposed wrongly: runs of 0, 1, 4 and 5 follow."""
 
 
-class Oracle:
+class Oracle(Pageless):
     """`outputs` by the seed of their request. Behind their end it has no token."""
 
     def __init__(self, outputs: Mapping[int, Sequence[int]]) -> None:
         self.outputs = outputs
-
-    @property
-    def caches(self) -> Sequence[LayerCache]:
-        return ()
-
-    @property
-    def name(self) -> bytes:
-        return b""
-
-    @property
-    def lost(self) -> str:
-        return ""
 
     def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
         first = dict(plan.draws)

@@ -16,8 +16,8 @@ from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.speculator import Speculating
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, Group, running_group
+from tests.runtime.moving_requests import KINDS, make_request, moved_to_and_fro, undisturbed
 from tests.runtime.ranks import Build
-from tests.runtime.test_moving_engines import KINDS, make_request, moved_bytes, undisturbed
 
 MODES: tuple[moves.MoveMode, ...] = ("precopy", "stop", "precopy")
 
@@ -57,16 +57,7 @@ def run(folder: Path, ways: Sequence[dict[str, Any]], requests: list[wire.Reques
             groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))
         router = Mover([group.channel for group in groups])
         plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
-        streams = [router.submit(request) for request in requests]
-        num_bytes = 0
-        for turn, mode in enumerate(MODES):
-            for stream in streams:
-                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 4 + 9 * turn or stream.finish is not None)  # type: ignore[misc]
-                num_bytes += moved_bytes(router, stream, mode)
-        router.until(lambda: all(stream.finish for stream in streams))
-        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
-        assert num_bytes > 0
-        router.settle()
+        assert moved_to_and_fro(router, requests, plain, MODES) > 0
         return counts(groups)
 
 

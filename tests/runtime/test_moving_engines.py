@@ -7,28 +7,24 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from bench.mover import Mover, Stream
-from phalanx_api import moves, wire
-from phalanx_api.seeds import mix
+from bench.mover import Mover
+from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.speculator import Speculating
 from phalanx_runtime.model.source import Level
 from tests.runtime.corrupting import Corrupting
 from tests.runtime.moving_engines import RULES, Field, running_field
+from tests.runtime.moving_requests import KINDS, MODES, TOKENS, make_request, moved_bytes, moved_to_and_fro, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=120)
-SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
-TOKENS = 40
-MODES: tuple[moves.MoveMode, ...] = ("stop", "precopy")
 
 
 @pytest.fixture(scope="module")
@@ -45,38 +41,6 @@ def field(model: Path) -> Iterator[Field]:
 @pytest.fixture
 def router(field: Field) -> Mover:
     return field.mover
-
-
-def make_request(name: str, prompt: int = 37, **sampling: Any) -> wire.Request:
-    chance = random.Random(name)
-    tokens = [chance.randrange(256) for _ in range(prompt)]
-    return wire.Request(name, 0, tokens, [], wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}))
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seeded": {"temperature": 1.0},
-    "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
-    "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
-    "sibling 0": {"temperature": 1.0, "seed": mix(7, 0)},
-    "sibling 1": {"temperature": 1.0, "seed": mix(7, 1)},
-}
-
-
-def undisturbed(router: Mover, requests: list[wire.Request]) -> list[Stream]:
-    streams = [router.submit(request) for request in requests]
-    router.until(lambda: all(stream.finish for stream in streams))
-    return streams
-
-
-def moved_bytes(router: Mover, stream: Stream, mode: moves.MoveMode) -> int:
-    """Moves a stream to the other group; the bytes that came over the network. On a crowded machine it may end before, or a move
-    take longer than its lease: then it goes on where it is, and none came."""
-    arrived = router.move(stream, 1 - stream.at, mode)
-    if isinstance(arrived, moves.Arrived):
-        return arrived.num_bytes
-    assert arrived.code in ("unknown", "ended", "lease"), arrived
-    return 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,16 +80,7 @@ def test_requests_with_proposals_move_and_go_on_with_equal_tokens(model: Path) -
         router = field.mover
         requests = [make_request(kind, **sampling) for kind, sampling in kinds.items()]
         plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
-        streams = [router.submit(request) for request in requests]
-        num_bytes = 0
-        for turn, mode in enumerate(MODES):
-            for stream in streams:
-                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 4 + 9 * turn or stream.finish is not None)  # type: ignore[misc]
-                num_bytes += moved_bytes(router, stream, mode)
-        router.until(lambda: all(stream.finish for stream in streams))
-        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
-        assert num_bytes > 0
-        router.settle()
+        assert moved_to_and_fro(router, requests, plain) > 0
         counts = [group.loop.speculation for group in field.groups if group.loop is not None]
         proposed, accepted = (
             sum(sum(part) for part in some) for some in zip(*((c.proposed, c.accepted) for c in counts), strict=True)
@@ -144,16 +99,7 @@ def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int],
         router = field.mover
         requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "schema")]
         plain = undisturbed(router, requests)
-        streams = [router.submit(request) for request in requests]
-        num_bytes = 0
-        for turn, mode in enumerate(MODES):
-            for stream in streams:
-                router.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 3 + 8 * turn or stream.finish is not None)  # type: ignore[misc]
-                num_bytes += moved_bytes(router, stream, mode)
-        router.until(lambda: all(stream.finish for stream in streams))
-        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
-        assert num_bytes > 0
-        router.settle()
+        assert moved_to_and_fro(router, requests, plain) > 0
 
 
 def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:

@@ -21,6 +21,7 @@ from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.draft_rows import DraftRows
 from phalanx_runtime.rank.paths import NO_TOKEN, num_drafted
+from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.sampling import Draw
 from phalanx_runtime.rank.sampling import draw as draw_tokens
 
@@ -102,22 +103,12 @@ class DraftModel:
         return [token for tokens in proposed for token in tokens]
 
 
-class LostDraft:
+class LostDraft(Pageless):
     """What is left of a draft that could not be loaded: it says why. `peers` wait to be told, where they are those of a model."""
 
     def __init__(self, why: str, peers: Collective | None) -> None:
         self._why = why
         self._peers = peers
-
-    @property
-    def caches(self) -> Sequence[LayerCache]:
-        """None."""
-        return ()
-
-    @property
-    def name(self) -> bytes:
-        """None: it has no pages."""
-        return b""
 
     @property
     def lost(self) -> str:
@@ -132,26 +123,11 @@ class LostDraft:
         return tokens
 
 
-class ToldDraft:
-    """The draft on the other ranks of the first stage: what they are told of it."""
+class ToldDraft(Pageless):
+    """The draft on the other ranks of the first stage: what they are told of it. The rank that drafts has its pages."""
 
     def __init__(self, peers: Collective) -> None:
         self._peers = peers
-
-    @property
-    def caches(self) -> Sequence[LayerCache]:
-        """None: only the first rank has the draft's pages."""
-        return ()
-
-    @property
-    def name(self) -> bytes:
-        """None: it has no pages."""
-        return b""
-
-    @property
-    def lost(self) -> str:
-        """Nothing: the rank that drafts says it."""
-        return ""
 
     def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
         """The proposals of all drafted paths. Raises PeerLost."""

@@ -50,3 +50,22 @@ class Proposer(Protocol):
         rank draws and tells its peers. A token of -1 says that there is none: it is equal to no token. Raises PeerLost alone.
         """
         ...
+
+
+class Pageless:
+    """What a proposer says of itself that has no pages of its own, and cannot be lost."""
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """None."""
+        return ()
+
+    @property
+    def name(self) -> bytes:
+        """None: it has no pages."""
+        return b""
+
+    @property
+    def lost(self) -> str:
+        """Nothing."""
+        return ""

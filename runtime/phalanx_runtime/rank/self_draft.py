@@ -16,11 +16,12 @@ from phalanx_runtime.model.decoder import Decoder
 from phalanx_runtime.model.exit import Exit
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.sampling import Draw
 from phalanx_runtime.rank.sampling import draw as draw_tokens
 
 
-class SelfDraft:
+class SelfDraft(Pageless):
     """Drafts with the first `num_layers` layers, through an exit where there is one. `peers` are the ranks of the stage."""
 
     def __init__(
@@ -30,21 +31,6 @@ class SelfDraft:
         self._own = list(caches[:num_layers])
         self._peers = peers
         self._exit = through
-
-    @property
-    def caches(self) -> Sequence[LayerCache]:
-        """None: it writes into the target's."""
-        return ()
-
-    @property
-    def name(self) -> bytes:
-        """None: it has no pages."""
-        return b""
-
-    @property
-    def lost(self) -> str:
-        """Never: what it computes with is the target."""
-        return ""
 
     def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
         """The proposals of all drafted paths. Raises PeerLost."""

@@ -1,0 +1,32 @@
+"""The only rank of a group, in this process and without a server: what it is told, and what it loads."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+
+
+def load_alone(model: Path, **told: Any) -> tuple[ModelRunner, RankReady, torch.device]:
+    """The runner, what it tells of itself, and where it computes. Sets this process's threads. `told`: fields of its spec."""
+    spec = RankSpec(
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        local_rank=0,
+        incarnation=1,
+        hosts=["127.0.0.1"],
+        base_port=0,
+        token="00",
+        model_dir=str(model),
+        **told,
+    )
+    system = System()
+    prepare_process(spec, system)
+    device = choose_device(spec)
+    return *load_rank(spec, SoloCollective(), device, system), device
