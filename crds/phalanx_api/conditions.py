@@ -21,6 +21,7 @@ ConditionType = Literal[
     "ScalingActive",
     "Balanced",
     "Compatible",
+    "Speculating",
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -75,6 +76,8 @@ class Reason(StrEnum):
     IMMINENT_FULL = "ImminentFull"
     UNKNOWN_VERSION = "UnknownVersion"
     VERSIONS_AGREE = "VersionsAgree"
+    PROPOSING = "Proposing"
+    DRAFT_LOST = "DraftLost"
 
 
 class Condition(Record):

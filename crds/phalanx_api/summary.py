@@ -68,7 +68,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     """One group as a router sees it. `streams` are this router's own; all else is of the whole group.
 
     `pressure`, `backlog_s`, `itl_s`, `speed` are those of `phalanx_router.route.view`; `step_model` is `cost.StepModel` in order.
-    `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
+    `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`. `draft_lost`: why its ranks draft no more.
     """
 
     group: str
@@ -90,6 +90,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     model_hash: str = ""
     deaths: int = 0
     death: str = ""
+    draft_lost: str = ""
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -221,7 +221,7 @@ def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> lis
     That scaling, balance and the rest are well is said only after they were not; of a rollout only what stops or changes it.
     """
     notes = []
-    for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible"):
+    for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible", "Speculating"):
         old, new = find_condition(before, kind), find_condition(after, kind)
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue
@@ -230,7 +230,7 @@ def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> lis
             continue
         if kind != "Ready" and new.status == "True" and (old is None or old.status != "False"):
             continue
-        if new.status == "Unknown" and (kind == "ModelCached" or (kind == "Balanced" and old is None)):
+        if new.status == "Unknown" and (kind in ("ModelCached", "Speculating") or (kind == "Balanced" and old is None)):
             continue
         calm = new.status == "True" or new.reason in _CALM
         notes.append(Note("Normal" if calm else "Warning", new.reason, new.message))

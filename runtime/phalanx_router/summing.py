@@ -22,6 +22,7 @@ class Crossing:
     is_leaving: bool
     unknown_versions: frozenset[str] = frozenset()
     deaths: frozenset[tuple[str, int]] = frozenset()
+    drafts_lost: frozenset[str] = frozenset()
 
 
 class Summing:
@@ -41,8 +42,9 @@ class Summing:
         has_held = self._num_held() > 0
         unknown = frozenset(one.group for one in self._unknown_versions())
         deaths = frozenset((link.endpoint.group, link.state.deaths) for link in self._fleet.links.all())
+        lost = frozenset(link.endpoint.group for link in self._fleet.links.all() if _draft_lost(link))
         emptied, leaves = frozenset(self._emptied()), self._fleet.draining
-        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths)
+        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths, lost)
 
     def summary(self) -> RouterSummary:
         """As of now."""
@@ -122,4 +124,10 @@ def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
         model_hash=served.model_hash,
         deaths=link.state.deaths,
         death=link.state.death[:300],
+        draft_lost=_draft_lost(link)[:300],
     )
+
+
+def _draft_lost(link: LeaderLink) -> str:
+    """Why the ranks of this group draft no more; empty while they can, or never were to."""
+    return link.told.load.speculation.lost if link.told.load is not None else ""

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, Budgets, RouterSummary
 from phalanx_frontend.keys import ApiKey
 from phalanx_kubectl.gauges import read_router
@@ -216,3 +217,11 @@ async def test_nobody_needs_to_hear_the_answer() -> None:
             )
             connection.sendall(head.encode() + body)
         assert (await router.ask(0.1)).router == "router-0"
+
+
+async def test_a_question_waits_until_a_group_has_lost_its_draft() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        asked = await ask_later(router)
+        router.leaders[1].load = wire.Load(0, 0, 0, 10, 10, speculation=SpeculationCounts(lost="no tensors" * 50))
+        told = {group.group: group.draft_lost for group in (await asked).groups}
+        assert told["a"] == "" and told["b"] == ("no tensors" * 50)[:300]

@@ -36,7 +36,7 @@ class Heard:
 class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
     `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
-    ended for no cause outside, as far as any router knows; `death`: why the last one did."""
+    ended for no cause outside, as far as any router knows; `death`: why the last one did. `draft_lost`: why it drafts no more."""
 
     name: str
     fresh: bool
@@ -53,6 +53,7 @@ class SeenGroup:
     incarnation: int = 0
     deaths: int = 0
     death: str = ""
+    draft_lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         incarnation=max(max(group.incarnation for group in seen), 0),
         deaths=max(most.deaths, 0),
         death=most.death,
+        draft_lost=best.draft_lost,
     )
 
 

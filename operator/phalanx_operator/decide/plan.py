@@ -15,6 +15,7 @@ from phalanx_operator.decide import (
     lost,
     progress,
     recovery,
+    speculating,
     versions,
 )
 from phalanx_operator.decide.actions import (
@@ -208,6 +209,7 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     said = caching.told(said, service.spec.model, snapshot, fleet, now)
     said = balanced.told(said, fleet, snapshot, now)
     said = versions.told(said, fleet, snapshot, now)
+    said = speculating.told(said, service.spec.engine, snapshot, desired.revision, fleet, now)
     return autoscaler.told(said, service, seen.scaling, snapshot, now)
 
 
