@@ -51,7 +51,8 @@ class Engine:
     def __init__(self, runner: ModelRunner, limits: Limits, speculating: Speculating, clock: Callable[[], float]) -> None:
         self._runner = runner
         self._clock = clock
-        self.scheduler: Scheduler = make_scheduler(limits, runner.pool, Rules(prefix_caching=False, speculating=speculating))
+        rules = Rules(prefix_caching=False, speculating=speculating)
+        self.scheduler: Scheduler = make_scheduler(limits, runner.pool, rules, runner.fitting)
         self._handle = 0
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Outcome:

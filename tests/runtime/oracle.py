@@ -6,6 +6,7 @@ from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.paths import NO_TOKEN
 from phalanx_runtime.rank.proposer import Pageless
+from phalanx_runtime.rank.row import Row
 
 WRONG = (3, 4, 9)
 """Of each eleven output indexes those that are proposed wrongly: runs of 0, 1, 4 and 5 follow."""
@@ -17,7 +18,7 @@ class Oracle(Pageless):
     def __init__(self, outputs: Mapping[int, Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         first = dict(plan.draws)
         tokens = []
         for path in plan.paths:

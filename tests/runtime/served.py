@@ -7,6 +7,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.speculator import Fitting
 from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 
@@ -99,10 +100,16 @@ class Script:
             self.answers[end.handle].finish = end.reason
 
 
-def serve(runner: StepRunner, requests: Sequence[wire.Request], limits: Limits, rules: Rules = DEFAULT_RULES) -> list[Served]:
+def serve(
+    runner: StepRunner,
+    requests: Sequence[wire.Request],
+    limits: Limits,
+    rules: Rules = DEFAULT_RULES,
+    fitting: Fitting | None = None,
+) -> list[Served]:
     """The answers to requests that come at once."""
     channel = Script(requests)
-    loop = EngineLoop(runner, limits, channel, rules=rules)
+    loop = EngineLoop(runner, limits, channel, rules=rules, fitting=fitting)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()
     return channel.answers

@@ -11,7 +11,7 @@ from phalanx_runtime.core.policy import Deadline, Fcfs, Policy, PolicyName, Prio
 from phalanx_runtime.core.policy_fair import Fair
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.sharing import Sharing
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculator import Fitting, Speculating
 
 NO_SPECULATION = Speculating()
 
@@ -43,8 +43,8 @@ def make_policy(name: PolicyName) -> Policy:
             assert_never(name)
 
 
-def make_scheduler(limits: Limits, pool: PoolShape, rules: Rules) -> Scheduler:
+def make_scheduler(limits: Limits, pool: PoolShape, rules: Rules, fitting: Fitting | None = None) -> Scheduler:
     """A scheduler without requests over an empty pool."""
     pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
     sharing = Sharing(pages, rules.model, rules.prefix_caching)
-    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing, rules.speculating)
+    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing, rules.speculating, fitting)

@@ -30,7 +30,7 @@ from phalanx_runtime.core.rescue import Pressure
 from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
-from phalanx_runtime.core.speculator import Speculating, Speculator
+from phalanx_runtime.core.speculator import Fitting, Speculating, Speculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Scheduler:
         policy: Policy | None = None,
         sharing: Sharing | None = None,
         speculating: Speculating | None = None,
+        fitting: Fitting | None = None,
     ) -> None:
         self.limits = limits.within(pool)
         self.sharing = sharing or Sharing(PagePool(pool.num_pages, pool.page_size), model="")
@@ -71,7 +72,7 @@ class Scheduler:
         self._seats = Seats(limits.max_num_seqs, self.sharing)
         self.reservations = Reservations(self.limits, self._seats, self.sharing)
         self._reporter = Reporter(self.limits, self._queue, self._seats, self.sharing)
-        self.speculator = Speculator(self.limits, self.pool, speculating or Speculating())
+        self.speculator = Speculator(self.limits, self.pool, speculating or Speculating(), fitting)
         self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing, self.speculator)
         self._flights: deque[Making] = deque()
         self._step = 0

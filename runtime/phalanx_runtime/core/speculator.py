@@ -1,6 +1,6 @@
 """Who gets proposals in a step, and how many: between the decodes of a step and its prompt tokens.
 
-    offer     lookups find tokens, drafts promise some; each with the chance that it is accepted (`acceptance`)
+    offer     lookups find tokens, up to the first that cannot be drawn, drafts promise some; each with its chance (`acceptance`)
     choose    depths that make the batch fastest (`depths`), within rows of scores and tokens of the step
     pages     a depth that finds no page is shorter: no request is preempted, and each keeps a page to grow into
     heard     accepted tokens are computed; pages that were taken for the others go back
@@ -8,6 +8,7 @@
 Where nothing pays nothing is proposed, but for a probe now and then. A request's tokens depend on none of it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -26,12 +27,15 @@ from phalanx_runtime.core.depths import Offer, choose_depths
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.proposing import Proposing
+from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.verify_cost import VerifyCost
 
 PROBE_EVERY = 16
 """Steps without a proposal, though some were offered, after which one request gets one: shares and costs change."""
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of the tokens that decodes leave."""
+Fitting = Callable[[int, Sequence[int], int], int]
+"""How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,11 @@ class _Offered:
 class Speculator:
     """Proposes for the requests of one engine, and learns what became of it."""
 
-    def __init__(self, limits: Limits, pool: PagePool, setting: Speculating) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, setting: Speculating, fitting: Fitting | None = None) -> None:
         self.setting = setting
         self._limits = limits
         self._pool = pool
+        self._fitting = fitting
         self._shares = Shares(FADE_OF_ENGINE)
         self._cost = VerifyCost()
         self._barren = 0
@@ -170,6 +175,7 @@ class Speculator:
             return None
         if proposing.method == "ngram":
             tokens, agreed = proposing.lookup.find(request.tokens, most)
+            tokens = tokens[: self._num_fitting(request, tokens)]
             grades = lookup_grades(agreed, len(tokens))
         elif self._lost or not self._catches_up(chunk, proposing):
             return None
@@ -179,6 +185,12 @@ class Speculator:
             return None
         offer = Offer(chances(proposing.shares, self._shares, grades), proposing.method != "ngram")
         return _Offered(chunk, tokens, grades, offer)
+
+    def _num_fitting(self, request: Request, tokens: list[int]) -> int:
+        """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""
+        if self._fitting is None or request.row is None or not request.sent:
+            return len(tokens)
+        return self._fitting(request.row, tokens, request.num_output)
 
     def _catches_up(self, chunk: Chunk, proposing: Proposing) -> bool:
         """Whether a draft model may compute in this step what came without it. A longer request goes on without proposals."""

@@ -20,6 +20,7 @@ from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.speculator import Fitting
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.compiling import Compiling
 from phalanx_runtime.engine.moving import Moving
@@ -60,8 +61,9 @@ class EngineLoop:
         watch: Watch | None = None,
         grammars: Grammars | None = None,
         carrier: Carrier | None = None,
+        fitting: Fitting | None = None,
     ) -> None:
-        self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules)
+        self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules, fitting)
         self._runner = runner
         self._channel = channel
         self._clock = clock
@@ -314,10 +316,11 @@ def run_engine(
     watch: Watch | None = None,
     grammars: Grammars | None = None,
     carrier: Carrier | None = None,
+    fitting: Fitting | None = None,
 ) -> None:
     """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
     channel = ZmqChannel(endpoint)
     try:
-        EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars, carrier=carrier).run()
+        EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars, carrier=carrier, fitting=fitting).run()
     finally:
         channel.close()

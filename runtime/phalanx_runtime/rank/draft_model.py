@@ -8,22 +8,24 @@ rank forgets the draft, says why, and the plans name no drafted path any more.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape, StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.draft_rows import DraftRows
 from phalanx_runtime.rank.paths import NO_TOKEN, num_drafted
 from phalanx_runtime.rank.proposer import Pageless
-from phalanx_runtime.rank.sampling import Draw
-from phalanx_runtime.rank.sampling import draw as draw_tokens
+from phalanx_runtime.rank.row import Row
 
 log = logging.getLogger(__name__)
 
@@ -68,33 +70,36 @@ class DraftModel:
         """Why it can draft no more; empty while it can."""
         return self._lost
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         """The proposals of all drafted paths. Raises PeerLost."""
         count = num_drafted(plan)
-        tokens = [NO_TOKEN] * count if self._model is None else self._try(self._model, plan)
+        tokens = [NO_TOKEN] * count if self._model is None else self._try(self._model, plan, rows)
         if count and self._peers.world_size > 1:
             self._peers.broadcast(msgspec.msgpack.encode(tokens))
         return tokens
 
-    def _try(self, model: Model, plan: StepPlan) -> list[int]:
+    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[int]:
         try:
-            return self._draft(model, plan)
+            return self._draft(model, plan, rows)
         except Exception as error:  # whatever it is, the target goes on without
             log.exception("the draft model failed: the group goes on without speculation")
             self._lost = f"a step of the draft model failed: {error}"
             self._model = None
             return [NO_TOKEN] * num_drafted(plan)
 
-    def _draft(self, model: Model, plan: StepPlan) -> list[int]:
+    def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[int]:
         self._builder.update(plan)
+        ahead = Ahead(self._builder.params, rows, self._vocab_size)
 
         def states(small: StepPlan) -> Tensor:
             batch = self._builder.tensors(small)
             batch.tokens.clamp_(max=model.vocab_size - 1)  # ids behind its vocabulary are no tokens of anybody's
             return model.hidden(batch, self._caches)
 
-        def choose(hidden: Tensor, draws: Sequence[Draw]) -> list[int]:
-            return draw_tokens(model.scores(hidden)[:, : self._vocab_size], draws)
+        def choose(hidden: Tensor, places: Sequence[Place]) -> list[int]:
+            scores = model.scores(hidden)[:, : self._vocab_size]
+            missing = self._vocab_size - scores.shape[1]
+            return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places)
 
         proposed = draft(plan, self._rows.pieces(plan), self._builder.params, states, choose)
         paths = [path for path in plan.paths if path.is_drafted]
@@ -115,7 +120,7 @@ class LostDraft(Pageless):
         """Why it can draft nothing."""
         return self._why
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         """That there is none, for each proposal asked for. Raises PeerLost."""
         tokens = [NO_TOKEN] * num_drafted(plan)
         if tokens and self._peers is not None and self._peers.world_size > 1:
@@ -129,7 +134,7 @@ class ToldDraft(Pageless):
     def __init__(self, peers: Collective) -> None:
         self._peers = peers
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         """The proposals of all drafted paths. Raises PeerLost."""
         if not num_drafted(plan):
             return []

@@ -1,6 +1,8 @@
 """Passes of a draft: tokens proposed one behind the other, each drawn with the noise of the output index that it is for.
 
 pass 1   what the draft has to compute, up to each path's own token     pass p   the proposal of pass p - 1, where p <= depth
+
+Behind a token that ends its request, and where nothing can be drawn, there is nothing to propose.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,11 +10,14 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, Path, StepPlan
+from phalanx_runtime.rank.ahead import Place
 from phalanx_runtime.rank.draft_rows import Piece
-from phalanx_runtime.rank.sampling import Draw, draw_of
+from phalanx_runtime.rank.paths import NO_TOKEN
+from phalanx_runtime.rank.sampling import draw_of
 
-Choose = Callable[[Tensor, Sequence[Draw]], list[int]]
+Choose = Callable[[Tensor, Sequence[Place]], list[int]]
 """The tokens that are drawn from these hidden states, the same ones on every rank that takes part."""
 
 
@@ -27,17 +32,27 @@ def draft(
     paths = [path for path in plan.paths if path.is_drafted]
     indexes = dict(plan.draws)
     proposed: dict[int, list[int]] = {path.request: [] for path in paths}
+    depths = {path.request: path.depth for path in paths}
     pieces = list(first)
     while pieces:
         wanted = [piece.request for piece in pieces if piece.drawn]
         hidden = states(_small(plan, pieces))
         if not wanted:
             break
-        draws = [draw_of(rows[plan.rows[at]].sampling, indexes[at] + len(proposed[at])) for at in wanted]
-        for request, token in zip(wanted, choose(hidden[: len(wanted)], draws), strict=True):
+        asked = [(plan.rows[at], indexes[at] + len(proposed[at])) for at in wanted]
+        draws = [draw_of(rows[row].sampling, index) for row, index in asked]
+        places = [Place(row, one, tuple(proposed[at])) for at, (row, _), one in zip(wanted, asked, draws, strict=True)]
+        for request, place, token in zip(wanted, places, choose(hidden[: len(wanted)], places), strict=True):
             proposed[request].append(token)
+            if token == NO_TOKEN or _ends(rows[place.row].sampling, token, place.draw.index):
+                proposed[request] += [NO_TOKEN] * (depths[request] - len(proposed[request]))
         pieces = [_next(plan, path, proposed[path.request]) for path in paths if len(proposed[path.request]) < path.depth]
     return [proposed[path.request] for path in paths]
+
+
+def _ends(sampling: wire.Sampling, token: int, index: int) -> bool:
+    """Whether a request ends with this token at this output index."""
+    return token in sampling.stop_token_ids and index + 1 >= sampling.min_tokens
 
 
 def own_pieces(plan: StepPlan) -> list[Piece]:

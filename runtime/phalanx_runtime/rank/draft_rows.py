@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.rank.paths import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class DraftRows:
 
     def drafted(self, row: int, proposed: Sequence[int]) -> None:
         """The draft proposed these behind what it had computed, and computed all but the last of them."""
-        one = self._rows[row]
-        one.computed += len(proposed) - 1
-        one.waiting = [proposed[-1]]
+        one, tokens = self._rows[row], [token for token in proposed if token != NO_TOKEN]
+        one.computed += max(0, len(tokens) - 1)
+        one.waiting = tokens[-1:]
 
     def _caught_up(self, row: int, start: int, told: Sequence[int]) -> _Row:
         """The row, with what waits before this start and nothing else. `told`: tokens before it that may have come without."""

@@ -5,6 +5,7 @@ The tokenizer is read when the first grammar comes: who uses none pays nothing. 
 compiles, but not while it reads a tokenizer.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,16 @@ class Matcher:
         if not self._inner.consume_tokens([self._end if token in self._ends else token for token in tokens]):
             raise GrammarError(_one_line(self._inner.get_error()))
         return bool(self._inner.is_stopped())
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place."""
+        one = copy.copy(self)
+        one._inner = self._inner.deep_copy()
+        return one
+
+    def num_fitting(self, tokens: Sequence[int]) -> int:
+        """How many of these may come next, one after the other. The place stays."""
+        return int(self._inner.validate_tokens([self._end if token in self._ends else token for token in tokens]))
 
 
 class Compiled:

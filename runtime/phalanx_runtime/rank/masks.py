@@ -42,6 +42,10 @@ class Bans:
         banned += [word[-1] for word in self._words if list(tokens[1 - len(word) :]) == word[:-1]]
         return banned
 
+    def forbids(self, token: int, tokens: Sequence[int], index: int) -> bool:
+        """Whether this token may not be drawn at this output index, after all `tokens` of the request."""
+        return (self.allowed is not None and token not in self.allowed) or token in self.now(tokens, index)
+
     def has_any(self, index: int) -> bool:
         """Whether `now` or `allowed` may ban something at this index or a later one that is as far from the start."""
         return bool(self.allowed is not None or self._always or self._words or (self._ends and index < self._min_tokens))

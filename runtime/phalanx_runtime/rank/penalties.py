@@ -5,6 +5,7 @@
 Source: CTRL (Keskar et al. 2019) for the first, as transformers and vLLM apply it; OpenAI's API reference for the others.
 """
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,12 @@ class Seen:
             self._counts = np.pad(self._counts, (0, more))
         self._ids[place] = token
         self._counts[place] += 1
+
+    def copy(self) -> "Seen":
+        """Another one with the same tokens."""
+        one = copy.copy(self)
+        one._places, one._ids, one._counts = dict(self._places), self._ids.copy(), self._counts.copy()
+        return one
 
 
 def penalise(scores: Tensor, rows: Sequence[int], seen: Sequence[Seen], samplings: Sequence[wire.Sampling]) -> None:

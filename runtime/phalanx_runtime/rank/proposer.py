@@ -6,12 +6,13 @@ The ranks of the first stage draft, at the beginning of the step in which their 
 the draft's own layers is carried by the same page numbers as the target's: copies, sharing, roll-back and moves do it for both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.row import Row
 
 
 class Proposer(Protocol):
@@ -36,7 +37,7 @@ class Proposer(Protocol):
         """Why it can draft no more; empty while it can. Then no further plan names a path that is drafted."""
         ...
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         """The proposals of all paths with `is_drafted`, `depth` tokens each, one after the other: the same ones on every rank.
 
         Called for every plan, also for one without paths: a draft model computes what the plan brings, so that its pages hold
@@ -47,7 +48,8 @@ class Proposer(Protocol):
 
         The tables of `builder` hold the plan's pages already and copies are made; `builder.tensors` makes the tensors of any plan
         over the same rows, and `builder.params` has how each row is sampled. Two machines may compute different scores, so one
-        rank draws and tells its peers. A token of -1 says that there is none: it is equal to no token. Raises PeerLost alone.
+        rank draws and tells its peers. A token of -1 says that there is none: it is equal to no token. `rows`: what is known of
+        rows before this step, on the rank that draws; nothing elsewhere. Raises PeerLost alone.
         """
         ...
 

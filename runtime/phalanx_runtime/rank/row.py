@@ -1,5 +1,8 @@
 """What the rank that draws knows of one row: how it is sampled, and the state that its next draw follows from."""
 
+import copy
+from collections.abc import Sequence
+
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.plan import NewRow
@@ -50,6 +53,29 @@ class Row:
         except GrammarError as error:
             self.failure = f"grammar: {error}"
             return False
+
+    def copy(self) -> "Row":
+        """Another one with the same state, for tokens that nobody has drawn yet."""
+        one = copy.copy(self)
+        if self.has_state:
+            one.tokens = None if self.tokens is None else list(self.tokens)
+            one.seen = None if self.seen is None else self.seen.copy()
+            one.matcher = None if self.matcher is None else self.matcher.copy()
+        return one
+
+    def num_fitting(self, tokens: Sequence[int], index: int) -> int:
+        """How many of these may follow, the first one at this output index, by its grammar, allowed tokens and bans."""
+        if self.failure is not None:
+            return 0
+        count = len(tokens) if self.matcher is None else self.matcher.num_fitting(tokens)
+        if not self.bans.has_any(index):
+            return count
+        before = list(self.tokens or ())
+        for at, token in enumerate(tokens[:count]):
+            if self.bans.forbids(token, before, index + at):
+                return at
+            before.append(token)
+        return count
 
     def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: Grammars | None) -> None:
         try:

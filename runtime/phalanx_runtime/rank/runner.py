@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.speculator import Fitting
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
@@ -91,6 +92,11 @@ class ModelRunner:
     def grammars(self) -> Grammars | None:
         """Those that this rank draws with; None when it does not draw."""
         return self._sampler.grammars if self._pipeline.draws else None
+
+    @property
+    def fitting(self) -> Fitting | None:
+        """Tells which tokens a row may draw; None when this rank does not draw."""
+        return self._sampler.num_fitting if self._pipeline.draws else None
 
     @property
     def depth(self) -> int:
@@ -171,7 +177,7 @@ class ModelRunner:
         if self._proposer is None:
             return filled(plan, [NO_TOKEN] * num_drafted(plan)) if num_drafted(plan) else plan
         began = time.perf_counter()
-        drafted = self._proposer.propose(plan, self._builder) if plan.rows else []
+        drafted = self._proposer.propose(plan, self._builder, self._sampler.rows) if plan.rows else []
         self._last_draft_s = time.perf_counter() - began
         return filled(plan, drafted) if drafted else plan
 

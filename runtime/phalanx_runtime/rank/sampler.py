@@ -14,7 +14,7 @@ proposed (`runs`). A row without state is drawn at all indexes at once; one with
 remembers is what was drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -57,9 +57,19 @@ class Sampler:
         self.grammars = grammars
         self._rows: dict[int, Row] = {}
 
+    @property
+    def rows(self) -> Mapping[int, Row]:
+        """What is known of each row; nothing on a rank that does not draw."""
+        return self._rows
+
     def admit(self, new: NewRow) -> None:
         """Starts a row anew."""
         self._rows[new.row] = Row(new, self.vocab_size, self.grammars)
+
+    def num_fitting(self, row: int, tokens: Sequence[int], index: int) -> int:
+        """How many of these tokens a row may draw one after the other, from this output index on; all of a row not known here."""
+        known = self._rows.get(row)
+        return len(tokens) if known is None else known.num_fitting(tokens, index)
 
     def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[Sequence[int]] = ()) -> Drawn:
         """The next tokens of each (row, output index), as many as `proposals` allow, which are parallel; empty: one each.

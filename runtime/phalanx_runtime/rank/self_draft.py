@@ -4,7 +4,8 @@ It writes the keys and values of the first layers into the target's own pages; t
 it has no pages, no prompts to compute, and never lags.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -14,11 +15,11 @@ from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.decoder import Decoder
 from phalanx_runtime.model.exit import Exit
+from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft, own_pieces
 from phalanx_runtime.rank.proposer import Pageless
-from phalanx_runtime.rank.sampling import Draw
-from phalanx_runtime.rank.sampling import draw as draw_tokens
+from phalanx_runtime.rank.row import Row
 
 
 class SelfDraft(Pageless):
@@ -32,19 +33,21 @@ class SelfDraft(Pageless):
         self._peers = peers
         self._exit = through
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
         """The proposals of all drafted paths. Raises PeerLost."""
 
         def states(small: StepPlan) -> Tensor:
             return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
 
-        return [token for path in draft(plan, own_pieces(plan), builder.params, states, self._choose) for token in path]
+        ahead = Ahead(builder.params, rows, self._model.vocab_size)
+        choose = partial(self._choose, ahead)
+        return [token for path in draft(plan, own_pieces(plan), builder.params, states, choose) for token in path]
 
-    def _choose(self, states: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place]) -> list[int]:
         """Drawn on the first rank of the stage, and told to the others."""
         scores = self._peers.gather(self._model.state_scores(states if self._exit is None else self._exit(states)))
         if self._peers.world_size == 1:
             assert scores is not None, "the only rank gathers"
-            return draw_tokens(scores, draws)
-        told = None if scores is None else msgspec.msgpack.encode(draw_tokens(scores, draws))
+            return ahead.draw(scores, places)
+        told = None if scores is None else msgspec.msgpack.encode(ahead.draw(scores, places))
         return msgspec.msgpack.decode(self._peers.broadcast(told), type=list[int])

@@ -1,0 +1,180 @@
+"""What drafts and lookups know of a request beside its scores: penalties, bias, bans, allowed tokens and grammar, along the path."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.core.plan import Path as Proposed
+from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.rank.ahead import Ahead, Place
+from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.paths import NO_TOKEN
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampler import Sampler
+from phalanx_runtime.rank.sampling import draw_of
+from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.served import Served, Watched, serve
+from tests.runtime.test_drafts import rules, run
+from tests.runtime.test_sampling_equality import FIELDS, ROOMY
+from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tokenizer
+
+TOKENS = 30
+WORDS = wire.Grammar("regex", "([a-p]{3} ){99}")
+STATELESS = {
+    "seeded": {"temperature": 1.0},
+    "bias": {"temperature": 0.9, "logit_bias": {3: 5.0, 9: -100.0}, "bad_words": [[3], [11]]},
+    "few": {"temperature": 0.6, "allowed_token_ids": [3, 4, 5, 6]},
+    "min tokens": {"temperature": 1.0, "min_tokens": TOKENS, "logit_bias": {EOS_ID: 50.0}, "stop_token_ids": [EOS_ID]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("ahead") / "model")
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> dict[str, str]:
+    """A draft that is the target itself: it is right where it knows what the target's draw knows."""
+    return {"speculative_method": "draft", "speculative_draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
+
+
+def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
+    prompts = [[(7 * n + 3 * at) % 200 for at in range(5 + 4 * n)] for n in range(len(ways))]
+    return [
+        wire.Request(str(n), 1, prompt, [], wire.Sampling(TOKENS, 7 + n, **way))
+        for n, (prompt, way) in enumerate(zip(prompts, ways.values(), strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ways", "pods", "stages"),
+    [
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [1], 1),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [2], 1),
+        (STATELESS, [1], 1),
+        (STATELESS, [2], 2),
+    ],
+    ids=["every way", "every way, tp2", "without state", "without state, pp2"],
+)
+def test_a_draft_that_is_the_target_is_never_wrong(
+    folder: Path, twin: dict[str, str], ways: dict[str, Any], pods: list[int], stages: int
+) -> None:
+    [plain, _] = run(folder, requests(ways), Build(torch.float64, num_pages=200), Rules())
+    made = Build(torch.float64, num_pages=200, stages=stages, speculative=twin)
+    served, watched = run(folder, requests(ways), made, rules("draft"), pods=pods)
+    assert [one.tokens for one in served] == [one.tokens for one in plain]
+    assert watched.num_accepted == watched.num_proposed > 60
+
+
+def test_self_drafts_know_it_too(folder: Path) -> None:
+    """An exit that is wrong about scores is right where little may be drawn."""
+    exit = save_exit(folder, folder.parent / "exit.safetensors")
+    made = Build(
+        torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "speculative_exit": str(exit)}
+    )
+    ways = {"one": {"allowed_token_ids": [5]}, "words": {"grammar": wire.Grammar("regex", "(ab){99}")}}
+    served, watched = run(folder, requests(ways), made, rules("self_draft"))
+    assert [len(one.tokens) for one in served] == [TOKENS, TOKENS]
+    assert watched.num_accepted == watched.num_proposed > 30
+
+
+def sampler(tmp_path: Path) -> Sampler:
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    return Sampler(VOCAB_SIZE, Grammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE))
+
+
+def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
+    drawn, chance = sampler(tmp_path), torch.Generator().manual_seed(2)
+    asked = wire.Sampling(50, 3, 1.0, repetition_penalty=1.5, frequency_penalty=0.7, bad_words=[[97, 98]], grammar=WORDS)
+    new = NewRow(0, asked, 2, [1, 2, 97, 97])
+    scores = 3 * torch.randn((7, VOCAB_SIZE), generator=chance)
+    drawn.admit(new)
+    along = [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)]
+    drawn.admit(new)
+    ahead = Ahead({0: new}, drawn.rows, VOCAB_SIZE)
+    path: list[int] = []
+    for at in range(6):
+        path += ahead.draw(scores[at : at + 1], [Place(0, draw_of(asked, 2 + at), tuple(path))])
+    assert path == along
+    assert ahead.draw(scores[:1], [Place(0, draw_of(asked, 2))]) == along[:1], "any place again, in any order"
+    assert ahead.draw(scores[2:3], [Place(0, draw_of(asked, 4), tuple(along[:2]))]) == along[2:3]
+    assert [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)] == along
+
+
+def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
+    drawn = sampler(tmp_path)
+    new = NewRow(0, wire.Sampling(9, 1, 0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
+    drawn.admit(new)
+    scores = torch.zeros((1, VOCAB_SIZE))
+    assert Ahead({0: new}, drawn.rows, VOCAB_SIZE).draw(scores, [Place(0, draw_of(new.sampling, 2))]) == [NO_TOKEN]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "count"),
+    [
+        ({}, [5, 6, 7], 3),
+        ({"allowed_token_ids": [5, 6]}, [5, 6, 7, 5], 2),
+        ({"bad_words": [[6]]}, [5, 6, 7], 1),
+        ({"bad_words": [[2, 5, 6]]}, [5, 6, 7], 1),
+        ({"bad_words": [[5, 7]]}, [5, 6, 7], 3),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, [7, 5], 0),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, [5, 5, 7], 3),
+        ({"grammar": wire.Grammar("regex", "[ab]+c")}, [97, 98, 100, 97], 2),
+        ({"grammar": wire.Grammar("regex", "[ab]+c"), "bad_words": [[97, 98]]}, [97, 98, 99], 1),
+        ({"bad_words": [[VOCAB_SIZE]]}, [5], 0),
+    ],
+    ids=["plain", "allowed", "word", "word begun before", "no word", "too early an end", "an end", "grammar", "both", "wrong"],
+)
+def test_how_many_tokens_of_a_lookup_may_be_drawn(tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int) -> None:
+    drawn = sampler(tmp_path)
+    drawn.admit(NewRow(0, wire.Sampling(9, 1, **sampling), 2, [1, 2]))
+    assert drawn.num_fitting(0, tokens, 1) == count
+    assert drawn.num_fitting(0, tokens, 1) == count, "the place stays"
+    assert drawn.num_fitting(1, tokens, 1) == len(tokens), "a row that is not known here"
+
+
+def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
+    asked = [
+        wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 3, 0.7, allowed_token_ids=[3, 4, 5])),
+        wire.Request("words", 1, [97, 98, 99, 97, 98], [], wire.Sampling(24, 4, grammar=wire.Grammar("regex", "([abc]{2}d)*"))),
+    ]
+    how = Rules(speculating=Speculating("ngram", 5, is_adaptive=False))
+
+    def work(knows: bool, runner: ModelRunner) -> tuple[list[Served], Watched]:
+        watched = Watched(runner)
+        return serve(watched, asked, ROOMY, how, runner.fitting if knows else None), watched
+
+    (blind, before), (knowing, after) = (
+        on_ranks(folder, [1], Build(torch.float64, num_pages=200), partial(work, knows)) for knows in (False, True)
+    )
+    assert [one.tokens for one in knowing] == [one.tokens for one in blind]
+    assert after.num_accepted == before.num_accepted > 0
+    assert after.num_proposed < before.num_proposed
+
+
+def test_a_draft_stops_behind_a_token_that_ends_its_request() -> None:
+    """Of two paths one is over after its second token: the third pass is the other's alone."""
+    new = {row: NewRow(row, wire.Sampling(9, row, 0.0, stop_token_ids=[7], min_tokens=2)) for row in (0, 1)}
+    paths = [Proposed(0, 3, True), Proposed(1, 3, True)]
+    plan = StepPlan(1, [], [0, 1], [4, 4], [4, 4], [[], []], [1, 0, 0, 0, 2, 0, 0, 0], [(0, 1), (1, 0)], paths=paths)
+    passes: list[list[int]] = []
+
+    def states(small: StepPlan) -> torch.Tensor:
+        passes.append(list(small.rows))
+        return torch.zeros((len(small.rows), 1))
+
+    def choose(hidden: torch.Tensor, places: Any) -> list[int]:
+        return [7 for _ in places]
+
+    assert draft(plan, own_pieces(plan), new, states, choose) == [[7, NO_TOKEN, NO_TOKEN], [7, 7, NO_TOKEN]]
+    assert passes == [[0, 1], [1]]
