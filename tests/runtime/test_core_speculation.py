@@ -1,5 +1,6 @@
 """Pure parts of speculation: what is looked up, what is believed of it, how much of it a step gets, and what it costs."""
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import product
@@ -220,3 +221,45 @@ def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
     deep = [sum(plan.depths) for plan in runner.plans]
     late = deep[len(deep) // 2 :]
     assert 0 < sum(late) <= len(late) / PROBE_EVERY + 1
+
+
+def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals() -> None:
+    """A step of 10 ms and 1 ms for each proposal: what pays is cut where the target is, and a pass of the draft counts."""
+    for limit_s, depths in ((math.inf, [8]), (0.0141, [4]), (0.0105, [0]), (0.005, [0])):
+        costs = StepCosts(0.010, lambda count: 0.001 * count, limit_s=limit_s)
+        assert choose_depths([Offer([0.95**at for at in range(1, 9)])], costs, 1, 100) == depths
+    costs = StepCosts(0.010, lambda count: 0.001 * count, 0.001, limit_s=0.0141)
+    assert choose_depths([Offer([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100) == [2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.builds(Offer, CHANCES, st.booleans()), min_size=1, max_size=3),
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+    st.floats(0.5, 3.0),
+)
+def test_however_likely_proposals_are_the_target_holds(
+    offers: list[Offer], token_s: float, pass_s: float, limit_s: float
+) -> None:
+    depths = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
+    passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
+    assert not any(depths) or 1 + token_s * sum(depths) + pass_s * passes <= limit_s
+
+
+@pytest.mark.parametrize("target_ms", [None, 15.5, 12.5, 11.0])
+def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: float | None) -> None:
+    """Steps of 10 ms and 1 ms for each token: once that is known, none is longer than the target, probes included."""
+    runner = FakeRunner(60, 4)
+    limits = Limits(200, 4, 64, itl_target_s=None if target_ms is None else target_ms / 1e3)
+    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
+    made.submit(1, make_request(5, 190))
+    times_ms = []
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        times_ms.append(10.0 + sum(plan.counts))
+        made.commit(runner.run(plan), times_ms[-1] / 1e3)
+    late = times_ms[len(times_ms) // 2 :]
+    assert target_ms is None or max(late) <= target_ms
+    assert max(late) >= (15.0 if target_ms is None else min(target_ms, 15.5) - 1), "what it allows is used"

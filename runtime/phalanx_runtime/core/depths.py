@@ -5,8 +5,10 @@
 A proposal's chance is that it is accepted with all before it, so in a path chances only fall. Proposals are taken in the order of
 their chances while each makes the step faster; the time is convex in their number, so the best set is found. A draft costs a pass
 for each position, whoever takes part: every greatest depth is tried. What gains less than `MARGIN` is left: times are estimates.
+Where a target bounds the time between tokens, no step passes it for its proposals.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +28,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds: of the step without proposals, with so many of them beside it, and of a pass of the draft."""
+    """Seconds: of the step without proposals, with so many of them beside it, of a pass of the draft, and those it may take."""
 
     plain_s: float
     extra_s: Callable[[int], float]
     pass_s: float = 0.0
+    limit_s: float = math.inf
 
 
 def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> list[int]:
@@ -52,8 +55,9 @@ def _within(offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, 
     depths, tokens, count = [0] * len(offers), float(decodes), 0
     speed = tokens / fixed_s
     for chance, _, at in _in_order(offers, longest):
-        more = (tokens + chance) / (fixed_s + costs.extra_s(count + 1))
-        if count >= room or more <= speed:
+        seconds = fixed_s + costs.extra_s(count + 1)
+        more = (tokens + chance) / seconds
+        if count >= room or more <= speed or seconds > costs.limit_s:
             break
         depths[at] += 1
         tokens, speed, count = tokens + chance, more, count + 1

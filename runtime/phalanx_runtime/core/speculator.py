@@ -9,7 +9,7 @@ Where nothing pays nothing is proposed, but for a probe now and then. A request'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
@@ -23,7 +23,7 @@ from phalanx_runtime.core.acceptance import (
     lookup_grades,
 )
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.depths import Offer, choose_depths
+from phalanx_runtime.core.depths import Offer, StepCosts, choose_depths
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.proposing import Proposing
@@ -33,7 +33,7 @@ from phalanx_runtime.core.verify_cost import VerifyCost
 PROBE_EVERY = 16
 """Steps without a proposal, though some were offered, after which one request gets one: shares and costs change."""
 PROMPT_PART = 4
-"""While prompts wait, proposals take at most this part of the tokens that decodes leave."""
+"""While prompts wait, proposals take at most this part of what decodes leave: of the tokens, and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
 """How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
 
@@ -100,12 +100,13 @@ class Speculator:
         offered = [one for one in map(self._offer, making.chunks) if one is not None]
         if not offered:
             return
-        room = self._room(making, has_prompts)
-        depths = self._depths(making, [one.offer for one in offered], model, room)
+        room, costs = self._room(making, has_prompts), self._costs(making, model, has_prompts)
+        offers = [one.offer for one in offered]
+        depths = self._depths(offers, costs, len(making.chunks), room)
         if not any(depths) and room > 0:
             self._barren += 1
-            if self._barren > PROBE_EVERY:
-                oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
+            oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
+            if self._barren > PROBE_EVERY and _may_take(costs, offers[oldest]):
                 depths[oldest] = 1
         for one, depth in zip(offered, depths, strict=True):
             if depth:
@@ -206,11 +207,19 @@ class Speculator:
         rows = self._limits.max_draws - (self._limits.max_num_seqs if has_prompts else len(making.chunks))
         return min(rows, left // PROMPT_PART if has_prompts else left)
 
-    def _depths(self, making: Making, offers: list[Offer], model: StepModel | None, room: int) -> list[int]:
-        if not self.setting.is_adaptive:
-            return _all(offers, room)
-        costs = None if model is None else self._cost.costs(model, making.describe(with_proposals=False))
-        return choose_depths(offers, costs, len(making.chunks), room)
+    def _costs(self, making: Making, model: StepModel | None, has_prompts: bool) -> StepCosts | None:
+        """What the step costs, and how long it may take; None while nothing was measured."""
+        if model is None:
+            return None
+        costs, limits = self._cost.costs(model, making.describe(with_proposals=False)), self._limits
+        if limits.itl_target_s is None:
+            return costs
+        left_s = limits.itl_target_s / limits.plans_in_flight - costs.plain_s
+        return replace(costs, limit_s=costs.plain_s + (left_s / PROMPT_PART if has_prompts else left_s))
+
+    def _depths(self, offers: list[Offer], costs: StepCosts | None, decodes: int, room: int) -> list[int]:
+        return choose_depths(offers, costs, decodes, room) if self.setting.is_adaptive else _all(offers, room)
+
 
     def _take(self, making: Making, one: _Offered, depth: int, running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""
@@ -240,6 +249,11 @@ def _all(offers: list[Offer], room: int) -> list[int]:
                 depths[at] += 1
                 room -= 1
     return depths
+
+
+def _may_take(costs: StepCosts | None, offer: Offer) -> bool:
+    """Whether a step with one proposal takes no longer than it may."""
+    return costs is None or costs.plain_s + costs.extra_s(1) + offer.is_drafted * costs.pass_s <= costs.limit_s
 
 
 def _last_step(chunk: Chunk) -> int:
