@@ -114,7 +114,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
         waiting=view.waiting,
         pressure=view.pressure,
         backlog_s=view.backlog_s,
-        itl_s=view.itl_s if view.running else 0.0,
+        itl_s=view.step_s if view.running else 0.0,
         speed=view.speed,
         live_tokens=view.context_tokens,
         total_pages=view.total_pages,

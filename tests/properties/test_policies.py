@@ -150,8 +150,8 @@ def test_the_queue_is_sorted_again_when_the_deadline_policy_learns_that_keys_hav
         queue.push(make_request(order, order, wanted, 4096), 0.0)
     first = queue.first(0.0)
     assert first is not None and first.order == 1
-    assert policy.learn(StepModel(0.0, 0.01, 0, 0.0, 0.0))
-    assert not policy.learn(StepModel(0.0, 0.0105, 0, 0.0, 0.0)), "too small a change to sort a queue for"
+    assert policy.learn(StepModel(0.0, 0.01, 0, 0.0, 0.0), 1.0)
+    assert not policy.learn(StepModel(0.0, 0.0105, 0, 0.0, 0.0), 1.0), "too small a change to sort a queue for"
     queue.sort(0.0)
     served = []
     while (request := queue.first(0.0)) is not None:

@@ -168,3 +168,9 @@ def test_memory_of_the_index_is_bounded_and_small() -> None:
     tracemalloc.stop()
     assert (index.num_keys, index.dropped) == (20_000, 10_000)
     assert per_key < 200
+
+
+@pytest.mark.parametrize(("told_speedup", "seen"), [(1.0, 1.0), (2.5, 2.5), (0.0, 0.5), (1e9, 17.0)])
+def test_how_much_faster_tokens_come_is_believed_within_bounds(told_speedup: float, seen: float) -> None:
+    [view] = Lookout().look([told(load=msgspec.structs.replace(LOAD, speedup=told_speedup))], 0.1)
+    assert view.speedup == seen

@@ -23,3 +23,10 @@ def test_a_slow_group_costs_more_in_everything() -> None:
 
 def test_pressure_counts_what_is_used_promised_and_wanted() -> None:
     assert GroupView("g", total_pages=100, used_pages=50, reserved_pages=10, demand_pages=60).pressure == pytest.approx(1.2)
+
+
+def test_tokens_that_come_several_a_step_are_nearer_to_one_another() -> None:
+    usual, fast = (GroupView("g", model=MODEL, running=4, context_tokens=400, speedup=s) for s in (1.0, 2.0))
+    assert fast.step_s == usual.step_s == usual.itl_s
+    assert fast.itl_s == usual.itl_s / 2
+    assert fast.grown_itl_s(100) == pytest.approx(usual.grown_itl_s(100) / 2)

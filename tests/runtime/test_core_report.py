@@ -2,13 +2,18 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.heavy import HeavyPrefixes, depths
+from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
-from tests.runtime.fake_runner import FakeRunner, make_request
+from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.rank.paths import filled
+from tests.runtime.fake_runner import FakeRunner, make_request, next_token
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=32, max_waiting=4)
 PROMPT = [(7 * i * i) % 50 for i in range(40)]
@@ -236,3 +241,53 @@ def test_prefixes_are_told_by_the_keys_of_the_cache() -> None:
     found = engine.scheduler.pool.match([*engine.scheduler.pool.keys()])
     assert first.pages == 4 and first.key in engine.scheduler.pool.keys() and found is not None
     assert first.token_share > 0.6
+
+
+class Right(FakeRunner):
+    """Drafts that are never wrong."""
+
+    def _drafted(self, plan: StepPlan) -> StepPlan:
+        drafted: list[int] = []
+        for path in plan.paths:
+            row, start = plan.rows[path.request], plan.starts[path.request]
+            context = [self._slots[self._slot(row, at)] for at in range(start)] + [plan.tokens[sum(plan.counts[: path.request])]]
+            known = [token for token in context if token is not None]
+            for _ in range(path.depth):
+                known.append(next_token(known, self._seeds[row]))
+            drafted += known[start + 1 :]
+        return filled(plan, drafted)
+
+
+def test_where_steps_give_several_tokens_pages_run_out_so_much_sooner() -> None:
+    """Every step gives four tokens and takes a second and a half: what is told as time until the pages are full comes true."""
+    engine = Engine(num_pages=150)
+    engine.runner = Right(150, 4)
+    speculating = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, Rules(eviction_policy="lru", speculating=speculating))
+    for handle in range(3):
+        engine.submit(handle, make_request(8, 240, seed=handle))
+    for _ in range(35):
+        late, pressure = engine.step(1.5), engine.scheduler.pressure(100.0)
+    assert pressure is not None and late.steps_to_full is not None
+    assert pressure.step_s == pytest.approx(1.5 / 4), "the time between tokens"
+    told_s, began = pressure.steps_to_full * pressure.step_s, engine.now
+    while engine.scheduler.pool.free_pages:
+        engine.step(1.5)
+    assert engine.now - began == pytest.approx(told_s, abs=4 * 1.5)
+    assert engine.now - began < 0.5 * late.steps_to_full * 1.5, "not a step for each token"
+
+
+def test_by_how_much_tokens_come_faster_is_told() -> None:
+    engine = Engine(num_pages=100)
+    engine.runner = Right(100, 4)
+    speculating = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, Rules(speculating=speculating))
+    for handle in range(6):
+        engine.submit(handle, msgspec.structs.replace(make_request(8, 60, seed=handle), speculation=Speculation("none")))
+    while engine.scheduler.load(0).running or engine.scheduler.load(0).waiting:
+        load = engine.step(1.0)
+    assert load.speedup == 1.0, "without proposals a token is a step"
+    engine.submit(9, make_request(8, 200, seed=9))
+    for _ in range(30):
+        load = engine.step(2.0)
+    assert 1.5 < load.speedup < 2.5, "four tokens in steps of about twice the time"

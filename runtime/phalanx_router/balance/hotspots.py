@@ -173,7 +173,7 @@ def _see(view: GroupView, cause: Cause, watch: _Watch, signal: float, spread: _F
         watch.see(is_over, is_calm, now)
         return
     began = watch.over_since if watch.over_since is not None else now
-    lasts = now - began >= max(SLOW_S, SLOW_STEPS * view.itl_s)
+    lasts = now - began >= max(SLOW_S, SLOW_STEPS * view.step_s)
     watch.see(is_over and lasts, is_calm, now)
     watch.over_since = began if is_over else None
     watch.first = view.speed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.speculation import MAX_DEPTH
 from phalanx_api.summary import Freshness
 from phalanx_router.route.freshness import freshness, is_stale
 from phalanx_router.route.ledger import Ledger
@@ -24,6 +25,8 @@ FORGET_S = 10.0
 LATELY_S = 1.0
 """How long a preemption is news."""
 NOTHING = wire.Load(0, 0, 0, 0, 0)
+LEAST_SPEEDUP, MOST_SPEEDUP = 0.5, MAX_DEPTH + 1.0
+"""A group that tells less or more is not believed: it would propose no more, or gains more than it may propose."""
 _MODEL_FIELDS = 6
 
 
@@ -198,4 +201,5 @@ def make_view(
         unseen=unseen.requests,
         max_num_seqs=load.max_num_seqs,
         is_known=told.load is not None,
+        speedup=min(max(seen.speedup, LEAST_SPEEDUP), MOST_SPEEDUP),
     )

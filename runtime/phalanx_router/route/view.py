@@ -3,7 +3,8 @@
     token_s    = speed * t(room, B, C) / room        what one prompt token costs there, t of `phalanx_api.cost`
     backlog_s  = queued_prompt_tokens * token_s      what is to be computed before a newcomer
     ttft_s(m)  = backlog_s + m * token_s             predicted time to first token when m tokens are in no page there
-    itl_s      = speed * t(p, B, C)                  time of a step
+    step_s     = speed * t(p, B, C)                  time of a step without proposals
+    itl_s      = step_s / speedup                    time between tokens, which come faster where some are proposed
     pressure   = (used + reserved + waiting demand) / all pages
 
 Every number contains what this router sent there since the group last reported (`route.ledger`). A group that has not measured
@@ -27,7 +28,8 @@ class GroupView:
     key: leader pod, connection and incarnation; a group that came back is another key, so that its past failure no longer counts.
     room: tokens that a step may hold. used_pages: held by running requests. demand_pages: what waiting ones will need.
     queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
-    speed: measured time of a step over what groups of the same shape take; 1 is usual. steps_to_full: None when nothing runs.
+    speed: measured time of a step over what groups of the same shape take; 1 is usual. speedup: by how much tokens come faster than
+    one a step. steps_to_full: of a token for each request; None when nothing runs.
     page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
     prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix. unseen: of the requests that run, those
     that no report has told of yet. max_num_seqs: how many may run, 0 when not told. is_known: whether it has reported at all.
@@ -63,6 +65,7 @@ class GroupView:
     unseen: int = 0
     max_num_seqs: int = 0
     is_known: bool = True
+    speedup: float = 1.0
 
     @cached_property
     def token_s(self) -> float:
@@ -76,16 +79,21 @@ class GroupView:
         return self.queued_prompt_tokens * self.token_s
 
     @cached_property
-    def itl_s(self) -> float:
-        """Seconds between two tokens of a running request."""
+    def step_s(self) -> float:
+        """Seconds of a step without proposals."""
         work = StepWork(int(self.prompt_tokens_per_step), self.running, self.context_tokens)
         return self.speed * self.model.predict(work)
+
+    @cached_property
+    def itl_s(self) -> float:
+        """Seconds between two tokens of a running request."""
+        return self.step_s / self.speedup
 
     def grown_itl_s(self, context_tokens: int) -> float:
         """The same with one more request, of so many tokens."""
         model, tokens = self.model, int(self.prompt_tokens_per_step) + self.running
         more_s = model.context_s * context_tokens + (model.token_s if tokens >= model.knee_tokens else 0.0)
-        return self.itl_s + self.speed * more_s
+        return self.itl_s + self.speed * more_s / self.speedup
 
     @cached_property
     def pressure(self) -> float:

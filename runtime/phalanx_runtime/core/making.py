@@ -12,7 +12,7 @@ class Chunk:
     """The next `count` tokens of a request from `start`, and behind them `depth` proposals.
 
     `proposed` is empty where the ranks draft them. `grades` say how likely each is. `behind`: see `plan.Path`. `num_pages`: pages
-    that the request had before it got some for proposals.
+    that the request had before it got some for proposals. `gained`: tokens that it was given, once the plan is finished.
     """
 
     request: Request
@@ -24,6 +24,7 @@ class Chunk:
     is_drafted: bool = False
     behind: list[int] = field(default_factory=list)
     num_pages: int = 0
+    gained: int = 0
 
     @property
     def end(self) -> int:

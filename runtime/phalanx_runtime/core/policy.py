@@ -55,8 +55,10 @@ class Policy(Protocol):
         """The request starts to compute so many prompt tokens, or was spared them (negative), or drew so many output tokens."""
         ...
 
-    def learn(self, model: StepModel) -> bool:
-        """Takes how long steps take now. Whether keys of waiting requests may have shrunk, so that all are to be sorted."""
+    def learn(self, model: StepModel, speedup: float) -> bool:
+        """Takes how long steps take now, and by how much tokens come faster than one a step. Whether keys of waiting requests may
+        have shrunk, so that all are to be sorted."""
+        have shrunk, so that all are to be sorted."""
         ...
 
 
@@ -75,7 +77,7 @@ class _OneLane:
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         return
 
-    def learn(self, model: StepModel) -> bool:
+    def learn(self, model: StepModel, speedup: float) -> bool:
         return False
 
 
@@ -99,7 +101,7 @@ class Priority(_OneLane):
 class Deadline(_OneLane):
     """Least slack first. A request whose first token is too late already gives way, once, for GRACE_S: others can be helped.
 
-    `token_s` and `step_s`: how long a prompt token and a step of decodes take, as far as measured.
+    `token_s` and `step_s`: how long a prompt token takes, and each token of a decode, as far as measured.
     """
 
     token_s: float = 0.0
@@ -112,9 +114,9 @@ class Deadline(_OneLane):
             request.lapsed_s = now
         return latest if request.lapsed_s is None else max(latest, request.lapsed_s + GRACE_S)
 
-    def learn(self, model: StepModel) -> bool:
-        """Takes the marginal time of a token and the time of a small step, if one of them changed by more than LEARN_SHARE."""
-        token_s, step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256))
+    def learn(self, model: StepModel, speedup: float) -> bool:
+        """Takes the marginal time of a token and that of one in a small step, if one of them changed by more than LEARN_SHARE."""
+        token_s, step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256)) / speedup
         if _is_near(token_s, self.token_s) and _is_near(step_s, self.step_s):
             return False
         self.token_s, self.step_s = token_s, step_s

@@ -56,7 +56,7 @@ class Fair:
             self._last = tenant
         self._counters[tenant] = self.rank(tenant) + PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
-    def learn(self, model: StepModel) -> bool:
+    def learn(self, model: StepModel, speedup: float) -> bool:
         """Never: tokens are what is shared, not time."""
         return False
 

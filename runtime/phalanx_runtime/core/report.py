@@ -1,7 +1,8 @@
 """What an engine tells routers of itself: from its queue, its running requests, its pages and its steps to a `wire.Load`.
 
     followed += (measured - followed) / 20             the last twenty steps or so; the plain mean of the first ones
-    steps_to_full = see `outlive`, of free slots and unused ones of held pages, with the slots that newcomers took, followed
+    steps_to_full = see `outlive`, of free slots and unused ones of held pages, with the slots that newcomers took, followed;
+                    in steps of a token for each request, which go by faster where tokens are proposed (`pace`)
     imminent      = fewer free pages than running requests: one may be preempted before each has filled another page
 
 A report costs O(running), and a look into the cache for as many waiting prompts as `LOOK_PAGES` allows; prompt tokens that the
@@ -16,32 +17,16 @@ from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.making import Making
 from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
+from phalanx_runtime.core.pace import Followed, Pace
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.rescue import Pressure, Victim
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 
-FOLLOWED = 20
-"""How many of the latest values count."""
 LOOK_PAGES = 2048
 """Pages of waiting prompts that one report looks for in the cache: about a tenth of a millisecond."""
 NOTHING_PROPOSED = SpeculationCounts()
-
-
-class Followed:
-    """A mean over about the last `FOLLOWED` values; over all of them while they are fewer."""
-
-    __slots__ = ("_count", "mean")
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self._count = 0
-
-    def add(self, value: float) -> None:
-        """Follows one value."""
-        self._count = min(self._count + 1, FOLLOWED)
-        self.mean += (value - self.mean) / self._count
 
 
 class Reporter:
@@ -59,12 +44,19 @@ class Reporter:
         self._sharing = sharing
         self._sequence = 0
         self._step_s, self._prompt_tokens, self._newcomer_pages = Followed(), Followed(), Followed()
+        self._pace = Pace()
         self._longest_step_s = 0.0
         self._pages_taken = 0
 
-    def stepped(self, making: Making, wall_s: float) -> None:
+    @property
+    def speedup(self) -> float:
+        """By how much tokens come faster than one in each step without proposals."""
+        return self._pace.speedup
+
+    def stepped(self, making: Making, model: StepModel | None, wall_s: float) -> None:
         """A step was computed in this time."""
         self._step_s.add(wall_s)
+        self._pace.stepped(making, model, wall_s)
         self._longest_step_s = max(self._longest_step_s, wall_s)
         self._prompt_tokens.add(making.work.prefill_tokens)
         taken, self._pages_taken = self._pages_taken, self._sharing.taken_pages
@@ -91,7 +83,7 @@ class Reporter:
             for one in reversed(running)
             if one.num_output and not one.is_frozen
         ]
-        return Pressure(steps, self._step_s.mean, pool.free_pages, victims, pages_per_s)
+        return Pressure(steps, self._step_s.mean / self._pace.tokens_per_step, pool.free_pages, victims, pages_per_s)
 
     def make(
         self,
@@ -140,10 +132,11 @@ class Reporter:
             cached_pages=pool.cached_pages,
             max_num_seqs=self._limits.max_num_seqs,
             speculation=speculation,
+            speedup=self.speedup,
         )
 
     def _rest(self, request: Request) -> float:
-        """Steps that a running request is expected to go on."""
+        """Tokens that a running request is expected to go on for."""
         return expected_rest(request.num_output, request.max_len - len(request.tokens), self.output.mean)
 
     def _steps_to_full(self, running: list[Request]) -> float | None:
@@ -152,7 +145,8 @@ class Reporter:
         moving = [request for request in running if not request.is_frozen]
         unused = sum(len(request.pages) * size - len(request.tokens) for request in moving)
         going = [Going(self._rest(request), max(0, len(request.tokens) - request.found)) for request in moving]
-        return steps_to_full(max(0, pool.free_pages * size + unused), going, self._newcomer_pages.mean * size)
+        newcomer_slots = self._newcomer_pages.mean * size / self._pace.tokens_per_step
+        return steps_to_full(max(0, pool.free_pages * size + unused), going, newcomer_slots)
 
     def _look(self) -> None:
         """Counts requests that wait by what the cache holds of them now, those not looked at for the longest time first."""

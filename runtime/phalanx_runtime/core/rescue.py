@@ -18,7 +18,7 @@ MAX_ASKED = 8
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running request that has drawn a token, its pages, and the steps that it is expected to go on."""
+    """A running request that has drawn a token, its pages, and the tokens that it is expected to go on for."""
 
     handle: int
     pages: int
@@ -27,7 +27,8 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How near the pool is to its end. `victims` are in the order of preemption."""
+    """How near the pool is to its end. `victims` are in the order of preemption. Steps are those of a token for each request, and
+    `step_s` is how long one takes: where tokens are proposed a real one counts as several."""
 
     steps_to_full: float
     step_s: float

@@ -212,7 +212,7 @@ class Scheduler:
         self._seats.drop_gone()
         self.speculator.learn(making, self.fit.model(), wall_s, result.draft_s, result.lost)
         if wall_s is not None:
-            self._learn(making, wall_s)
+            self._learn(making, wall_s, result.draft_s)
         return frame
 
     def admitted(self) -> list[int]:
@@ -302,6 +302,7 @@ class Scheduler:
         if len(at) > 1:
             request.computed += min(len(at) - 1, kept)
             self.sharing.note_accepted(chunk)
+        chunk.gained = kept
         self.speculator.heard(chunk, len(at), kept)
 
     def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
@@ -316,10 +317,10 @@ class Scheduler:
         del self._requests[request.handle]
         request.gone = True
 
-    def _learn(self, making: Making, wall_s: float) -> None:
-        """Fits the step-time function and tells the policy."""
-        self.fit.add(making.work, wall_s)
-        self._reporter.stepped(making, wall_s)
+    def _learn(self, making: Making, wall_s: float, draft_s: float) -> None:
+        """Fits the step-time function and tells the policy. Passes behind decodes are no part of it; prompts are drafted for always."""
+        self.fit.add(making.work, wall_s - min(draft_s, self.speculator.draft_s(making)))
+        self._reporter.stepped(making, self.fit.model(), wall_s)
         model = self.fit.model()
         if model is not None:
-            self._is_unsorted |= self._policy.learn(model)
+            self._is_unsorted |= self._policy.learn(model, self._reporter.speedup)

@@ -112,6 +112,10 @@ class Speculator:
             if depth:
                 self._take(making, one, depth, running)
 
+    def draft_s(self, making: Making) -> float:
+        """How long the drafts of a step take."""
+        return self._cost.pass_s * max((chunk.depth for chunk in making.chunks if chunk.is_drafted), default=0)
+
     def heard(self, chunk: Chunk, run: int, kept: int) -> None:
         """A request of a finished plan was given a run of so many tokens, of which it kept some: others came after its end."""
         proposing, accepted = chunk.request.proposing, max(0, run - 1)

@@ -34,15 +34,16 @@ class VerifyCost:
         self._off: dict[int, float] = {}
         self._over: dict[int, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
-        self._pass_s = 0.0
+        self.pass_s = 0.0
+        """Of a draft."""
 
     def costs(self, model: StepModel, plain: StepWork) -> StepCosts:
         """What a step of this work costs with proposals."""
         plain_s = self._plain_s(model, plain)
         if plain.decodes.bit_length() not in self._over:
-            return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self._pass_s)
+            return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self.pass_s)
         token_s = self._token_s(model, plain, plain_s)
-        return StepCosts(plain_s, lambda count: count * token_s, self._pass_s)
+        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s)
 
     def learn(self, model: StepModel, plain: StepWork, proposals: int, depth: int, wall_s: float, draft_s: float) -> None:
         """A step that was measured: its work without proposals, how many it had, and the deepest of those that were drafted."""
@@ -57,7 +58,7 @@ class VerifyCost:
             return
         if depth:
             pass_s = draft_s / depth
-            self._pass_s = pass_s if not self._pass_s else self._pass_s + FOLLOW * (pass_s - self._pass_s)
+            self.pass_s = pass_s if not self.pass_s else self.pass_s + FOLLOW * (pass_s - self.pass_s)
         plain_s = self._plain_s(model, plain)
         expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
         over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -329,6 +329,7 @@ class EngineClient:
         """Splits the tokens of one step by sink; those of aborted requests go nowhere."""
         now = self._clock()
         parts: dict[int, tuple[Sink, wire.Tokens]] = {}
+        runs, gaps_s = Counter(frame.handles), dict[int, float]()  # tokens that came together share the time since those before
         for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
             request = self._open.get(handle)
             if request is None:
@@ -342,7 +343,7 @@ class EngineClient:
                 request.first = now
                 self._meter.first_token(request.prompt_tokens, now - request.submitted)
             else:
-                self._meter.next_token(now - request.last)
+                self._meter.next_token(gaps_s.setdefault(handle, (now - request.last) / runs[handle]))
             request.last = now
             request.tokens += 1
         self._route_details(frame, parts)
