@@ -1,21 +1,25 @@
 """Speculation against plain decoding with one model in one process: what is accepted, and what it is worth.
 
     python -m bench.speculation MODEL [--method ngram] [--kinds editing chat] [--batches 1 8 64] [--control adaptive] [--rounds 3]
+                                [--sampling '{"repetition_penalty": 1.2}']
 
-Each row: prompts of one kind, so many at once, greedy, a prompt again and again with another first line where there are more
-requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and the row tells the
-median of the rounds' ratios. Times are those of the decoding steps, of an engine without HTTP. In bf16 a step with proposals
-may round otherwise, so texts may part; --dtype float32 counts texts that differ. One thread is measured by its own time on the
-processor, so that neighbours hardly count.
+Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
+where there are more requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and
+the row tells the median of the rounds' ratios. Times are those of the decoding steps, of an engine without HTTP. In bf16 a step
+with proposals may round otherwise, so texts may part; --dtype float32 counts texts that differ. One thread is measured by its
+own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from bench.one_rank import load_alone
@@ -48,9 +52,17 @@ class Outcome:
 class Engine:
     """A scheduler that is kept between rounds, as a server's is: what it learns of times and acceptance stays."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, speculating: Speculating, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: Limits,
+        speculating: Speculating,
+        clock: Callable[[], float],
+        sampling: wire.Sampling,
+    ) -> None:
         self._runner = runner
         self._clock = clock
+        self._sampling = sampling
         rules = Rules(prefix_caching=False, speculating=speculating)
         self.scheduler: Scheduler = make_scheduler(limits, runner.pool, rules, runner.fitting)
         self._handle = 0
@@ -62,7 +74,7 @@ class Engine:
         before = self.scheduler.speculator.counts()
         for prompt in prompts:
             self._handle += 1
-            sampling = wire.Sampling(max_tokens, self._handle, temperature=0.0)
+            sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens, seed=self._handle)
             self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
         while not self.scheduler.is_idle():
             began = self._clock()
@@ -117,6 +129,12 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> s
     return f"| {kind} | {batch} | {proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {differ} |"
 
 
+def sampling_of(fields: dict[str, Any]) -> wire.Sampling:
+    """Greedy, but for these fields. A grammar has its kind and its text."""
+    grammar = wire.Grammar(**fields["grammar"]) if "grammar" in fields else None
+    return wire.Sampling(**{"max_tokens": 1, "seed": 0, "temperature": 0.0, **fields, "grammar": grammar})
+
+
 def load(args: argparse.Namespace, method: Method) -> ModelRunner:
     """The model on one rank of this process, with what drafts for it by this method."""
     return load_alone(
@@ -144,6 +162,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--sampling", default="{}", help="fields of a request's sampling beside greedy, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
@@ -154,9 +173,11 @@ def main() -> None:
     plain = load(args, "none")
     drafting = load(args, method) if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
     clock = time.thread_time if args.threads == 1 else time.perf_counter
+    speculating = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}))
+    sampling = sampling_of(json.loads(args.sampling))
     engines = [
-        Engine(plain, limits, Speculating(), clock),
-        Engine(drafting, limits, Speculating(method, args.tokens, args.control == "adaptive", frozenset({method})), clock),
+        Engine(plain, limits, Speculating(), clock, sampling),
+        Engine(drafting, limits, speculating, clock, sampling),
     ]
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(

@@ -3,6 +3,7 @@
 import tracemalloc
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -207,3 +207,13 @@ async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_po
     with pytest.raises(BackendError, match="the pod is stopping: rank 0 was killed") as caught:
         await running
     assert caught.value.code == "shutting_down"
+
+
+async def test_tokens_of_one_step_share_the_time_since_those_before(rig: Rig) -> None:
+    sink = ListSink()
+    one, other = (rig.client.submit(make_request(5), sink) for _ in range(2))
+    await rig.engine.say(wire.Tokens([one, other], [0, 0], [0, 0], [7, 7], []))
+    await rig.engine.say(wire.Tokens([one, one, one, one, other], [0] * 5, [1, 2, 3, 4, 1], [7] * 5, []))
+    await sink.next()
+    await sink.next()
+    assert rig.meter.gaps == [0.25] * 4 + [1.0]
