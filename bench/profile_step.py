@@ -9,9 +9,9 @@ thread is measured by its own time on the processor, so that neighbours hardly c
 
 import argparse
 import cProfile
+import pathlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from pstats import Stats
 from typing import Any
 
@@ -99,7 +99,7 @@ def _within(calls: dict[Any, Any], caller: str, callee: str, file: str = "") -> 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.profile_step", description="Where the time of a step goes.")
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int)

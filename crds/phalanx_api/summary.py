@@ -67,9 +67,9 @@ class Hotspot(msgspec.Struct, frozen=True):
 class GroupSummary(msgspec.Struct, frozen=True):
     """One group as a router sees it. `streams` are this router's own; all else is of the whole group.
 
-    `pressure`, `backlog_s`, `speed` are those of `phalanx_router.route.view`, `itl_s` its `step_s`; `step_model` is `cost.StepModel` in
-    order.
-    `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`. `draft_lost`: why its ranks draft no more.
+    `pressure`, `backlog_s`, `speed` are those of `phalanx_router.route.view`, `itl_s` its `step_s`; `step_model` is
+    `cost.StepModel` in order. `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
+    `draft_lost`: why its ranks draft no more.
     """
 
     group: str

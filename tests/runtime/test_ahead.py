@@ -1,4 +1,4 @@
-"""What drafts and lookups know of a request beside its scores: penalties, bias, bans, allowed tokens and grammar, along the path."""
+"""What drafts and lookups know of a request beside its scores: penalties, bias, bans, allowed tokens, grammar, along the path."""
 
 from functools import partial
 from pathlib import Path
@@ -78,10 +78,8 @@ def test_a_draft_that_is_the_target_is_never_wrong(
 def test_self_drafts_know_it_too(folder: Path) -> None:
     """An exit that is wrong about scores is right where little may be drawn."""
     exit = save_exit(folder, folder.parent / "exit.safetensors")
-    made = Build(
-        torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "speculative_exit": str(exit)}
-    )
-    ways = {"one": {"allowed_token_ids": [5]}, "words": {"grammar": wire.Grammar("regex", "(ab){99}")}}
+    made = Build(torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "speculative_exit": str(exit)})
+    ways: dict[str, dict[str, Any]] = {"one": {"allowed_token_ids": [5]}, "words": {"grammar": wire.Grammar("regex", "(ab){99}")}}
     served, watched = run(folder, requests(ways), made, rules("self_draft"))
     assert [len(one.tokens) for one in served] == [TOKENS, TOKENS]
     assert watched.num_accepted == watched.num_proposed > 30
@@ -135,7 +133,9 @@ def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
     ],
     ids=["plain", "allowed", "word", "word begun before", "no word", "too early an end", "an end", "grammar", "both", "wrong"],
 )
-def test_how_many_tokens_of_a_lookup_may_be_drawn(tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int) -> None:
+def test_how_many_tokens_of_a_lookup_may_be_drawn(
+    tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int
+) -> None:
     drawn = sampler(tmp_path)
     drawn.admit(NewRow(0, wire.Sampling(9, 1, **sampling), 2, [1, 2]))
     assert drawn.num_fitting(0, tokens, 1) == count

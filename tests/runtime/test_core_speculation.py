@@ -247,9 +247,9 @@ def test_however_likely_proposals_are_the_target_holds(
     assert not any(depths) or 1 + token_s * sum(depths) + pass_s * passes <= limit_s
 
 
-@pytest.mark.parametrize("target_ms", [None, 15.5, 12.5, 11.0])
-def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: float | None) -> None:
-    """Steps of 10 ms and 1 ms for each token: once that is known, none is longer than the target, probes included."""
+@pytest.mark.parametrize(("target_ms", "longest_ms"), [(None, 13.0), (20.0, 13.0), (12.5, 12.0), (11.0, 11.0)])
+def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: float | None, longest_ms: float) -> None:
+    """Steps of 10 ms and 1 ms for each token, every third draft wrong: two proposals are best, if the target allows them."""
     runner = FakeRunner(60, 4)
     limits = Limits(200, 4, 64, itl_target_s=None if target_ms is None else target_ms / 1e3)
     made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
@@ -260,6 +260,4 @@ def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: floa
         assert plan is not None
         times_ms.append(10.0 + sum(plan.counts))
         made.commit(runner.run(plan), times_ms[-1] / 1e3)
-    late = times_ms[len(times_ms) // 2 :]
-    assert target_ms is None or max(late) <= target_ms
-    assert max(late) >= (15.0 if target_ms is None else min(target_ms, 15.5) - 1), "what it allows is used"
+    assert max(times_ms[len(times_ms) // 2 :]) == longest_ms

@@ -166,8 +166,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     recomputed_tokens: int = 0
     """Since the start: requests refused because the queue was full, and tokens computed again after preemptions."""
     steps_to_full: float | None = None
-    """After how many steps of a token for each request no page is free, as requests are expected to end; None: they end early enough,
-    or nothing runs."""
+    """After how many steps of a token for each request no page is free, as they are expected to end; None: they end early
+    enough, or nothing runs."""
     prefixes: list[HeavyPrefix] = []
     mean_output_tokens: float = 0.0
     """Output tokens that requests had lately."""

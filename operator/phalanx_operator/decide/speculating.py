@@ -12,7 +12,7 @@ from phalanx_operator.decide.snapshot import Snapshot
 
 
 def told(status: Status, engine: Engine, snapshot: Snapshot, revision: str, fleet: Fleet, now: str) -> Status:
-    """The status with what the ready groups of this revision say of their drafts. While no router is heard, what was last known."""
+    """The status with what ready groups of this revision say of their drafts. While no router is heard, it stays as it was."""
     conditions = status.conditions
     is_asked = engine.speculative is not None and engine.speculative.method != "None"
     if not is_asked:
@@ -22,9 +22,7 @@ def told(status: Status, engine: Engine, snapshot: Snapshot, revision: str, flee
     return status.model_copy(update={"conditions": conditions})
 
 
-def _set(
-    conditions: tuple[Condition, ...], snapshot: Snapshot, revision: str, fleet: Fleet, now: str
-) -> tuple[Condition, ...]:
+def _set(conditions: tuple[Condition, ...], snapshot: Snapshot, revision: str, fleet: Fleet, now: str) -> tuple[Condition, ...]:
     names = sorted(group.name for group in live(snapshot.groups) if group.ready and group.revision == revision)
     seen = [fleet.groups[name] for name in names if name in fleet.groups]
     lost = [f"{group.name}: {group.draft_lost}" for group in seen if group.draft_lost]

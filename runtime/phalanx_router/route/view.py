@@ -28,8 +28,8 @@ class GroupView:
     key: leader pod, connection and incarnation; a group that came back is another key, so that its past failure no longer counts.
     room: tokens that a step may hold. used_pages: held by running requests. demand_pages: what waiting ones will need.
     queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
-    speed: measured time of a step over what groups of the same shape take; 1 is usual. speedup: by how much tokens come faster than
-    one a step. steps_to_full: of a token for each request; None when nothing runs.
+    speed: measured time of a step over what groups of the same shape take; 1 is usual. speedup: by how much tokens come faster
+    than one a step. steps_to_full: of a token for each request; None when nothing runs.
     page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
     prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix. unseen: of the requests that run, those
     that no report has told of yet. max_num_seqs: how many may run, 0 when not told. is_known: whether it has reported at all.

@@ -58,7 +58,6 @@ class Policy(Protocol):
     def learn(self, model: StepModel, speedup: float) -> bool:
         """Takes how long steps take now, and by how much tokens come faster than one a step. Whether keys of waiting requests may
         have shrunk, so that all are to be sorted."""
-        have shrunk, so that all are to be sorted."""
         ...
 
 

@@ -318,7 +318,7 @@ class Scheduler:
         request.gone = True
 
     def _learn(self, making: Making, wall_s: float, draft_s: float) -> None:
-        """Fits the step-time function and tells the policy. Passes behind decodes are no part of it; prompts are drafted for always."""
+        """Fits the step-time function, of which passes that draft for decodes are no part, and tells the policy."""
         self.fit.add(making.work, wall_s - min(draft_s, self.speculator.draft_s(making)))
         self._reporter.stepped(making, self.fit.model(), wall_s)
         model = self.fit.model()

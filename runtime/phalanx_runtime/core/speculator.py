@@ -33,7 +33,7 @@ from phalanx_runtime.core.verify_cost import VerifyCost
 PROBE_EVERY = 16
 """Steps without a proposal, though some were offered, after which one request gets one: shares and costs change."""
 PROMPT_PART = 4
-"""While prompts wait, proposals take at most this part of what decodes leave: of the tokens, and of the time that a target allows."""
+"""While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
 """How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
 
@@ -223,7 +223,6 @@ class Speculator:
 
     def _depths(self, offers: list[Offer], costs: StepCosts | None, decodes: int, room: int) -> list[int]:
         return choose_depths(offers, costs, decodes, room) if self.setting.is_adaptive else _all(offers, room)
-
 
     def _take(self, making: Making, one: _Offered, depth: int, running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""

@@ -1,6 +1,6 @@
 """Draws of a draft, ahead of the request's own: from scores that are changed as the request's will be on this path.
 
-The rank that drafts in the first stage also draws where there is one stage, and has each row's state: what was drawn for it. Behind
+Where there is one stage, the rank that drafts is the one that draws, and has each row's state: what was drawn for it. Behind
 proposals a copy of the row goes on as if they were drawn, so penalties, bad words and grammar count them too. With several
 stages the rows are the last stage's; here is known what follows from parameters alone: bias, allowed tokens, `min_tokens` and
 bad words of one token. What a draft does not know costs acceptance, never a token.

@@ -66,7 +66,7 @@ class EngineMetrics:
         }
         self._steps_to_full = Gauge(
             "phalanx_steps_to_full",
-            "Steps of a token for each request until no page is free, as they are expected to end; infinite when one always will be.",
+            "Steps of a token for each request until no page is free, as they should end; infinite when one always will be.",
             ["model_name"],
             registry=registry,
         ).labels(model_name)
