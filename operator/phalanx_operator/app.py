@@ -17,7 +17,7 @@ from phalanx_operator.asking import Asking
 from phalanx_operator.counted_kube import CountedKube
 from phalanx_operator.events import Notes
 from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
-from phalanx_operator.informer import Informer
+from phalanx_operator.informer import Informer, silence_s
 from phalanx_operator.kube import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import Loop
@@ -45,13 +45,14 @@ async def run(settings: Settings) -> None:
     http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
+    asking: Asking | None = None
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_end_when(stop))
-            loop, informers = _assemble(settings, kube, http, identity, metrics)
+            loop, informers, asking = _assemble(settings, kube, http, identity, metrics)
             health.stalls = lambda: _stalls(informers)
             for informer in informers:
                 tasks.create_task(informer.run())
@@ -67,6 +68,8 @@ async def run(settings: Settings) -> None:
         log.info("stopped")
     finally:
         await lease.give_back()
+        if asking is not None:
+            await asking.close()
         await http.close()
         await endpoint.cleanup()
         await client.close()
@@ -79,7 +82,7 @@ async def _end_when(stop: asyncio.Event) -> None:
 
 def _assemble(
     settings: Settings, kube: KubeClient, http: aiohttp.ClientSession, identity: str, metrics: Metrics
-) -> tuple[Loop, list[Informer]]:
+) -> tuple[Loop, list[Informer], Asking]:
     """What looks at services, which only a leader sets to work, and what every replica watches."""
     children = Children()
     images = Images(settings.runtime_image, settings.router_image)
@@ -99,10 +102,10 @@ def _assemble(
     ]
     if not settings.namespaces:  # nodes lie in no namespace, and watching them is a right over the whole cluster
         informers.append(Informer(kube, NODES, None, children.nodes, loop.wake, selector=""))
-    for informer in informers:
-        age = metrics.watch_age.labels(informer.resource.plural)
-        age.set_function(lambda informer=informer: time.monotonic() - informer.heard_at)  # type: ignore[misc]
-    return loop, informers
+    for resource in {informer.resource for informer in informers}:
+        age = metrics.watch_age.labels(resource.plural)
+        age.set_function(lambda resource=resource: silence_s(informers, resource, time.monotonic()))  # type: ignore[misc]
+    return loop, informers, asking
 
 
 async def _watch_services(settings: Settings, loop: Loop, stop: asyncio.Event) -> None:

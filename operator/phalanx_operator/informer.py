@@ -7,7 +7,7 @@ too old begins again.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx_api import labels
@@ -44,24 +44,26 @@ class Informer:
         self._wake = wake
         self._pause = pause
         self._selector = selector
+        self._failures = 0
+        """How often it began again in a row. A list ends no row: a watch that fails each time must not list each time at once."""
 
     async def run(self) -> None:
         """Never ends by itself; an error of the API server only makes it wait and begin again."""
-        failures = 0
         while True:
             try:
                 version = await self._list()
-                failures = 0
                 while True:
                     version = await self._watch(version)
+                    self._failures = 0
                     await self._pause(BACKOFF_S[0])
             except Gone as error:
                 log.info("list again", extra={"kind": self.resource.plural, "why": str(error)})
             except KubeError as error:
                 level = logging.ERROR if isinstance(error, Denied) else logging.WARNING
-                log.log(level, "watch failed", extra={"kind": self.resource.plural, "why": str(error), "attempt": failures})
-            await self._pause(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
-            failures += 1
+                fields = {"kind": self.resource.plural, "why": str(error), "attempt": self._failures}
+                log.log(level, "watch failed", extra=fields)
+            await self._pause(BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)])
+            self._failures += 1
 
     async def _list(self) -> str:
         """Replaces the store by what is there now; the version from which to watch."""
@@ -74,7 +76,7 @@ class Informer:
             after = page.next_page
             if not after:
                 break
-        for key in self._store.replace(bodies):
+        for key in self._store.replace(bodies, self._namespace):
             self._wake(key)
         self.synced.set()
         return page.resource_version
@@ -82,7 +84,7 @@ class Informer:
     async def _watch(self, version: str) -> str:
         """Follows changes until the server ends the watch; the version from which to go on."""
         async for event in self._client.watch(self.resource, self._namespace, self._selector, version):
-            self.heard_at = time.monotonic()
+            self.heard_at, self._failures = time.monotonic(), 0
             body = event["object"]
             version = body["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK":
@@ -93,3 +95,8 @@ class Informer:
             if key:
                 self._wake(key)
         return version
+
+
+def silence_s(informers: Iterable[Informer], resource: Resource, now_s: float) -> float:
+    """How long ago the API server said anything of a kind: of several namespaces, in the one that is silent longest."""
+    return max(now_s - informer.heard_at for informer in informers if informer.resource == resource)

@@ -67,8 +67,8 @@ class Store(Generic[T]):
         self._unlink((namespace, name), former)
         return former.key
 
-    def replace(self, bodies: Iterable[Mapping[str, Any]]) -> set[Key]:
-        """The services to wake after a new list: what is not in it is gone."""
+    def replace(self, bodies: Iterable[Mapping[str, Any]], namespace: str | None = None) -> set[Key]:
+        """The services to wake after a new list of one namespace, or of all: what is there and not in the list is gone."""
         woken: set[Key] = set()
         seen: set[Key] = set()
         for body in bodies:
@@ -76,8 +76,8 @@ class Store(Generic[T]):
             seen.add((metadata.get("namespace", ""), metadata["name"]))
             if key := self.put(body):
                 woken.add(key)
-        for namespace, name in set(self._items) - seen:
-            if key := self.drop(namespace, name):
+        for where in {where for where in self._items if namespace in (None, where[0])} - seen:
+            if key := self.drop(*where):
                 woken.add(key)
         return woken
 

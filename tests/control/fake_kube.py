@@ -136,8 +136,8 @@ class FakeKube:
         self._record("list", resource, after, write=False)
         if resource.plural == "podgroups" and resource.api_version not in self.schedulers:
             raise Gone("404 page not found")
-        bodies = sorted(self.of(resource).items())
-        left = [body for name, body in bodies if name > after]
+        there = [(w[2], body) for w, body in self.objects.items() if w[0] == resource.plural and namespace in (None, w[1])]
+        left = [body for name, body in sorted(there, key=lambda one: one[0]) if name > after]
         return Page(left[:2], str(self._count), left[1]["metadata"]["name"] if len(left) > 2 else "")
 
     async def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from phalanx_operator.errors import Denied, Gone, KubeError, Retry
-from phalanx_operator.informer import Informer
-from phalanx_operator.kube import PODS
+from phalanx_operator.informer import Informer, silence_s
+from phalanx_operator.kube import PODS, SERVICES
 from phalanx_operator.observe import trim_name
 from phalanx_operator.store import Key, Store
 from tests.control.fake_kube import FakeKube
 
 
-def body(name: str, service: str = "chat", owner: str = "o", version: str = "1") -> dict[str, Any]:
+def body(name: str, service: str = "chat", owner: str = "o", version: str = "1", namespace: str = "team") -> dict[str, Any]:
     metadata = {
         "name": name,
-        "namespace": "team",
+        "namespace": namespace,
         "uid": f"uid-{name}",
         "resourceVersion": version,
         "labels": {"phalanx.dev/service": service},
@@ -50,15 +50,24 @@ def test_a_new_list_replaces_everything() -> None:
     assert sorted(record.name for record in store.of(KEY)) == ["b", "d"]
 
 
+def test_a_new_list_of_one_namespace_replaces_nothing_of_another() -> None:
+    store = Store(trim_name)
+    store.replace([body("a"), body("b")], "team")
+    store.replace([body("a", namespace="other")], "other")
+    assert store.replace([body("b")], "team") == {KEY}
+    assert [record.name for record in store.of(KEY)] == ["b"]
+    assert [record.name for record in store.of(("other", "chat"))] == ["a"]
+
+
 class Follower:
     """An informer over a fake API server, run as a task; each pause is noted and short."""
 
-    def __init__(self, kube: FakeKube) -> None:
+    def __init__(self, kube: FakeKube, namespace: str | None = None, store: Store[Any] | None = None) -> None:
         self.kube = kube
-        self.store = Store(trim_name)
+        self.store = Store(trim_name) if store is None else store
         self.woken: list[Key] = []
         self.pauses: list[float] = []
-        self.informer = Informer(kube, PODS, None, self.store, self.woken.append, self.pause)
+        self.informer = Informer(kube, PODS, namespace, self.store, self.woken.append, self.pause)
 
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -115,6 +124,45 @@ async def test_objects_that_vanished_while_nobody_watched_leave_the_store(follow
     await follower.until(lambda: follower.names() == ["a", "b", "d", "e"])
     assert follower.pauses
     assert KEY in follower.woken
+
+
+async def test_informers_of_several_namespaces_share_a_store_and_erase_nothing_of_one_another() -> None:
+    kube = FakeKube()
+    kube.put(PODS, body("a"))
+    kube.put(PODS, body("a", namespace="other"))
+    one = Follower(kube, "team")
+    other = Follower(kube, "other", one.store)
+    tasks = [asyncio.create_task(follower.informer.run()) for follower in (one, other)]
+    await one.informer.synced.wait()
+    await other.informer.synced.wait()
+    kube.events.put_nowait({"raise": Gone("list again")})
+    await one.until(lambda: bool(one.pauses or other.pauses))
+    assert len(one.store) == 2
+    assert not {KEY} & set(other.woken) and ("other", "chat") not in one.woken
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_the_age_of_a_watch_is_that_of_the_namespace_that_is_silent_longest() -> None:
+    informers = [Follower(FakeKube(), namespace).informer for namespace in ("team", "other")]
+    informers.append(Informer(FakeKube(), SERVICES, "team", Store(trim_name), lambda _: None))
+    for informer, heard_at in zip(informers, (70.0, 40.0, 0.0), strict=True):
+        informer.heard_at = heard_at
+    assert silence_s(informers, PODS, 100.0) == 60.0
+
+
+async def test_a_watch_that_fails_each_time_makes_no_storm_of_lists() -> None:
+    made = Follower(FakeKube())
+    for _ in range(3):
+        made.kube.events.put_nowait({"raise": Denied("no right to watch")})
+    made.kube.events.put_nowait({"type": "ADDED", "object": body("f")})
+    made.kube.events.put_nowait({"raise": Denied("no right to watch")})
+    task = asyncio.create_task(made.informer.run())
+    await made.until(lambda: len(made.pauses) > 3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert made.pauses[:4] == [0.2, 0.5, 1.0, 0.2], "what is heard ends the row"
 
 
 async def test_an_api_server_that_is_away_is_asked_again_more_and_more_slowly() -> None:
