@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from phalanx_api.inference_service import InferenceService
 from phalanx_operator.decide.snapshot import Snapshot
-from phalanx_operator.errors import Conflict, Denied, Gone, Rejected, Retry
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
 from phalanx_operator.kube import SECRETS, Json, KubeClient, resource_of
 from phalanx_operator.observe import Children, owner_uid
 from phalanx_operator.render import disruption, monitoring, network, router, services
@@ -19,6 +19,7 @@ from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
 APPLY_AGAIN_S = 600.0
+MONITOR_AGAIN_S = 60.0
 _ABSENT = "absent"
 
 
@@ -71,7 +72,8 @@ class Shared:
             self._remember(service, body, _digest(body))
 
     async def _keep_monitor(self, service: InferenceService, body: Json) -> None:
-        """Makes what Prometheus's operator reads, where the cluster knows it. Without it the service serves all the same."""
+        """Makes what Prometheus's operator reads, where the cluster knows it. Without it the service serves all the same, so
+        nothing that goes wrong here stops what comes after it."""
         if self._clock() < self._unknown_until.get(body["kind"], 0.0):
             return
         is_wanted = service.spec.monitoring.service_monitor == "Auto"
@@ -82,6 +84,9 @@ class Shared:
         except (Rejected, Denied) as error:
             log.warning("not monitored", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._remember(service, body, _digest(body) if is_wanted else _ABSENT)
+        except KubeError as error:  # mostly its webhook, which is as slow for the next service
+            log.warning("not monitored yet", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
+            self._unknown_until[body["kind"]] = self._clock() + MONITOR_AGAIN_S
 
     async def _drop(self, service: InferenceService, body: Json) -> None:
         """Deletes the object if it is there and ours."""

@@ -4,11 +4,11 @@ import re
 
 from prometheus_client import CollectorRegistry
 
-from phalanx_operator.errors import Denied
+from phalanx_operator.errors import Denied, Retry
 from phalanx_operator.kube import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS
 from phalanx_operator.render import monitoring, router, services
 from phalanx_operator.render.objects import Images
-from phalanx_operator.shared import APPLY_AGAIN_S
+from phalanx_operator.shared import APPLY_AGAIN_S, MONITOR_AGAIN_S
 from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
 from tests.control.builders import make_service
@@ -49,6 +49,17 @@ async def test_a_right_that_is_missing_stops_no_service() -> None:
     world.kube.failures["apply servicemonitors chat"] = Denied("servicemonitors is forbidden")
     await world.settle()
     assert world.ready[0] == "True" and len(world.kube.of(STATEFUL_SETS)) == 1 and made(world) == [0, 1]
+
+
+async def test_a_webhook_that_fails_stops_no_service_and_is_tried_again_after_a_while() -> None:
+    world = World()
+    world.kube.unknown = set()
+    world.kube.failures["apply prometheusrules chat"] = Retry("failed calling webhook: 500")
+    await world.settle()
+    assert world.ready[0] == "True" and len(world.kube.of(STATEFUL_SETS)) == 1 and made(world) == [1, 0]
+    world.clock += MONITOR_AGAIN_S + 1
+    await world.look()
+    assert made(world) == [1, 1]
 
 
 def test_the_monitor_selects_the_services_of_routers_and_groups_by_a_port_that_they_have() -> None:
