@@ -57,6 +57,9 @@ ENV_POD_INDEX = "PHALANX_POD_INDEX"
 """Ordinal of the pod in its group, from the label POD_INDEX. Set by the operator, read by the runtime's --node-rank."""
 ENV_GROUP = "PHALANX_GROUP"
 """Name of the group. Set by the operator, told to routers on the link."""
+ENV_GROUP_KEY = "PHALANX_GROUP_KEY"
+"""Drawn by the operator for each StatefulSet that it makes: with the service's token, what its pods prove to one another. A pod
+that runs on where nobody hears it is let into no later group of the same name."""
 ENV_REVISION = "PHALANX_REVISION"
 """Revision of the group. Set by the operator, told to routers on the link."""
 

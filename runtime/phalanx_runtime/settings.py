@@ -94,6 +94,8 @@ class ServeSettings:
     """Port where the pods meet; rank r listens on the r + 1st port after it."""
     token: str | None
     """The service's token, which routers, pods and ranks prove; None on one machine alone, which then has no link."""
+    group_key: str
+    """What the pods of the group alone have beside the token, if the operator gave it."""
     group: str
     revision_hash: str
     """The operator's names of the group and its revision, told to routers."""
@@ -172,6 +174,7 @@ def read_settings(
         master_port=flags.master_port,
         token=_read_token(parser, flags.token_file),
         group=environment.get(labels.ENV_GROUP) or socket.gethostname(),
+        group_key=environment.get(labels.ENV_GROUP_KEY, ""),
         revision_hash=environment.get(labels.ENV_REVISION, ""),
         hf_token=environment.get("HF_TOKEN") or None,
         api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),

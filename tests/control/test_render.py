@@ -181,6 +181,12 @@ def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     assert revision(service) == revision(make_service())
 
 
+def test_pods_of_a_group_have_the_key_that_was_drawn_for_it() -> None:
+    group = pods.group(make_service(), "g", Making("r", IMAGES, key="drawn"))
+    assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in group["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert "PHALANX_GROUP_KEY" not in str(pods.group(make_service(), "g", Making("r", IMAGES)))
+
+
 def test_ranks_hold_no_rights_in_the_cluster() -> None:
     group, door = all_pods()
     assert group["automountServiceAccountToken"] is False

@@ -33,11 +33,13 @@ def test_flags_and_environment(tmp_path: Path) -> None:
         *("--no-enable-prefix-caching", "--prefix-eviction-policy", "w-tinylfu"),
         *("--scheduling-policy", "fair", "--long-prefill-token-threshold", "64", "--itl-target-ms", "25.5"),
         PHALANX_GROUP="tiny-g-abcde",
+        PHALANX_GROUP_KEY="drawn",
         PHALANX_REVISION="r1",
         HF_TOKEN="hf",
     )
     assert (settings.served_names, settings.local_world_size, settings.token) == (["a", "b"], 2, "secret")
     assert (settings.group, settings.revision_hash, settings.hf_token) == ("tiny-g-abcde", "r1", "hf")
+    assert (settings.group_key, serve_settings("m").group_key) == ("drawn", "")
     assert (settings.kv_cache_memory_bytes, settings.gpu_memory_utilization, settings.download_dir) == (1000, 0.5, tmp_path)
     assert (settings.enable_prefix_caching, settings.prefix_eviction_policy) == (False, "w-tinylfu")
     assert (settings.scheduling_policy, settings.long_prefill_token_threshold, settings.itl_target_ms) == ("fair", 64, 25.5)

@@ -116,11 +116,12 @@ async def test_a_pod_that_knows_the_token_joins_and_obeys(leader: Leader) -> Non
     ("token", "pod", "num_pods", "why"),
     [
         ("wrong", 1, 3, "the service token is wrong"),
+        (say.group_token("token", "of another group"), 1, 3, "the service token is wrong"),
         ("token", 1, 2, "the leader has 3 pods, but pod 1 says it is one of 2"),
         ("token", 0, 3, "the leader has 3 pods, but pod 0 says it is one of 3"),
         ("token", 3, 3, "the leader has 3 pods, but pod 3 says it is one of 3"),
     ],
-    ids=["wrong token", "another size", "a second leader", "an index too high"],
+    ids=["wrong token", "another StatefulSet's key", "another size", "a second leader", "an index too high"],
 )
 async def test_a_pod_that_is_none_of_the_group_is_turned_away_and_told(
     leader: Leader, token: str, pod: int, num_pods: int, why: str

@@ -1,6 +1,7 @@
 """A pod's server: what it answers while it starts and serves, who is let in, and what it leaves behind."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -171,6 +172,21 @@ async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
         for key in ("sk-1", "sk-2", "sk-alice"):
             running.http.headers["authorization"] = f"Bearer {key}"
             assert (await ask(running)).status_code == 200
+
+
+async def test_a_pod_of_another_statefulset_of_that_name_is_not_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["-tp", "2", "--nnodes", "2", "--master-port", port]
+    settings = replace(make_settings(folder, *flags), group_key="of this one")
+    member = make_settings(folder, *flags, "--node-rank", "1")
+    with caplog.at_level(logging.WARNING):
+        async with served(settings, "ready") as leader:
+            async with served(replace(member, group_key="of a lost one"), "ready"):
+                await until(lambda: "the service token is wrong" in caplog.text)
+            async with served(replace(member, group_key="of this one"), "ready"):
+                await leader.ready()
 
 
 async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Groups that are given up with a node, and pods that nobody else will end.
 
 A node is lost when the control plane has not heard it for `nodeLostSeconds`. Its groups get successors elsewhere, and their pods
-there are deleted at once: the StatefulSet controller would wait for a kubelet that is not there. A successor has another name, so
-a pod that still runs on a node that is only cut off is never mistaken for one of it.
+there are deleted at once: the StatefulSet controller would wait for a kubelet that is not there. A later group may take the name
+again; a pod that still runs on a node that is only cut off is not let into it, for the pods of each StatefulSet have a key of
+their own.
 """
 
 from collections.abc import Iterable, Mapping

@@ -20,12 +20,14 @@ STARTUP_FAILURES = 600
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """What a group is made with beside its spec: its revision, the images, who places its pods, and nodes to keep away from."""
+    """What a group is made with beside its spec: its revision, the images, who places its pods, nodes to keep away from, a key
+    that its pods alone have."""
 
     revision: str
     images: Images
     gang: Gang = field(default_factory=Alone)
     avoid: tuple[str, ...] = ()
+    key: str = ""
 
 
 def group(service: InferenceService, name: str, making: Making) -> Object:
@@ -35,7 +37,7 @@ def group(service: InferenceService, name: str, making: Making) -> Object:
     own = child_labels(service, COMPONENT) | {labels.GROUP: name, labels.REVISION: revision}
     overlay = service.spec.pod_template or pod_template.PodTemplate()
     annotations = dict(overlay.metadata.annotations) | added.pod_annotations
-    pod = _pod(service, name, making.images) | placement.of_pod(service, name, making.avoid) | added.pod_spec
+    pod = _pod(service, name, making) | placement.of_pod(service, name, making.avoid) | added.pod_spec
     template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
     rendered = child(
         service,
@@ -57,7 +59,7 @@ def group(service: InferenceService, name: str, making: Making) -> Object:
     return rendered
 
 
-def _pod(service: InferenceService, name: str, images: Images) -> Object:
+def _pod(service: InferenceService, name: str, making: Making) -> Object:
     source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
@@ -65,7 +67,7 @@ def _pod(service: InferenceService, name: str, images: Images) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.grace_s,
         "securityContext": pod_security(),
-        "containers": [_container(service, name, images, source)],
+        "containers": [_container(service, name, making, source)],
         "volumes": [
             {
                 "name": pod_template.TOKEN_VOLUME,
@@ -79,18 +81,19 @@ def _pod(service: InferenceService, name: str, images: Images) -> Object:
     }
 
 
-def _container(service: InferenceService, name: str, images: Images, source: ModelSource) -> Object:
+def _container(service: InferenceService, name: str, making: Making, source: ModelSource) -> Object:
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.POD_INDEX}']"}}
     revision = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.REVISION}']"}}
     return {
         "name": pod_template.RUNTIME_CONTAINER,
-        "image": service.spec.engine.image or images.runtime,
+        "image": service.spec.engine.image or making.images.runtime,
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": _arguments(service, name, source),
         "env": [
             {"name": labels.ENV_POD_INDEX, "valueFrom": index},
             {"name": labels.ENV_GROUP, "value": name},
+            *([{"name": labels.ENV_GROUP_KEY, "value": making.key}] if making.key else []),
             {"name": labels.ENV_REVISION, "valueFrom": revision},
             *source.env,
         ],

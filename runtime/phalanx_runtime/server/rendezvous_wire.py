@@ -119,6 +119,12 @@ def prove(token: str, role: str, *parts: bytes) -> bytes:
     return hmac.digest(token.encode(), msgspec.msgpack.encode([role, *parts]), hashlib.sha256)
 
 
+def group_token(service_token: str, group_key: str) -> str:
+    """What the pods of one StatefulSet prove to one another: pods of another one of that name have another key. Without a key the
+    service's token."""
+    return prove(service_token, "group", group_key.encode()).hex() if group_key else service_token
+
+
 def rank_key(token: str, incarnation: int, nonce: bytes) -> str:
     """The key that ranks of one incarnation prove to one another, in hex. A rank left over from an earlier one has another."""
     return prove(token, f"ranks {incarnation}", nonce).hex()

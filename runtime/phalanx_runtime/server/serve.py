@@ -29,6 +29,7 @@ from phalanx_runtime.server.metrics import EngineMetrics
 from phalanx_runtime.server.open_link import LinkSettings
 from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.ranks import RANK_COMMAND
+from phalanx_runtime.server.rendezvous_wire import group_token
 from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
 from phalanx_runtime.server.vitals import PodVitals
 from phalanx_runtime.settings import ServeSettings
@@ -134,7 +135,7 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         settings.nnodes,
         settings.master_addr,
         settings.master_port,
-        settings.token or secrets.token_hex(32),
+        group_token(settings.token or secrets.token_hex(32), settings.group_key),
     )
     client: EngineClient | None = None
     supervisor: LeaderSupervisor | MemberSupervisor
