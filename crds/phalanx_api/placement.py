@@ -48,7 +48,8 @@ class Gang(Record):
     mode: GangMode = "Auto"
     """Native: a PodGroup of Kubernetes. Volcano: one of Volcano. Kueue: its queue admits whole groups. Fallback: groups are made
     one after another, and a half one gives its devices back. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`,
-    else Native, and Fallback where the cluster has none of these. None: pods are placed one by one."""
+    Native without `schedulerName`, and Fallback where that is another one or the cluster has none of these. None: pods are placed
+    one by one."""
     timeout_seconds: int = Field(default=300, ge=1, le=86_400)
     """Fallback: how long a group may wait with only some of its pods placed."""
 

@@ -26,7 +26,7 @@ class GroupStatus(Record):
     reason: str = Field(default="", max_length=256)
     """Why it is not ready, if a pod or its leader says so."""
     restarts: int = 0
-    """How often it was started anew in the last `restartPolicy.windowSeconds`, for no cause outside of it."""
+    """How often it was started anew in the last `restartPolicy.windowSeconds`, or since it served, for no cause outside of it."""
     incarnation: int = 0
     """Its joint start, as routers know it; 0 before they do."""
 

@@ -30,7 +30,7 @@ from phalanx_operator.decide.actions import (
 from phalanx_operator.decide.draining import LAST_S
 from phalanx_operator.decide.recovery import written
 from phalanx_operator.decide.snapshot import Draining, Snapshot
-from phalanx_operator.errors import Conflict, Gone
+from phalanx_operator.errors import Conflict, Gone, KubeError, Rejected
 from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import POD_GROUPS
@@ -61,8 +61,9 @@ class Hands:
         self._client = client
         self._children = children
         self._images = images
+        self._draw_key = draw_token
         self._clock = clock
-        self._gangs: dict[Key, dict[str, float]] = {}
+        self._gangs: dict[Key, dict[str, tuple[float, str]]] = {}
         self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock)
 
     def forget(self, key: Key) -> None:
@@ -71,6 +72,7 @@ class Hands:
         self._children.doomed.pop(key, None)
         self._children.notes.pop(key, None)
         self._children.counts.pop(key, None)
+        self._children.short.pop(key, None)
         self._gangs.pop(key, None)
 
     async def carry_out(
@@ -118,7 +120,10 @@ class Hands:
         await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch, subresource=subresource)
 
     async def _try_successor(self, actions: Sequence[Action], service: InferenceService, making: Making) -> None:
-        """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected."""
+        """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected.
+
+        A quota that counts StatefulSets does not matter: the one that goes makes room.
+        """
         given_up = next((action for action in actions if isinstance(action, DeleteGroup | DrainGroup)), None)
         created = next((action.name for action in actions if isinstance(action, CreateGroup)), "")
         name = created or (given_up.successor if isinstance(given_up, DrainGroup) else "")
@@ -128,9 +133,12 @@ class Hands:
                 await self._client.create(STATEFUL_SETS, body, dry_run=True)
             except Conflict:
                 pass  # it is there already, so it was taken
+            except Rejected as error:
+                if "exceeded quota" not in str(error):
+                    raise
 
     async def _create_group(self, action: CreateGroup, service: InferenceService, making: Making) -> bool:
-        body = pods.group(service, action.name, making)
+        body = pods.group(service, action.name, replace(making, key=self._draw_key()))
         try:
             made = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
@@ -139,17 +147,28 @@ class Hands:
         await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
         return True
 
+    def ungated(self, key: Key) -> str:
+        """Why what places the pods of a group together could not be made when it was last tried; empty when it could."""
+        return next((why for _, why in self._gangs.get(key, {}).values() if why), "")
+
     async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:
-        """Makes what places a group's pods together; tried at most once in a minute, for it is mostly there."""
+        """Makes what places a group's pods together; tried at most once in a minute, for it is mostly there.
+
+        What the API server refuses is remembered: the group is there, and waits; everything else goes on.
+        """
         tried = self._gangs.setdefault((service.namespace, service.name), {})
-        if self._clock() - tried.get(uid, -GANG_AGAIN_S) < GANG_AGAIN_S:
+        if uid in tried and self._clock() - tried[uid][0] < GANG_AGAIN_S:
             return
+        why = ""
         for body in gang.objects(service, group, uid, pods):
             try:
                 await self._client.create(POD_GROUPS[body["apiVersion"]], body)
             except Conflict:
                 pass  # it is there
-        tried[uid] = self._clock()
+            except KubeError as error:
+                why = f"{body['kind']} {group}: {error}"
+                log.warning("not placed together", extra=_fields(service, group, why))
+        tried[uid] = (self._clock(), why)
         known = {there.group.uid for there in self._children.sets.of((service.namespace, service.name))}
         for gone in [one for one in tried if one not in known and one != uid]:
             del tried[gone]

@@ -1,5 +1,6 @@
 """From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself is read afresh."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -153,7 +154,7 @@ class Children:
     """The stores of all children, and of the nodes.
 
     `doomed` are UIDs of groups that we deleted, by service; `notes` and `counts` what we noted on groups, of draining and of
-    restarts: the store may not know yet.
+    restarts: the store may not know yet. `short`: since when groups were seen to have fewer pods than they need.
     """
 
     pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
@@ -164,6 +165,7 @@ class Children:
     doomed: dict[Key, set[str]] = field(default_factory=dict)
     notes: dict[Key, dict[str, Draining | None]] = field(default_factory=dict)
     counts: dict[Key, dict[str, Restarts]] = field(default_factory=dict)
+    short: dict[Key, dict[str, str]] = field(default_factory=dict)
 
     def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
         """Kind and name of the watched children that a service shares between its groups; one that is missing is made again."""
@@ -181,6 +183,14 @@ class Children:
     def restarted(self, key: Key, uid: str, note: Restarts) -> None:
         """Count this as noted on the group from now on."""
         self.counts.setdefault(key, {})[uid] = note
+
+    def count_pods(self, key: Key, now: str) -> None:
+        """Remember which groups lack pods now, and since when: no object of the cluster says that."""
+        num_pods = Counter(pod.owner_uid for pod in self.pods.of(key))
+        groups = [s.group for s in self.sets.of(key)]
+        before = self.short.pop(key, {})
+        if short := {group.uid: before.get(group.uid, now) for group in groups if num_pods[group.uid] < group.size}:
+            self.short[key] = short
 
     def prune(self, key: Key) -> None:
         """Forget doomed groups that are gone, and notes that the store knows by now: nothing is kept of them."""
@@ -230,6 +240,7 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
             terminating=s.group.terminating or s.group.uid in children.doomed.get(key, ()),
             draining=notes.get(s.group.uid, s.group.draining),
             restarts=counts.get(s.group.uid, s.group.restarts),
+            short_since=children.short.get(key, {}).get(s.group.uid, ""),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
         for s in children.sets.of(key)

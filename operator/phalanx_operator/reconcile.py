@@ -39,7 +39,7 @@ from phalanx_operator.events import Note, Notes
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
-from phalanx_operator.offers import ASK_AGAIN_S, Offers
+from phalanx_operator.offers import ASK_AGAIN_S, RETRY_S, Offers
 from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
@@ -81,8 +81,10 @@ class Reconciler:
             self._forget(key)
             return None
         if "deletionTimestamp" in body["metadata"]:
+            self.turns.forget(key)  # it may go slowly, and makes nothing any more
             return RESYNC_S  # what it owns goes with it
         self.children.prune(key)
+        self.children.count_pods(key, self.now())
         snapshot = observe.snapshot(body, self.children)
         parsed = api.parse(body)
         if isinstance(parsed, list):
@@ -107,20 +109,32 @@ class Reconciler:
         snapshot = plan.assessed(service, snapshot, fleet, now)
         free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))
         mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
-        served = await self.offers.served(service.namespace)
-        gang = gangs.chosen(service, served)
+        served = await self.offers.served(service.namespace) if gangs.asks(service) else frozenset()
+        gang = gangs.chosen(service, served or frozenset())
         turn = self._turn(key, service, snapshot)
-        if missing := gangs.missing(gang, served):
-            turn = Turn(f"spec.placement.gang: the cluster does not serve PodGroups of {missing}", ASK_AGAIN_S, told=True)
-        seen = Seen(snapshot, fleet, scaling, gang.kind, turn if missing or gang.kind == "Fallback" else FREE)
+        if served is None:
+            turn = Turn("the API server does not say which schedulers there are", RETRY_S, told=True, is_stuck=True)
+        elif missing := gangs.missing(gang, served):
+            why = f"spec.placement.gang: the cluster does not serve PodGroups of {missing}"
+            turn = Turn(why, ASK_AGAIN_S, told=True, is_stuck=True)
+        elif gang.kind != "Fallback":
+            turn = FREE
+        kind = snapshot.status.gang if served is None else gang.kind
+        seen = Seen(snapshot, fleet, scaling, kind, turn, self.hands.ungated(key))
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
         self._take_turn(key, service, gang, todo.actions)
         try:
             done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
-            wrong = [FieldError("spec", str(error))]
-            await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), ())
+            self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)
+            self.minds[key] = mind
+            wrong, done = [FieldError("spec", str(error))], []
+            despite = plan.despite(todo.actions, snapshot.groups)
+            try:
+                done = await self.hands.carry_out(despite, service, snapshot, current, gang, now)
+            finally:
+                await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), done)
             raise
         except KubeError:
             self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)

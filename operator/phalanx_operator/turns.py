@@ -62,7 +62,8 @@ class Turns:
             return Turn(f"group {group} is to be placed first", LOOK_S, bool(holder and now_s - holder.since_s >= TOLD_S))
         pause = self._pauses.get(service)
         if pause and now_s < pause.until_s:
-            return Turn("there was no room for a whole group; the next attempt comes soon", pause.until_s - now_s, told=True)
+            why = "there was no room for a whole group; the next attempt comes soon"
+            return Turn(why, pause.until_s - now_s, told=True, is_stuck=True)
         return Turn()
 
     def _holds(self, holder: _Holder, waiting: list[str], known: set[str], now_s: float) -> bool:

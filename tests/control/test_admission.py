@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_operator.decide import admission
 from phalanx_operator.decide.snapshot import ObservedGroup
-from phalanx_operator.kube import PODS
+from phalanx_operator.kube import EVENTS, PODS
 from phalanx_operator.turns import FIRST_S, LONGEST_S, TOLD_S, UNSEEN_S, Turns
 from tests.control.builders import NOW, make_group
 from tests.control.worlds import World
@@ -108,10 +108,16 @@ def half(since: str, gang: str = "Fallback") -> ObservedGroup:
         (half(NOW), True, False),
         (half(EARLIER, "Native"), False, False),
         (replace(half(NOW), pods=()), True, False),
+        (replace(half(NOW), pods=(), short_since=EARLIER), True, True),
+        (replace(half(EARLIER), pods=half(EARLIER).pods[:1], short_since=NOW), True, False),
+        (replace(half(EARLIER), pods=half(EARLIER).pods[:1], short_since=EARLIER), True, True),
         (make_group("a", gang="Fallback"), False, False),
         (replace(half(EARLIER), terminating=True), False, False),
     ],
-    ids=["half for long", "half", "another scheduler's", "no pods yet", "whole", "going"],
+    ids=[
+        *("half for long", "half", "another scheduler's", "no pods yet", "no pods for long"),
+        *("a pod went a moment ago", "a pod is refused for long", "whole", "going"),
+    ],
 )
 def test_which_groups_wait_and_which_give_up(group: ObservedGroup, waits: bool, gives_up: bool) -> None:
     assert bool(admission.unplaced([group])) is waits
@@ -206,6 +212,52 @@ def leave_half(world: World, group: str, since: str) -> None:
     for name, pod in list(world.kube.of(PODS).items()):
         if name.startswith(group) and not name.endswith("-0"):
             world.kube.put(PODS, waiting(pod, since))
+
+
+async def test_a_group_of_which_a_pod_is_refused_gives_the_turn_back() -> None:
+    """No pod waits for a node: the quota lets the StatefulSet make only the first one."""
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
+    await world.look()
+    first = world.groups
+    world.cluster.start_pods(ready=False)
+    del world.kube.objects["pods", "team", f"{next(iter(first))}-1"]
+    await world.look()
+    assert (world.condition("CapacityAvailable"), world.next_s) == (("True", "Scheduled"), 10.0), "it may come in a moment"
+    turns, other = world.reconciler.turns, ("team", "other")
+    assert turns.look(GPU, other, (), world.clock).why, "it has the turn"
+    world.now = "2026-01-02T03:04:20Z"
+    await world.look()
+    assert world.condition("CapacityAvailable") == ("False", "Rejected") and not world.deleted()
+    world.now = "2026-01-02T03:05:06Z"
+    await world.look()
+    assert world.deleted() == first
+    message = next(note["note"] for note in world.kube.of(EVENTS).values() if note["reason"] == "GroupDeleted")
+    assert message.endswith(f"1 could not be made: kubectl describe statefulset {next(iter(first))}")
+    await world.look()
+    assert turns.look(GPU, other, (), world.clock).why == ""
+
+
+async def test_a_group_that_has_just_lost_a_pod_is_not_given_up_for_its_age() -> None:
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
+    await world.settle()
+    before = world.groups
+    world.now = "2026-01-05T00:00:00Z"
+    for index in (0, 1):
+        del world.kube.objects["pods", "team", f"{next(iter(before))}-{index}"]
+    await world.look()
+    assert (world.groups, world.deleted()) == (before, set())
+    await world.settle()
+    assert world.ready == ("True", "Ready") and not world.children.short
+
+
+async def test_a_service_that_is_being_deleted_holds_no_turn() -> None:
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1})
+    await world.look()
+    turns, other = world.reconciler.turns, ("team", "other")
+    assert turns.look(GPU, other, (), world.clock).why
+    world.service["metadata"]["deletionTimestamp"] = NOW
+    await world.look()
+    assert turns.look(GPU, other, (), world.clock).why == ""
 
 
 async def test_no_group_that_serves_is_given_up_while_its_successor_would_have_to_wait() -> None:

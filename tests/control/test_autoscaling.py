@@ -191,6 +191,18 @@ async def test_how_long_groups_take_to_start_is_remembered() -> None:
     assert world.status.autoscaling.cold_start_seconds == 90
 
 
+async def test_a_new_leader_takes_no_group_that_is_there_for_one_that_starts() -> None:
+    world = await scaled(busy=0.3)
+    await world.look()
+    world.cluster.start_pods(ready=False)
+    world.reconciler.minds.clear()
+    await world.look()
+    world.now = "2026-01-05T00:00:00Z"
+    world.cluster.start_pods()
+    await world.look()
+    assert world.status.autoscaling and world.status.autoscaling.cold_start_seconds == 0
+
+
 HOT = Hotspot("chat-g-aaaaa", "kv", 0.95, 0.5, 12.0, "migrate")
 
 

@@ -9,11 +9,12 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide import caching
 from phalanx_operator.decide.fleet import Fleet, SeenGroup
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
+from phalanx_operator.decide.status import status
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making
-from tests.control.builders import NOW, make_group, make_service, make_snapshot
+from tests.control.builders import NOW, make_desired, make_group, make_service, make_snapshot
 
 SHARED = {"type": "Shared", "claimName": "models"}
 LOCAL = {"type": "NodeLocal", "size": "200Gi", "storageClassName": "local"}
@@ -85,6 +86,23 @@ def test_what_the_condition_says(group: ObservedGroup, death: str, verdict: tupl
     told = caching.told(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
     condition = find_condition(told.conditions, "ModelCached")
     assert condition and (condition.status, condition.reason) == verdict
+
+
+BEFORE, SINCE = "2026-01-02T02:00:00Z", "2026-01-02T03:00:00Z"
+
+
+@pytest.mark.parametrize(("died", "verdict"), [(BEFORE, "Downloading"), (SINCE, "AuthFailed")])
+def test_a_death_from_before_the_group_served_last_says_nothing(died: str, verdict: str) -> None:
+    words = "pod 0: the hub refuses the token for org/x"
+    group = make_group("a", ready=False)
+    pods = tuple(replace(pod, unready_since=SINCE) for pod in group.pods)
+    group = replace(group, pods=pods, noted=Restarts(at=(BEFORE, died), deaths=2))
+    model = make_service(model={"uri": "hf://org/x", "cache": SHARED}).spec.model
+    told = caching.told(Status(), model, make_snapshot(group), seen(words), NOW)
+    condition = find_condition(told.conditions, "ModelCached")
+    assert condition and condition.reason == verdict
+    shown = status(make_snapshot(group), make_desired(1), seen(words), suspended=False, now=NOW).groups[0].reason
+    assert shown == (words if died == SINCE else "")
 
 
 def test_it_is_there_only_with_a_cache() -> None:

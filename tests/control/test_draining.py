@@ -145,6 +145,7 @@ async def test_streams_that_nobody_takes_hold_a_group_up_no_longer_than_the_time
     assert f"delete statefulsets {victim}" in await world.look()
     assert f"hurry pods {victim}-0" in await world.look()
     assert not any(w.startswith("hurry") for w in await world.look())
+    assert world.next_s and world.next_s > 1.0, "its end wakes us; nothing else is due"
 
 
 async def test_a_new_operator_goes_on_where_the_old_one_was_killed() -> None:

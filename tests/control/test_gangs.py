@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx_operator.kube import STATEFUL_SETS, Resource
+from phalanx_operator.errors import Denied, KubeError, Retry
+from phalanx_operator.kube import DEPLOYMENTS, PODS, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.offers import ASK_AGAIN_S, RETRY_S
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making
 from tests.control.builders import make_service
 from tests.control.conftest import Check
+from tests.control.fake_kube import FakeKube
 from tests.control.worlds import World
 
 SEVERAL: dict[str, Any] = {"parallelism": {"tensor": 4, "gpusPerPod": 2}}
@@ -101,6 +104,36 @@ async def test_a_pod_group_that_is_missing_while_pods_wait_is_made_anew() -> Non
     assert group in world.kube.of(POD_GROUPS)
 
 
+@pytest.mark.parametrize("error", [Denied("podgroups is forbidden"), Retry("failed calling webhook")])
+async def test_a_pod_group_that_is_refused_stops_nothing_else_and_is_said(error: KubeError) -> None:
+    class Refusing(FakeKube):
+        refuses = True
+
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if self.refuses and resource.plural == "podgroups":
+                raise error
+            return await super().create(resource, body, dry_run=dry_run)
+
+    kube = Refusing()
+    kube.schedulers = {NATIVE_API}
+    world = World(kube, **SEVERAL, replicas=2)
+    await world.look()
+    assert len(world.groups) == 2, "one group's trouble is not another's"
+    world.cluster.start_pods(ready=False)
+    for pod in list(kube.of(PODS).values()):
+        kube.put(PODS, pod | {"spec": {}})
+    await world.look()
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
+    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
+    assert message.startswith("PodGroup chat-g-") and message.endswith(str(error))
+    kube.refuses = False
+    world.clock += 60.0
+    await world.look()
+    assert set(kube.of(POD_GROUPS)) == world.groups
+    await world.settle()
+    assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
+
+
 async def test_without_the_scheduler_that_is_asked_for_no_group_is_made_and_that_is_said() -> None:
     world = World(**SEVERAL, placement={"gang": {"mode": "Native"}})
     await world.look()
@@ -112,6 +145,46 @@ async def test_without_the_scheduler_that_is_asked_for_no_group_is_made_and_that
     world.clock += 600.0
     await world.settle()
     assert len(world.groups) == 1 and world.ready == ("True", "Ready")
+
+
+class Silent(FakeKube):
+    """The API server does not say which PodGroups it serves while `is_silent`."""
+
+    is_silent, asked = True, 0
+
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+        if resource.plural == "podgroups":
+            self.asked += 1
+            if self.is_silent:
+                raise Retry("the server is currently unable to handle the request")
+        return await super().list_page(resource, namespace, selector, after)
+
+
+async def test_while_nobody_says_which_schedulers_there_are_no_group_is_made_and_all_else_goes_on() -> None:
+    kube = Silent()
+    world = World(kube, **SEVERAL)
+    await world.look()
+    assert (world.groups, kube.asked) == (set(), 1)
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting") and DEPLOYMENTS.plural in str(kube.calls)
+    await world.look()
+    assert kube.asked == 1, "not at every look"
+    kube.is_silent = False
+    world.clock += RETRY_S
+    await world.settle()
+    assert world.ready == ("True", "Ready") and world.status.gang == "Fallback"
+    kube.is_silent = True
+    world.clock += ASK_AGAIN_S
+    before = kube.asked
+    await world.look()
+    await world.look()
+    assert (kube.asked, world.status.gang) == (before + 1, "Fallback"), "what was known holds"
+
+
+async def test_a_service_that_needs_no_gang_does_not_ask() -> None:
+    kube = Silent()
+    world = World(kube, replicas=2)
+    await world.settle()
+    assert kube.asked == 0 and world.ready == ("True", "Ready")
 
 
 async def test_the_cluster_is_asked_for_its_schedulers_once_in_ten_minutes() -> None:

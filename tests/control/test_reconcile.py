@@ -1,5 +1,6 @@
 """One service from its manifest to its end, against an API server in memory and controllers that act on it."""
 
+import contextlib
 import logging
 
 import pytest
@@ -116,6 +117,13 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
     assert world.ready == ("False", "GroupsNotReady")
     await world.settle()
     assert (world.ready, world.groups) == (("True", "Ready"), {group})
+
+
+async def test_groups_are_made_with_a_key_that_is_drawn() -> None:
+    world = World()
+    await world.settle()
+    (body,) = world.kube.of(STATEFUL_SETS).values()
+    assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in body["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
 async def test_a_look_before_the_informer_has_told_makes_no_second_group() -> None:
@@ -262,6 +270,25 @@ async def test_no_group_is_given_up_for_a_successor_that_the_api_server_refuses(
     assert not any("deletionTimestamp" in group["metadata"] for group in groups.values())
     available = find_condition(world.status.conditions, "Available")
     assert available and available.status == "True"
+
+
+async def test_a_quota_of_as_many_groups_as_there_are_lets_them_be_replaced() -> None:
+    class Full(FakeKube):
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if resource is STATEFUL_SETS and len(self.of(STATEFUL_SETS)) >= 2:
+                raise Rejected("exceeded quota: groups, requested: count/statefulsets.apps=1")
+            return await super().create(resource, body, dry_run=dry_run)
+
+    world = World(Full(), replicas=2)
+    await world.settle()
+    before = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    for _ in range(12):
+        with contextlib.suppress(Rejected):  # the one that goes is still there: the look is repeated
+            await world.look()
+        world.cluster.start_pods()
+    await world.settle()
+    assert not world.groups & before and world.ready == ("True", "Ready")
 
 
 @pytest.mark.parametrize("error", [Retry("busy"), Conflict("changed")])

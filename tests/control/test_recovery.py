@@ -1,5 +1,6 @@
 """Groups that die again and again, or never come to serve: the budget, the pauses, and pods that are deleted once an incident."""
 
+import datetime
 from dataclasses import replace
 from typing import Any
 
@@ -7,14 +8,15 @@ import pytest
 
 from phalanx_api import labels
 from phalanx_api.status import RecoveryStatus
-from phalanx_api.summary import GroupSummary
+from phalanx_api.summary import BalancePolicy, GroupSummary
 from phalanx_api.upkeep import RestartPolicy
 from phalanx_operator.decide import recovery
 from phalanx_operator.decide.fleet import Fleet, SeenGroup
 from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
-from phalanx_operator.errors import Retry
-from phalanx_operator.kube import PODS, STATEFUL_SETS
+from phalanx_operator.errors import Rejected, Retry
+from phalanx_operator.kube import PODS, STATEFUL_SETS, Json, Resource
 from tests.control.builders import make_group
+from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group as group_summary
 from tests.control.summaries import summary
 from tests.control.worlds import World
@@ -59,6 +61,23 @@ def test_a_leader_that_starts_anew_counts_from_nothing() -> None:
     assert recovery.counted(other, dead(1), POLICY, NOW).note.at == (EARLIER, EARLIER, NOW, NOW, NOW)
 
 
+def test_routers_that_still_tell_the_former_leaders_deaths_make_no_new_ones() -> None:
+    """The leader's container ended once; routers tell its number until their links to the next one are open."""
+    note = recovery.counted(loading(), dead(4), POLICY, EARLIER).note
+    first, other = loading().pods
+    pods = (replace(first, restarts=1, ended="Error"), other)
+    anew = replace(loading(), pods=pods)
+    stale = recovery.counted(replace(anew, restarts=note), dead(4), POLICY, NOW)
+    assert stale.note.at == (*note.at, NOW), "the container's end alone is new"
+    silent = recovery.counted(replace(anew, restarts=stale.note), Fleet(), POLICY, NOW)
+    again = recovery.counted(replace(anew, restarts=silent.note), dead(4), POLICY, NOW)
+    assert again.note == stale.note
+    told = recovery.counted(replace(anew, restarts=again.note), dead(0), POLICY, NOW)
+    assert (told.recent, told.note.deaths) == (5, 0)
+    died = recovery.counted(replace(anew, restarts=told.note), dead(1), POLICY, NOW)
+    assert (died.recent, died.note.deaths) == (6, 1)
+
+
 @pytest.mark.parametrize(("ended", "count"), [("Error", 2), ("OOMKilled", 2), ("Completed", 0), ("ContainerStatusUnknown", 0)])
 def test_restarts_of_containers_count_unless_the_cause_lies_outside(ended: str, count: int) -> None:
     found = recovery.counted(loading(restarts=1, ended=ended), Fleet(), POLICY, NOW)
@@ -73,6 +92,28 @@ def test_a_group_that_never_died_is_never_noted_on() -> None:
 def test_what_is_older_than_the_window_does_not_count() -> None:
     group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER), engine="uid-a-0/0", deaths=2))
     assert recovery.counted(group, dead(2), POLICY, NOW).recent == 1
+
+
+async def test_a_group_that_hangs_at_every_start_is_given_up_for_one_on_other_nodes() -> None:
+    """With the defaults six starts take three hours, which is longer than the window."""
+    world = await overdue_world()
+    group, start = next(iter(world.groups)), datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    for times in range(POLICY.max_group_restarts + 1):
+        world.now = (start + datetime.timedelta(seconds=times * 1860)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        assert f"hurry pods {group}-0" in await world.look()
+        unready(world, world.now, uid=f"start-{times}")
+    await world.look()
+    assert world.deleted() == {group}
+    (successor,) = world.groups - {group}
+    assert "node-0" in str(world.kube.of(STATEFUL_SETS)[successor]["spec"]["template"]["spec"]["affinity"])
+    assert world.status.recovery and "restarted 6 times within 11400 s" in world.status.recovery.message
+
+
+def test_a_restart_of_a_group_that_served_since_counts_for_the_window() -> None:
+    group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER)))
+    assert recovery.counted(group, Fleet(), POLICY, NOW).recent == 1
+    in_vain = replace(group, restarts=Restarts(at=("2026-01-02T01:04:05Z", EARLIER), since="2026-01-02T00:30:00Z"))
+    assert recovery.counted(in_vain, Fleet(), POLICY, NOW).recent == 2
 
 
 @pytest.mark.parametrize(
@@ -195,6 +236,59 @@ async def test_an_operator_that_ended_after_the_note_is_followed_by_one_that_goe
     assert [call for call in await other.look() if call.startswith("hurry")] == [f"hurry pods {group}-{i}" for i in range(2)]
 
 
+async def test_a_restart_that_was_begun_is_not_ended_on_a_group_that_serves_again() -> None:
+    world = await overdue_world()
+    group = next(iter(world.groups))
+    world.kube.failures[f"hurry pods {group}-0"] = Retry("the operator ends here")
+    with pytest.raises(Retry):
+        await world.look()
+    world.cluster.start_pods()
+    writes = await World(world.kube).look()
+    assert not [call for call in writes if call.startswith("hurry")]
+    note = recovery.read(world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
+    assert note.pods == (), "and it is not ended later"
+
+
+def test_a_restart_that_was_begun_is_not_ended_on_a_group_that_is_left_to_itself() -> None:
+    group = replace(loading(), restarts=Restarts(pods=("uid-a-0",)))
+    assert recovery.begun(group, POLICY) == ["a-0"]
+    assert recovery.begun(group, RestartPolicy(mode="None")) == []
+
+
+class Refusing(FakeKube):
+    """No StatefulSet is taken any more once `full`."""
+
+    full = False
+
+    async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+        if self.full and resource is STATEFUL_SETS:
+            raise Rejected("exceeded quota: count/statefulsets.apps")
+        return await super().create(resource, body, dry_run=dry_run)
+
+
+async def test_a_group_that_is_refused_stops_neither_recovery_nor_routers_nor_the_count() -> None:
+    kube = Refusing()
+    world = World(kube, replicas=1, autoscaling={"maxReplicas": 2, "targets": {"ttftP95Ms": 2000}})
+    world.cluster.start_router_pods()
+    await world.settle()
+    group = next(iter(world.groups))
+    kube.full = True
+    await world.change(replicas=3)
+    unready(world, LONG_AGO)
+    world.routers.asked, world.routers.policy = [], BalancePolicy()
+    before = len(kube.calls)
+    with pytest.raises(Rejected):
+        await world.look()
+    writes = kube.calls[before:]
+    assert f"hurry pods {group}-0" in writes and "merge inferenceservices/scale chat" in writes
+    assert world.ready == ("False", "Rejected") and world.routers.asked and world.routers.policy.number > 0
+    assert {("Normal", "GroupRestarted"), ("Normal", "Scaled")} <= set(world.notes())
+    before = len(kube.calls)
+    with pytest.raises(Rejected):
+        await world.look()
+    assert not [call for call in kube.calls[before:] if call.startswith("hurry")], "nothing is done twice"
+
+
 def dying(group: str, deaths: int) -> GroupSummary:
     return group_summary(group, deaths=deaths, death="pod 0: no such file config.json", state="dead")
 
@@ -223,6 +317,7 @@ async def test_a_group_that_dies_on_every_node_stalls_and_the_others_serve_on() 
             assert not successors, "the next one waits"
     await world.look()
     assert world.condition("Stalled") == ("True", "RestartBudgetSpent")
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting"), "a group that is wanted is not made"
     assert world.ready == ("False", "RestartBudgetSpent")
     assert world.condition("Available")[0] == "True"
     assert world.status.recovery and "no such file config.json" in world.status.recovery.message

@@ -75,6 +75,18 @@ SCENARIOS = {
     "surge-of-two": (make_desired(3, max_surge=2), tuple(make_group(n, "old", created=n) for n in "abc")),
     "surge-and-broken": (make_desired(2, max_surge=1), (make_group("a", "old", ready=False), make_group("b", "old"))),
     "surge-held": (make_desired(1, max_surge=1, held="b is late"), (make_group("a", "old"), make_group("b", ready=False))),
+    "late-and-one-blips": (
+        make_desired(3, held="c is late", late="c is late", stuck="c is late"),
+        (make_group("a", "old"), make_group("b", "old", ready=False), make_group("c", ready=False)),
+    ),
+    "paused-surge-scaled-in": (
+        make_desired(2, max_surge=1, paused=True),
+        tuple(make_group(n, "old", created=n) for n in "abcd"),
+    ),
+    "straggler-with-a-surge": (
+        make_desired(2, max_unavailable=0, max_surge=1),
+        (make_group("a", slow="far slower than its equals for 60 s"), make_group("b")),
+    ),
     "two-at-once": (make_desired(4, max_unavailable=2), tuple(make_group(n, "old", created=n) for n in "abcd")),
     "canary": (make_desired(3, partition=2), tuple(make_group(n, "old", created=n) for n in "abc")),
     "paused": (make_desired(3, paused=True), (make_group("a", "old"), make_group("b", "old", ready=False))),

@@ -1,7 +1,7 @@
 """One group after another: what keeps two half groups from holding devices that neither can use, where no scheduler does.
 
 Whose turn it is knows `phalanx_operator.turns`. A group that had its turn and does not find nodes for all of its pods within
-`timeoutSeconds` is given up: it gives its devices back.
+`timeoutSeconds`, or lacks a pod for so long because a quota refuses it, is given up: it gives its devices and the turn back.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,15 @@ from phalanx_operator.decide.snapshot import ObservedGroup
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Whether a service may make a group now: `why` not, empty if it may, and when to look again. `told`: it waits for long."""
+    """Whether a service may make a group now: `why` not, empty if it may, and when to look again. `told`: it waits for long.
+
+    is_stuck: it waits for no group that goes or is placed, so what there is of groups is all that there will be for now.
+    """
 
     why: str = ""
     left_s: float = 0.0
     told: bool = False
+    is_stuck: bool = False
 
 
 FREE = Turn()
@@ -39,8 +43,9 @@ def given_up(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> dic
     for group in unplaced(groups):
         age = waiting_s(group, now)
         if age is not None and age >= timeout_s:
-            placed = sum(bool(pod.node) for pod in group.pods)
-            found[group.uid] = f"{placed} of its {group.size} pods found room within {timeout_s:.0f} s"
+            placed, missing = sum(bool(pod.node) for pod in group.pods), group.size - len(group.pods)
+            refused = f", {missing} could not be made: kubectl describe statefulset {group.name}" if missing > 0 else ""
+            found[group.uid] = f"{placed} of its {group.size} pods found room within {timeout_s:.0f} s{refused}"
     return found
 
 

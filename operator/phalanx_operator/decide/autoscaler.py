@@ -32,7 +32,8 @@ class Mind:
     """What is remembered of a service. `starting`: groups seen that never served; `served`: those that did; `starts_s`: how
     long they took to.
 
-    advised: the count that was last advised, where somebody else writes it.
+    advised: the count that was last advised, where somebody else writes it. is_new: nothing was seen yet, so that of groups that
+    are there nobody knows whether they served.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -40,6 +41,7 @@ class Mind:
     served: frozenset[str] = frozenset()
     starts_s: tuple[float, ...] = ()
     advised: int | None = None
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,11 @@ def _timed(mind: Mind, groups: Iterable[ObservedGroup], now: str) -> Mind:
     ages = [age_s(ready[uid].created, now) for uid in sorted(mind.starting & ready.keys())]
     starts = tuple(age for age in ages if age is not None and age >= 0)
     known = frozenset(group.uid for group in groups)
-    young = frozenset(group.uid for group in groups if not group.ready and group.uid not in mind.served)
-    return replace(
-        mind, starting=young, served=(mind.served | ready.keys()) & known, starts_s=(*mind.starts_s, *starts)[-STARTS:]
-    )
+    if mind.is_new:
+        return replace(mind, served=known, is_new=False)
+    served = (mind.served | ready.keys()) & known
+    young = frozenset(group.uid for group in groups if not group.ready) - served
+    return replace(mind, starting=young, served=served, starts_s=(*mind.starts_s, *starts)[-STARTS:])
 
 
 def _cold_s(mind: Mind, former: AutoscalingStatus) -> float:

@@ -10,6 +10,7 @@ from phalanx_api.inference_service import Model
 from phalanx_api.status import Status
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import live
+from phalanx_operator.decide.recovery import last_death
 from phalanx_operator.decide.snapshot import Snapshot
 
 _REFUSED = re.compile(r"is refused|refuses the|is private|check the credentials|gives no token")
@@ -38,9 +39,9 @@ def _verdict(snapshot: Snapshot, fleet: Fleet) -> tuple[Reason, str]:
         for pod in group.pods:
             if not pod.node and _CLAIM.search(pod.message):
                 return Reason.CLAIM_UNBOUND, f"pod {pod.name}: {pod.message}"
-        seen = fleet.groups.get(group.name)
-        if seen and not group.ready and (reason := cause_of(seen.death)):
-            return reason, f"{group.name}: {seen.death}"
+        death = last_death(group, fleet)
+        if reason := cause_of(death):
+            return reason, f"{group.name}: {death}"
     return Reason.DOWNLOADING, ""
 
 

@@ -14,7 +14,8 @@ class Desired:
     and revision: a retry after a lost answer takes the same name again, and so makes no second group.
     max_unavailable, max_surge: of a rollout, in groups. partition: groups that stay on their old revision. paused: no group is
     replaced for its revision. held: why no group that serves is given up for another one now, if so; late: because a group of the
-    newest revision should be ready by now. no_room: why there is no surge although the spec asks for one, if so.
+    newest revision should be ready by now; stuck: because nobody knows that a successor will come, so that even one that does not
+    serve is kept. no_room: why there is no surge although the spec asks for one, if so.
     spent: of which groups were given up for their restarts, if that was twice or more.
     """
 
@@ -28,6 +29,7 @@ class Desired:
     paused: bool = False
     held: str = ""
     late: str = ""
+    stuck: str = ""
     no_room: str = ""
     spent: str = ""
 

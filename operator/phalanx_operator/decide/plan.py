@@ -22,6 +22,7 @@ from phalanx_operator.decide.actions import (
     Action,
     CreateGroup,
     DeleteGroup,
+    EndPod,
     GroupAction,
     InitReplicas,
     KeepChildren,
@@ -52,7 +53,8 @@ GANG_LOOK_S = 30.0
 class Seen:
     """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say.
 
-    gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does.
+    gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does. ungated: why what
+    places the pods of a group together could not be made, if so.
     """
 
     snapshot: Snapshot
@@ -60,6 +62,7 @@ class Seen:
     scaling: Scaling | None = None
     gang: str = "None"
     turn: Turn = FREE
+    ungated: str = ""
 
 
 def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
@@ -75,6 +78,7 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
     late = progress.late(snapshot.groups, revision, rollout, now)
     no_room = progress.no_room(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
     past = followed(service, seen, revision, now)
+    waits = _waits(service, seen, past, now)
     return Desired(
         revision,
         replicas,
@@ -84,8 +88,9 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
         max_surge=0 if no_room and unavailable else surge,
         partition=rollout.partition,
         paused=rollout.paused,
-        held=late or _waits(service, seen, past, now).why,
+        held=late or waits.why,
         late=late,
+        stuck=late or (waits.why if waits.is_stuck else ""),
         no_room=no_room,
         spent=past.message if past and past.given_up > 1 and not _whole(snapshot, replicas) else "",
     )
@@ -106,7 +111,8 @@ def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, n
     """What keeps new groups from being made now, if anything."""
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
-        return Turn(f"{past.given_up} groups were given up for their restarts; the next one is made after a pause", pause_s)
+        why = f"{past.given_up} groups were given up for their restarts; the next one is made after a pause"
+        return Turn(why, pause_s, told=True, is_stuck=True)
     return seen.turn
 
 
@@ -143,15 +149,26 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
         actions.append(InitReplicas(FIRST_REPLICAS, "the manifest does not say how many groups"))
     actions.append(KeepChildren(desired.replicas, "every service has them"))
     actions += _noted(snapshot.groups, of_groups)
-    actions += [*of_groups, *draining.marks(snapshot.groups, of_groups), *_gangs(snapshot.groups)]
+    actions += [*of_groups, *draining.marks(snapshot.groups, of_groups)]
     actions += lost.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
     actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
+    actions += _gangs(snapshot.groups)
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
     said = _told(service, seen, desired, past, waits, now)
     return Plan(tuple(actions), said, empty, _again_s(service, seen, desired, waits, urgent, now), urgent)
+
+
+def despite(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
+    """What is to be done even if the API server refuses an object that the service needs: what rests on no other action."""
+    going = {pod.uid for group in groups if group.terminating for pod in group.pods}
+    return tuple(
+        action
+        for action in actions
+        if isinstance(action, RestartGroup | NoteRestarts | SetReplicas) or (isinstance(action, EndPod) and action.uid in going)
+    )
 
 
 def _allowed(actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: RecoveryStatus | None) -> tuple[GroupAction, ...]:
@@ -170,7 +187,7 @@ def _mended(service: InferenceService, seen: Seen, actions: tuple[GroupAction, .
     for group in live(seen.snapshot.groups):
         if group.uid in touched:
             continue
-        begun = recovery.begun(group)
+        begun = recovery.begun(group, policy)
         if begun:
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in begun)
             found.append(RestartGroup(group.name, group.uid, pods, group.noted or group.restarts, "the rest of its pods"))
@@ -205,7 +222,7 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     snapshot, fleet = seen.snapshot, seen.fleet
     said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)
     said = said.model_copy(update={"recovery": past, "gang": seen.gang})
-    said = capacity.told(said, snapshot, waits, now)
+    said = capacity.told(said, snapshot, waits, seen.ungated, now)
     said = caching.told(said, service.spec.model, snapshot, fleet, now)
     said = balanced.told(said, fleet, snapshot, now)
     said = versions.told(said, fleet, snapshot, now)
@@ -216,12 +233,14 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
 def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, urgent: bool, now: str) -> float:
     """Seconds until the next look, if nothing wakes us before."""
     snapshot, spec = seen.snapshot, service.spec
-    due = [draining.left_s(group, spec.drain.timeout_seconds, now) for group in snapshot.groups]
+    left = [group for group in snapshot.groups if not (group.terminating and all(pod.hurried for pod in group.pods))]
+    due = [draining.left_s(group, spec.drain.timeout_seconds, now) for group in left]
     due += [
         progress.left_s(snapshot.groups, desired.revision, spec.rollout, now),
         lost.left_s(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now),
         recovery.left_s(snapshot.groups, spec.restart_policy, now),
         admission.left_s(snapshot.groups, spec.placement.gang.timeout_seconds, now),
+        capacity.left_s(snapshot.groups, now),
         waits.left_s if waits.why else None,
         GANG_LOOK_S if _gangs(snapshot.groups) else None,
     ]

@@ -19,8 +19,12 @@ PODLESS_S = 60.0
 
 
 def waiting_s(group: ObservedGroup, now: str) -> float | None:
-    """For how long the pod that waits longest for a node has waited; None when all that are there have one."""
+    """For how long the pod that waits longest for a node, or is missing, has done so; None when all are there and have one.
+
+    A pod is missing where a quota or an admission plugin refuses it: only its StatefulSet's events tell.
+    """
     ages = [age_s(pod.created or group.created, now) for pod in group.pods if not pod.node]
+    ages += [age_s(group.short_since, now)] if group.short_since else []
     return max((age for age in ages if age is not None), default=None)
 
 

@@ -23,6 +23,10 @@ from phalanx_operator.decide.groups import live, staying
 from phalanx_operator.decide.progress import pods_unready_s
 from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
 
+SLACK_S = 600.0
+"""What deleting pods and placing new ones takes beside their starts, all together."""
+SEEN_FIRST_S = 30.0
+"""How much sooner a death may be noted than pods say that they are not ready."""
 FIRST_S = 60.0
 """The first pause before a group that was given up gets another successor; each is twice as long as the one before."""
 OUTSIDE = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLost")
@@ -40,14 +44,11 @@ class Counted:
 def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> Counted:
     """The note on a group with what has happened since. What only routers know counts when they tell it."""
     note = replace(group.restarts, since="", pods=()) if group.ready else group.restarts
-    seen, leader = fleet.groups.get(group.name), group.leader
-    engine = f"{leader.uid}/{leader.restarts}" if leader else note.engine
-    before = note.deaths if engine == note.engine else 0
-    deaths = max(seen.deaths, before) if seen else before
+    engine, before, deaths = _deaths(group, note, fleet)
     containers = sum(pod.restarts for pod in group.pods)
     crashed = any(pod.restarts and pod.ended not in OUTSIDE for pod in group.pods)
     new = deaths - before + (max(containers - note.containers, 0) if crashed else 0)
-    recent = [at for at in note.at if (age := age_s(at, now)) is not None and age < policy.window_seconds]
+    recent = [at for at in note.at if _counts(at, note, policy, now)]
     at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
     if new:
         return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since), len(at))
@@ -56,6 +57,32 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
         return Counted(note, len(recent))
     # Times that grew old are left where they are: to take them off is not worth a write.
     return Counted(replace(note, engine=engine, deaths=deaths, containers=containers), len(recent))
+
+
+def _counts(at: str, note: Restarts, policy: RestartPolicy, now: str) -> bool:
+    """Whether what was noted then still counts."""
+    age = age_s(at, now)
+    in_vain = bool(note.since) and at >= note.since
+    return age is not None and age < (_longest_s(policy) if in_vain else policy.window_seconds)
+
+
+def _longest_s(policy: RestartPolicy) -> float:
+    """For how long a restart counts of a group that has not served since: the window may be too short for all that may be."""
+    return max(policy.window_seconds, (policy.max_group_restarts + 1) * policy.startup_seconds + SLACK_S)
+
+
+def _deaths(group: ObservedGroup, note: Restarts, fleet: Fleet) -> tuple[str, int, int]:
+    """Which start of the leader deaths are counted of, how many of it are noted, and how many there are.
+
+    A leader that starts anew counts from nothing. Routers tell the former one's number until they have reached the new one, so
+    the noted number says nothing new, whoever is meant by it: it stays the former one's until another number is told.
+    """
+    seen, leader = fleet.groups.get(group.name), group.leader
+    engine = f"{leader.uid}/{leader.restarts}" if leader else note.engine
+    if seen is None or (engine != note.engine and seen.deaths == note.deaths):
+        return note.engine, note.deaths, note.deaths
+    before = note.deaths if engine == note.engine else 0
+    return engine, before, max(seen.deaths, before)
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str) -> tuple[ObservedGroup, ...]:
@@ -70,16 +97,27 @@ def _assessed(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: st
     group = replace(group, noted=found.note, recent_restarts=found.recent)
     if policy.mode == "None" or group.lost or group.ready or found.recent <= policy.max_group_restarts:
         return group
-    why = f"it was restarted {found.recent} times within {policy.window_seconds} s"
+    within_s = _longest_s(policy) if found.note.since else policy.window_seconds
+    why = f"it was restarted {found.recent} times within {within_s:.0f} s"
     return replace(group, lost=f"{why}{_words(group, fleet)}", spent=True)
 
 
 def _words(group: ObservedGroup, fleet: Fleet) -> str:
     """The last error of a group."""
-    seen = fleet.groups.get(group.name)
-    if seen and seen.death:
-        return f": {seen.death}"
+    if death := last_death(group, fleet):
+        return f": {death}"
     return next((f": {pod.name}: {pod.reason} {pod.message}".rstrip() for pod in group.pods if pod.reason), "")
+
+
+def last_death(group: ObservedGroup, fleet: Fleet) -> str:
+    """Why the last incarnation of a group that is not ready died; empty when another cause than a death keeps it from serving.
+
+    Leaders tell the last death for as long as they live: one from before the group served last says nothing of what is so now.
+    """
+    seen, noted = fleet.groups.get(group.name), (group.noted or group.restarts).at
+    unready_since = min((pod.unready_since for pod in group.pods if pod.unready_since), default="")
+    lead_s = age_s(noted[-1], unready_since) if noted and unready_since else None
+    return seen.death if seen and not group.ready and (lead_s is None or lead_s < SEEN_FIRST_S) else ""
 
 
 def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
@@ -94,8 +132,13 @@ def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
     return age is not None and age >= policy.startup_seconds
 
 
-def begun(group: ObservedGroup) -> list[str]:
-    """Names of pods that were to be deleted and are there still: what a former operator did not come to."""
+def begun(group: ObservedGroup, policy: RestartPolicy) -> list[str]:
+    """Names of pods that were to be deleted and are there still: what a former operator did not come to.
+
+    None of a group that came to serve after all, or that is to be left to itself by now.
+    """
+    if group.ready or policy.mode == "None":
+        return []
     return [pod.name for pod in group.pods if pod.uid in group.restarts.pods and not pod.leaving]
 
 

@@ -7,7 +7,8 @@
     too few stay              -> keep those that are being emptied after all, where they are of the newest revision
     emptied, or broken now    -> delete it
     too few                   -> create the rest, of the newest revision
-    old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability
+    old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability; but not while `stuck`, for
+                                 they may come back and a successor may not come at all
     old groups, ready         -> empty as many as leave no more than `max_unavailable` missing (delete first), or with a surge
                                  as many as are ready above `replicas`
     far too slow groups       -> likewise, after the old ones
@@ -49,9 +50,9 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | Non
     """What to do now, or None when there is nothing to do but wait, or nothing at all."""
     here = live(groups)
     old = [] if desired.paused else outdated(groups, desired)
-    broken = [group for group in old if not group.ready]
+    broken = [] if desired.stuck else [group for group in old if not group.ready]
     stays = [group for group in staying(groups) if group not in broken]
-    above = _above(desired, stays, len(old) - len(broken))
+    above = _above(desired, stays, len(old) - len(broken) + _num_slow(desired, stays))
     wanted = desired.replicas + above
     surplus = len(stays) - wanted
     keep = tuple(_kept(desired, here, -surplus))
@@ -80,15 +81,20 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | Non
 def _above(desired: Desired, stays: list[ObservedGroup], old: int) -> int:
     """How many groups more than `replicas` there should be now: while so many old ones are to be replaced that serve.
 
-    A rollout that is held or paused makes no more of them, and keeps those that it has.
+    A rollout that is held or paused makes no more of them, and keeps those that it has: of the newest revision.
     """
     if desired.held or desired.paused:
-        return min(desired.max_surge, max(len(stays) - desired.replicas, 0)) if _has_old(desired, stays) else 0
+        new = sum(group.revision == desired.revision for group in stays)
+        has_old = new < len(stays) and desired.replicas > 0
+        return min(desired.max_surge, new, max(len(stays) - desired.replicas, 0)) if has_old else 0
     return min(desired.max_surge, old) if desired.replicas else 0
 
 
-def _has_old(desired: Desired, stays: list[ObservedGroup]) -> bool:
-    return any(group.revision != desired.revision for group in stays) and desired.replicas > 0
+def _num_slow(desired: Desired, stays: list[ObservedGroup]) -> int:
+    """Groups of the newest revision that are far too slow, and go only when a successor serves."""
+    if desired.max_unavailable:
+        return 0
+    return sum(bool(group.slow) and group.ready and group.revision == desired.revision for group in stays)
 
 
 def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:

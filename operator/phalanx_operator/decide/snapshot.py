@@ -85,7 +85,7 @@ class ObservedGroup:
     """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
 
     lost: why it is given up for one elsewhere, if so. silent: a node of it is not heard. cordoned: one takes no new pods.
-    tokens: in its KV pages.
+    short_since: since when this operator has seen pods of it missing; empty while none is. tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
     replaced although it serves. gang: who places its pods together.
     restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
@@ -104,6 +104,7 @@ class ObservedGroup:
     slow: str = ""
     cordoned: bool = False
     silent: bool = False
+    short_since: str = ""
     tokens: int = 0
     gang: str = ""
     restarts: Restarts = Restarts()

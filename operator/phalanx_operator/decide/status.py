@@ -8,6 +8,7 @@ from phalanx_api.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import Desired, live, outdated, staying
+from phalanx_operator.decide.recovery import last_death
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 
 NOBODY = Fleet()
@@ -174,8 +175,7 @@ def _reason(group: ObservedGroup, fleet: Fleet) -> str:
     """Why it does not simply serve, if anything says so."""
     if group.draining:
         return group.draining.why[:256]
-    seen = fleet.groups.get(group.name)
-    said = [group.lost, *(_words(pod) for pod in group.pods), seen.death if seen else ""]
+    said = [group.lost, *(_words(pod) for pod in group.pods), last_death(group, fleet)]
     return "" if group.ready else next((words[:256] for words in said if words), "")
 
 

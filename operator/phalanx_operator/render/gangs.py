@@ -121,6 +121,11 @@ def of_kind(kind: str) -> Gang:
     return next((gang for gang in (Native(), Volcano(), Kueue(), Alone("Fallback")) if gang.kind == kind), Alone("None"))
 
 
+def asks(service: InferenceService) -> bool:
+    """Whether the gang depends on what the cluster serves."""
+    return service.shape.pods > 1 and service.spec.placement.gang.mode in ("Auto", "Native", "Volcano")
+
+
 def chosen(service: InferenceService, served: Set[str]) -> Gang:
     """The gang of groups that are made now. `served`: versions of the APIs of schedulers that the cluster has.
 
