@@ -208,6 +208,31 @@ async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
         assert engine.aborted == [1000]
 
 
+async def test_an_orphan_that_is_pushed_out_within_a_step_costs_no_other_stream_a_token(engine: FakeEngine) -> None:
+    """The first router's request ends, and its orphan is forgotten before its own part of the step is told."""
+    submit = wire.encode(wire.Submit(1, resumable("r1")))
+    async with (
+        running_leader(engine, settings(max_kept_bytes=KEPT_BYTES + len(submit) + 8 * TOKEN_BYTES)) as (address, door),
+        dialled(address) as ends,
+        dialled(address, "router-3") as goes_on,
+    ):
+        await ends.send(wire.encode(wire.Submit(1, resumable("r1", max_tokens=2))))
+        await until(lambda: len(engine.submitted) == 1)
+        async with dialled(address, "router-2") as lost:
+            await lost.send(wire.encode(wire.Submit(1, resumable("r2"))))
+            await until(lambda: len(engine.submitted) == 2)
+            lost.transport.abort()
+        await goes_on.send(wire.encode(wire.Submit(1, make_request())))
+        await until(lambda: len(engine.submitted) == 3 and door.routers == 2)
+        engine.step()
+        assert engine.aborted == []
+        engine.step()
+        assert engine.aborted == [1001]
+        assert await tokens_of(goes_on, 1, 2) == expected([1, 2, 3], 2)
+        await goes_on.send(wire.encode(wire.Adopt(2, "r1")))
+        assert isinstance(await answer(goes_on), wire.Adopted), "what ended last is kept"
+
+
 async def test_what_is_forgotten_is_held_nowhere(engine: FakeEngine) -> None:
     large = resumable(max_tokens=1, prompt=tuple(range(2000)))
     bound = 4 * (KEPT_BYTES + len(wire.encode(wire.Submit(1, large))))

@@ -189,13 +189,14 @@ class Orphans:
     # Sink
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """Keeps the tokens of a step."""
+        """Keeps the tokens of a step. Another sink that heard of the same step may have pushed some of its requests out."""
         for handle, token in zip(frame.handles, frame.tokens, strict=True):
-            self._running[handle].tokens.append(token)
-        self._num_bytes += TOKEN_BYTES * len(frame.tokens)
+            if (kept := self._running.get(handle)) is not None:
+                kept.tokens.append(token)
+                self._num_bytes += TOKEN_BYTES
         for end in frame.finished:
-            kept = self._running.pop(end.handle)
-            kept.handle, kept.finish = None, end.reason
+            if (kept := self._running.pop(end.handle, None)) is not None:
+                kept.handle, kept.finish = None, end.reason
         self._bound()
 
     def refused(self, frame: wire.Refused) -> None:
