@@ -94,14 +94,10 @@ class Journal:
     def replay(self) -> wire.Request:
         """The request for the group that takes the stream now: it continues after the delivered tokens.
 
-        Nothing is asked again about a prompt of which all was told.
+        What was asked stays as it was, so that its client may resume it wherever it is found: a group tells nothing of a prompt
+        behind which there are tokens.
         """
-        sampling = self._request.sampling
-        if sampling.prompt_logprobs is not None and self._prompt_told >= len(self._request.prompt) - 1:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return msgspec.structs.replace(
-            self._request, epoch=self.epoch, delivered=list(self.delivered), sampling=sampling, alone=self.is_alone
-        )
+        return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), alone=self.is_alone)
 
     @property
     def num_tokens(self) -> int:

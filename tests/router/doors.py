@@ -19,6 +19,7 @@ from phalanx_runtime.engine.page_keys import PageKeys
 from phalanx_runtime.server.gateway import EngineGateway, Sink
 from phalanx_runtime.server.link import LinkDoor
 from phalanx_runtime.server.open_link import LinkSettings
+from tests.frontend.fakes import detail_of, prompt_details_of
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
 
@@ -115,11 +116,17 @@ class FakeEngine:
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
-            frame.tokens.append(self.draw(request, index))
+            token = self.draw(request, index)
+            frame.tokens.append(token)
+            frame.details.append(detail_of(request, token))
+            if index == 0 and (prompt_details := prompt_details_of(request)):
+                frame.prompt_details.append(wire.PromptDetails(handle, request.epoch, 1, prompt_details))
             if index + 1 >= request.sampling.max_tokens:
                 frame.finished.append(wire.Finished(handle, request.epoch, "length"))
                 del self.submitted[handle]
         for sink, frame in frames.values():
+            if not any(frame.details):
+                frame.details.clear()
             sink.tokens(frame)
 
     async def run(self) -> None:

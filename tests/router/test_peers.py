@@ -30,7 +30,7 @@ from phalanx_router.route.prefixes import PromptKeys
 from phalanx_router.run import Run
 from phalanx_router.shelf import Shelf
 from phalanx_router.stream import Stream
-from tests.router.clients import chars, read
+from tests.router.clients import Told, chars, read
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, Leaders, make_request, make_settings
 from tests.router.test_resuming import BODY, KEYS, Engine, Router, running_engines, undisturbed
@@ -208,6 +208,28 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         told = await read(third.url, body, told)
         assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
         assert other.num_submitted == 2
+
+
+async def test_a_peer_that_comes_late_gets_requests_as_their_clients_made_them() -> None:
+    """Its router asks no more for the details of the prompt, for it has them all."""
+    body = {**BODY, "seed": 77, "echo": True, "logprobs": 1}
+    whole, dying, other = await undisturbed(body), Engine(), Engine()
+    dying.hold = 20
+    async with running_engines(dying, other) as leaders, AsyncExitStack() as stack:
+        peers, told = Leaders(), Told({}, {})
+        first, _, _ = await stack.enter_async_context(running_router("a", leaders[:1], peers))
+        second, _, address = await stack.enter_async_context(running_router("b", leaders[1:], Leaders()))
+        reading = asyncio.create_task(read(first.url, body, told))
+        await until(lambda: told.last.endswith(":19"))
+        peers.change(Endpoint("b", address, "b"))
+        await until(lambda: len(second.fleet.resuming.copies) == 1)
+        dying.change(wire.State(False, 2, "rank 1 died"))
+        await first.kill()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await read(second.url, body, told)
+    assert told == replace(whole, last=told.last) and len(told.tokens[0]) > 40
+    assert other.num_submitted == 1
 
 
 def copy_at(router: Router, id: str) -> list[int]:

@@ -128,6 +128,10 @@ def test_a_request_for_details_of_its_prompt_computes_all_of_it_and_others_share
     engine.serve({2: told})
     assert engine.computed - computed == 39 + 1
     assert engine.finished[2].cached_tokens == 0
+    assert engine.scheduler.submit(3, msgspec.structs.replace(told, delivered=engine.outputs[2][:1])) is None
+    while not engine.scheduler.is_idle():
+        engine.step()
+    assert engine.finished[3].cached_tokens >= 36, "what comes with output has them"
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:

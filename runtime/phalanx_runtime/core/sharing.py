@@ -9,7 +9,8 @@ The tail of a prompt (its tokens after the last full page, but for the last toke
 who copied from it, equal requests copy its page. Copies happen before the pass, so they take only pages that earlier plans wrote:
 a request whose tail is being written in this very step waits for the next one. A page that begins like ours but goes on
 otherwise is copied as well.
-At least the last token is always computed: its scores are wanted. Requests that want details of their prompt compute all of it.
+At least the last token is always computed: its scores are wanted. Requests that want details of their prompt compute all of it,
+unless they come with output: then these were told.
 """
 
 from phalanx_api import wire
@@ -160,7 +161,7 @@ class Sharing:
             request.proposing.missing_from = None
 
     def _shares(self, request: Request) -> bool:
-        return self._is_on and request.sampling.prompt_logprobs is None
+        return self._is_on and (request.sampling.prompt_logprobs is None or request.num_output > 0)
 
     def _full(self, request: Request) -> int:
         """How many full pages may come from others, so that the last token is computed."""
