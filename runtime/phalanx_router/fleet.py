@@ -124,6 +124,7 @@ class Fleet:
         adoption = self.resuming.take_up(request)
         run = Run(Stream(request) if adoption is None else adoption.stream, self.links.tokenizer(), keys)
         run.began_at = self._clock()
+        run.deaths = ALONE_AFTER if run.stream.journal.is_alone else 0  # a leader does not tell how many there were
         if adoption is not None:
             run.link, run.group, run.handle = adoption.link, adoption.key, adoption.handle
         if (
@@ -131,8 +132,10 @@ class Fleet:
             and (adoption is not None or request.epoch)
             and (known := self.resuming.known(request.id)) is not None
         ):
-            run.model_hash, run.deaths = known.model_hash or None, known.deaths
+            run.model_hash, run.deaths = known.model_hash or None, max(run.deaths, known.deaths)
             run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
+        if adoption is not None:
+            self.placing.begun(run)
         return run
 
     def _leaving(self, why: str) -> BackendError:

@@ -67,7 +67,8 @@ class Listener(Protocol):
 class LinkSettings:
     """Bounds of links. `router` names this router to leaders, `instance` its life.
 
-    `assets_timeout_s` is the longest silence while assets come. `dial` opens a connection.
+    `assets_timeout_s` is the longest silence while assets come. `disowned_s`: how long somebody may come for a disowned request.
+    `dial` opens a connection.
     """
 
     token: str
@@ -77,6 +78,7 @@ class LinkSettings:
     assets_timeout_s: float = 30.0
     first_retry_s: float = 0.1
     last_retry_s: float = 1.0
+    disowned_s: float = 30.0
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     dial: Dial = dial
 
@@ -157,10 +159,17 @@ class LeaderLink:
             self._send(wire.Abort([handle]))
 
     def disown(self, handle: int) -> None:
-        """Forgets a request that is to go on there: it may be adopted again. One that has ended or was lost is no error."""
-        if self._sinks.pop(handle, None) is not None:
-            self.told.ledger.ended(handle)
+        """Forgets a request that is to go on there: it may be adopted again. One that has ended or was lost is no error.
+
+        Where the version spoken has no Disown it would go on for nobody: it is aborted when nobody came for it.
+        """
+        if self._sinks.pop(handle, None) is None:
+            return
+        self.told.ledger.ended(handle)
+        if wire.SINCE[wire.Disown] <= self._version:
             self._send(wire.Disown([handle]))
+        else:
+            asyncio.get_running_loop().call_later(self._settings.disowned_s, self._send, wire.Abort([handle]))
 
     def hear(self, handle: int, sink: Sink) -> None:
         """From now on this sink hears of the request. One that has ended is no error."""
@@ -297,6 +306,8 @@ class LeaderLink:
         stream = adopting.adopted(frame) if isinstance(adopting, Adopting) else None
         if stream is not None:
             self._sinks[frame.handle] = (stream, frame.request.epoch)
+            if frame.request.alone:
+                self._alone.add(frame.handle)
             context = len(frame.request.prompt) + len(frame.request.delivered)
             self.told.ledger.found(frame.handle, sent_of(frame.request, self.told.page_size, context))
 

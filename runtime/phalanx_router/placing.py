@@ -55,7 +55,7 @@ class Placing:
         self._runs: dict[int, Run] = {}
         self._alone: set[Run] = set()
         self._tickets = 0
-        self._seen: dict[tuple[str | None, str | None, bool], Sequence[GroupView]] = {}
+        self._seen: dict[str, Sequence[GroupView]] = {}
         self._known = Known(self._views_of, self._hits_of, self._excluded_of)
         links.heard.append(self.dispatch)
 
@@ -95,10 +95,7 @@ class Placing:
             try:
                 self._send(run, found.choice, now)
             except Exception as error:  # a request that cannot be sent: whoever asked for this look must not suffer for it
-                run.broken = error
-                run.stream.nudge()
-                if run.came is not None and not run.came.done():
-                    run.came.set_result(None)
+                run.give_up(error)
             del self._runs[found.waiting.ticket]
             self._show()
 
@@ -113,13 +110,18 @@ class Placing:
             self._metrics.replayed()
             log.info("stream goes on", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
 
+    def begun(self, run: Run) -> None:
+        """Notes a stream that a group has already: it was adopted there."""
+        if run.stream.journal.is_alone:
+            self._alone.add(run)
+
     def requeue(self, runs: Collection[Run]) -> int:
         """How many of these streams were taken back from their groups, before a token, for another group is much better."""
         sat = {run.waiting.ticket: run for run in runs if run.waiting is not None and run.is_unstarted}
         sats = [Sat(run.waiting, run.group, run.sent_at) for run in sat.values() if run.waiting is not None]
         self._runs.update(sat)
         self._seen.clear()
-        found = requeues(sats, self._known, self._clock())
+        found = requeues(sats, self._views_of_all(), self._known, self._clock())
         for taken in found:
             run = sat[taken.sat.waiting.ticket]
             log.debug("request taken back", extra={"request": run.stream.journal.id, "group": run.group, "why": taken.why})
@@ -144,8 +146,7 @@ class Placing:
         self._tickets += before is None
         ticket, arrived_at = (self._tickets, self._clock()) if before is None else (before.ticket, before.arrived_at)
         has_begun = bool(run.group or journal.delivered or journal.epoch)
-        kind = f"{run.tokenizer}/{run.model_hash if journal.delivered else None}"  # what `_eligible` looks at
-        waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun, kind)
+        waiting = Waiting(ticket, journal.newcomer(), arrived_at, journal.tenant, journal.priority, has_begun, _kind(run))
         if not has_begun:
             self._admit(waiting)
             self.tenants.begin(run)
@@ -264,11 +265,17 @@ class Placing:
     def _views_of(self, waiting: Waiting) -> Sequence[GroupView]:
         """Looked at once for all requests that the same groups can take, until the next is sent."""
         run = self._runs[waiting.ticket]
-        kind = run.tokenizer, run.model_hash if run.stream.journal.delivered else None, run.has_started
+        kind = _kind(run)
         if kind not in self._seen:
-            links = self._eligible(run)
-            self._seen[kind] = [self.burden(view) for view in self._links.outlook.views(list(links.values()))]
+            self._seen[kind] = self._look(list(self._eligible(run).values()))
         return self._seen[kind]
+
+    def _views_of_all(self) -> list[GroupView]:
+        """Of every group that may still have requests: those that are being emptied too."""
+        return self._look([link for link in self._links.open_links() if link.is_serving or link.state.draining])
+
+    def _look(self, links: Sequence[LeaderLink]) -> list[GroupView]:
+        return [self.burden(view) for view in self._links.outlook.views(links)]
 
     def _hits_of(self, waiting: Waiting) -> Mapping[str, int]:
         run = self._runs[waiting.ticket]
@@ -276,3 +283,8 @@ class Placing:
 
     def _show(self) -> None:
         self._metrics.show_queue(len(self.queue), self.queue.tokens)
+
+
+def _kind(run: Run) -> str:
+    """What `_eligible` looks at: the tokenizer, the weights that drew its tokens, and whether it has started."""
+    return f"{run.tokenizer}/{run.model_hash if run.stream.journal.delivered else None}/{run.has_started}"

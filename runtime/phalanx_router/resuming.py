@@ -158,7 +158,11 @@ class Resuming:
         """Ends a stream whose client is here anew."""
         journal = run.stream.journal
         self.closed(run, journal.end(), may_resume=True)
-        run.stream.refused(wire.Refused(run.handle, journal.epoch, 409, "resumed", "its client has come again and resumed it"))
+        why = "its client has come again and resumed it"
+        if run.link is None:  # it waits for a group, and hears of none
+            run.give_up(BackendError(409, "resumed", why))
+        else:
+            run.stream.refused(wire.Refused(run.handle, journal.epoch, 409, "resumed", why))
 
     def _next_epoch(self, request: wire.Request) -> wire.Request:
         """The request as it is to be submitted: the group that had it has it no more, unless it was adopted there."""

@@ -108,6 +108,13 @@ class Run:
         journal = self.stream.journal
         return bool(self.moves or journal.delivered or journal.epoch)
 
+    def give_up(self, error: Exception) -> None:
+        """Ends its wait for a group with this error."""
+        self.broken = error
+        self.stream.nudge()
+        if self.came is not None and not self.came.done():
+            self.came.set_result(None)
+
     def part(self) -> None:
         """Lets the group go on without this router: another one may adopt the stream."""
         self.link = None

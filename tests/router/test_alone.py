@@ -3,11 +3,15 @@
 import asyncio
 from functools import partial
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
+from tests.router.doors import FakeEngine, running_leader
 from tests.router.fakes import FakeLeader, Heard, Script, expected, hear, make_request, make_settings, running_world
+from tests.router.test_orphans import orphaned, resumable, until
+from tests.router.test_resuming import running_router
 
 POISON = [6, 6, 6]
 
@@ -83,3 +87,44 @@ async def test_of_two_that_are_computed_alone_each_has_a_group_of_its_own() -> N
         heard = await asyncio.gather(*(hear(world.fleet, request) for request in alone))
         assert [h.tokens for h in heard] == [expected(r.prompt, 30) for r in alone]
     assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
+
+
+async def test_an_adopted_request_that_is_computed_alone_is_blamed_and_none_beside_it() -> None:
+    engine = FakeEngine()
+    engine.hold = 2
+    alone = msgspec.structs.replace(resumable(), alone=True)
+    async with running_leader(engine) as (address, _), running_router(address) as router:
+        await orphaned(engine, address, alone)
+        found = await router.fleet.find(["a"], "")
+        streams = [asyncio.create_task(hear(router.fleet, r)) for r in (found["a"].request, make_request(id="beside"))]
+        await until(lambda: len(engine.submitted) == 2)
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        with pytest.raises(BackendError, match="3 groups died"):
+            await streams[0]
+        [beside] = router.fleet.runs
+        assert (beside.losses, beside.deaths) == (1, 0)
+        streams[1].cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_no_other_is_computed_alone_where_an_adopted_one_is() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    first.hold = second.hold = 2
+    second.reported = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, waiting_prompt_tokens=50_000)
+    alone = msgspec.structs.replace(resumable(), alone=True)
+    async with (
+        running_leader(first) as (one, _),
+        running_leader(second) as (other, _),
+        running_router(one, other) as router,
+    ):
+        await router.until_linked(2)
+        await orphaned(first, one, alone)
+        found = await router.fleet.find(["a"], "")
+        streams = [asyncio.create_task(hear(router.fleet, found["a"].request))]
+        await until(lambda: len(router.fleet.runs) == 1)
+        streams.append(asyncio.create_task(hear(router.fleet, msgspec.structs.replace(alone, id="b", epoch=1))))
+        await until(lambda: len(first.submitted) + len(second.submitted) == 2)
+        assert len(second.submitted) == 1
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)

@@ -1,14 +1,17 @@
 """Requests that wait at the router, through real links: late binding, refusals, priority, replays, requeueing."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_frontend.backend import BackendError
 from phalanx_router.route.admit import QueueBounds
+from phalanx_router.route.queue import PER_KIND
 from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
 
 ROOM = wire.Load(0, 1, 0, 900, 1000, max_num_seqs=8, max_num_batched_tokens=512)
@@ -133,6 +136,44 @@ async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group()
         assert free.submitted[0].request.epoch == 0
         assert world.metric("phalanx_router_requeues_total") == 1
         assert world.metric("phalanx_router_replays_total") == 0
+
+
+async def test_a_request_that_waits_in_a_group_that_is_being_emptied_is_taken_back() -> None:
+    leaving, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
+    settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(budgets=Budgets(moves_per_group=0)))
+    async with running_world(leaving, free, settings=settings) as world:
+        await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        stream = start(world, "request")
+        await world.until(lambda: ids(leaving) == ["request"])
+        world.source.change(leaving.endpoint(leaving=True), free.endpoint())
+        leaving.load, free.load = msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000), ROOM
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert (ids(free), leaving.aborted) == (["request"], [1])
+        assert world.metric("phalanx_router_requeues_total") == 1
+
+
+async def test_streams_that_no_group_may_take_hold_up_none_that_has_started() -> None:
+    """A group that is being emptied takes what has started, and nothing else."""
+    refusing, dying = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))
+    async with running_world(refusing, dying, settings=make_settings(hold_s=60.0)) as world:
+        await reported(world, dying, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        refused = [start(world, f"refused{number}") for number in range(PER_KIND)]
+        await world.until(lambda: len(refusing.submitted) == PER_KIND)
+        await reported(world, refusing, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        await reported(world, dying, ROOM)
+        started = start(world, "started")
+        await world.until(lambda: ids(dying) == ["started"])
+        world.source.change(refusing.endpoint(leaving=True), dying.endpoint(leaving=True))
+        for submit in list(refusing.submitted):
+            await refusing.tell(wire.Refused(submit.handle, 0, 503, "draining", "it is leaving"))
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == PER_KIND)
+        refusing.release()
+        await dying.stop()
+        assert (await started).tokens == expected([1, 2, 3], 16)
+        assert world.metric("phalanx_router_queued_requests") == PER_KIND
+        for stream in refused:
+            stream.cancel()
+        await asyncio.gather(*refused, return_exceptions=True)
 
 
 async def test_a_prompt_goes_to_the_group_that_holds_its_pages() -> None:

@@ -210,12 +210,26 @@ def test_retry_after_is_the_time_to_drain() -> None:
     assert drain_s(queue, []) is None
 
 
+def taken_back(own: GroupView, *takers: GroupView, now: float = 1.0) -> list[int]:
+    """Who of seven in that group is taken back for one of the takers, the group itself among them or not."""
+    sats = [Sat(waiting(ticket), own.key, since=ticket / 100) for ticket in range(1, 8)]
+    return [found.sat.waiting.ticket for found in requeues(sats, [own, *takers], known(*takers), now)]
+
+
 def test_requests_that_have_not_started_go_to_a_much_better_group() -> None:
     slow, free = group("slow", waits=3, running=32, queued=30_000), group("free")
-    sats = [Sat(waiting(ticket), "slow", since=ticket / 100) for ticket in range(1, 8)]
-    assert [found.sat.waiting.ticket for found in requeues(sats, known(slow, free), 1.0)] == [7, 6, 5]
-    assert requeues(sats, known(slow, free), 0.3) == []
-    assert requeues(sats, known(slow, group("free", queued=29_000)), 1.0) == []
-    assert requeues(sats, known(slow), 1.0) == []
+    assert taken_back(slow, slow, free) == [7, 6, 5]
+    assert taken_back(slow, slow, free, now=0.3) == []
+    assert taken_back(slow, slow, group("free", queued=29_000)) == []
+    assert taken_back(slow, slow) == []
     many = group("slow", waits=9, running=32, queued=30_000)
-    assert len(requeues(sats, known(many, free), 1.0)) == 4
+    assert len(taken_back(many, many, free)) == 4
+
+
+def test_requests_leave_a_group_that_is_being_emptied() -> None:
+    """It is none of those that can take them."""
+    slow, free = group("slow", waits=3, running=32, queued=30_000, draining=True), group("free")
+    assert taken_back(slow, free) == [7, 6, 5]
+    assert taken_back(slow) == []
+    sats = [Sat(waiting(1), "gone", since=0.0)]
+    assert requeues(sats, [free], known(free), 1.0) == []

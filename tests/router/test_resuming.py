@@ -149,6 +149,26 @@ async def test_a_client_that_was_cut_off_gets_the_rest_from_the_same_router() ->
         assert not router.fleet.runs
 
 
+async def test_a_stream_that_waits_for_a_group_ends_when_its_client_comes_again() -> None:
+    body = {**BODY, "seed": 77}
+    whole, engine = await undisturbed(body), Engine()
+    engine.hold = 20
+    async with running_engines(engine) as leaders, running_router(*leaders) as router:
+        seen = Told({}, {})
+        first = asyncio.create_task(read(router.url, body, seen))
+        async with asyncio.timeout(20):
+            while not seen.last.endswith(":19"):
+                await asyncio.sleep(0.002)
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        again = asyncio.create_task(read(router.url, body, Told(dict(seen.texts), {}, seen.last)))
+        assert (await first).error["code"] == "resumed", "though no group is there"
+        engine.hold = 10**9
+        engine.change(wire.State(True, 2))
+        told = await again
+    assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
+    assert engine.num_submitted == 2
+
+
 async def test_a_stream_that_ended_before_its_client_had_all_of_it_is_read_once_more() -> None:
     body = {**BODY, "seed": 77}
     engine = Engine()
@@ -179,6 +199,29 @@ async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
             told = await read(second.url, body, told)
             assert (told.texts, told.ends) == (whole.texts, whole.ends)
         assert other.num_submitted == 1
+
+
+async def test_a_stream_that_was_replayed_is_adopted_as_its_client_asked_for_it() -> None:
+    """Its second group had it with output, and told nothing of the prompt."""
+    body = {**BODY, "seed": 77, "echo": True, "logprobs": 1}
+    whole, engines = await undisturbed(body), [Engine(), Engine()]
+    for engine in engines:
+        engine.hold = 20
+    async with running_engines(*engines) as leaders, running_router(*leaders) as first:
+        await first.until_linked(2)
+        reading = asyncio.create_task(read(first.url, body, stop=lambda _: sum(engine.num_submitted for engine in engines) == 2))
+        while not first.fleet.runs or len(next(iter(first.fleet.runs)).stream.journal.delivered) < 20:
+            await asyncio.sleep(0.002)
+        dying, other = sorted(engines, key=lambda engine: not engine.submitted)
+        other.hold = 30
+        dying.change(wire.State(False, 2, "rank 1 died"))
+        told = await reading
+        assert other.num_submitted == 1 and not told.is_done
+        await first.kill()
+        async with running_router(*leaders, name="router-2") as second:
+            other.hold = 10**9
+            told = await read(second.url, body, told)
+    assert told == replace(whole, last=told.last) and len(whole.tokens[0]) > 40
 
 
 async def test_a_leader_that_answers_late_keeps_the_stream() -> None:

@@ -1,5 +1,7 @@
 """The router's side of the link: what it says of a leader that is of no use, and how assets come."""
 
+import asyncio
+import dataclasses
 import logging
 import pathlib
 import subprocess
@@ -10,6 +12,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
+from phalanx_router.adopting import Adopting
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
@@ -117,3 +120,19 @@ def test_a_router_never_imports_torch() -> None:
     path = ":".join(str(root / part) for part in ("crds", "operator", "runtime"))
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("version", "aborted"), [(1, [1]), (2, [])], ids=["knows no Disown", "keeps it itself"])
+async def test_a_disowned_request_runs_for_nobody_nowhere(version: int, aborted: list[int]) -> None:
+    leader, settings = FakeLeader(script=Script(protocol_version=version)), make_settings()
+    settings = dataclasses.replace(settings, link=dataclasses.replace(settings.link, disowned_s=0.05))
+    async with running_world(leader, settings=settings) as world:
+        [link] = world.fleet.links.open_links()
+        handle = link.adopt("a", "", Adopting())
+        link.disown(handle)
+        assert link.running == 0
+        if aborted:
+            await world.until(lambda: leader.aborted == aborted)
+        else:
+            await asyncio.sleep(0.2)
+            assert leader.aborted == []

@@ -51,7 +51,7 @@ class Ours:
         """What leaves the queue now."""
         sends: list[Send] = []
         while len(self._queue):
-            one = next_dispatch(self._queue, self._known(scene), scene.now, scene.chance.random())
+            one = next_dispatch(self._queue, self._known(scene, self._views(scene)), scene.now, scene.chance.random())
             if one is None:
                 break
             self._queue.remove(one.waiting.ticket)
@@ -65,16 +65,18 @@ class Ours:
 
     def taken_back(self, scene: Scene) -> list[tuple[Job, int]]:
         """What `route.dispatch` would rather have elsewhere."""
-        found = requeues(list(self._sat.values()), self._known(scene), scene.now)
+        views = self._views(scene)
+        found = requeues(list(self._sat.values()), views, self._known(scene, views), scene.now)
         return [(self._jobs[one.sat.waiting.ticket], int(one.sat.key[1:])) for one in found]
 
-    def _known(self, scene: Scene) -> Known:
-        views = [self._balancer.guard.burdened(view, scene.now) for view in self._look(scene.now)]
-
+    def _known(self, scene: Scene, views: Sequence[GroupView]) -> Known:
         def hits(waiting: Waiting) -> dict[str, int]:
             return {f"g{i}": tokens for i, tokens in enumerate(scene.hits_of(self._jobs[waiting.ticket])) if tokens}
 
         return Known(lambda waiting: views, hits, lambda waiting: frozenset())
+
+    def _views(self, scene: Scene) -> list[GroupView]:
+        return [self._balancer.guard.burdened(view, scene.now) for view in self._look(scene.now)]
 
     def _look(self, now: float) -> list[GroupView]:
         return self._lookout.look(self._told, now)

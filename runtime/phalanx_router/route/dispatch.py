@@ -3,7 +3,8 @@
     open      it could start what was sent at once (rows, pages, a backlog below 0.1 s), or fewer than two wait there
     held      a closed group is so much better (less than 0.7 of the cost, 250 ms gained) that waiting for it pays; what is held
               for a group counts as its backlog for those behind; nothing is held for longer than a second
-    requeue   the same bounds take a request that has not started back from its group, twice a second at most
+    requeue   the same bounds take a request that has not started back from its group, twice a second at most; one that is
+              being emptied is left so too
 
 A begun stream goes to the best group at once. A group whose report is not fresh is open: what it has done since is not known, and
 to wait for its word would stop the router. One that never reported is fresh until it should have.
@@ -134,19 +135,23 @@ class Requeue:
     why: str
 
 
-def requeues(sats: Sequence[Sat], known: Known, now: float) -> list[Requeue]:
-    """Which requests to take back now: of each group the newest, as many as wait there, while another group is much better."""
+def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now: float) -> list[Requeue]:
+    """Which requests to take back now: of each group the newest, as many as wait there, while another group is much better.
+
+    there: the groups in which they are. One that is being emptied is none of those that can take a request.
+    """
     found: list[Requeue] = []
     taken: dict[str, int] = {}
     added: dict[str, int] = {}
+    owns = {view.key: view for view in there}
     for sat in sorted(sats, key=lambda sat: -sat.since):
-        views = {view.key: view for view in known.views_of(sat.waiting)}
-        own = views.get(sat.key)
+        own = owns.get(sat.key)
         if own is None or now - sat.since < REQUEUE_EVERY_S or taken.get(sat.key, 0) >= min(MAX_REQUEUES, own.waiting):
             continue
         newcomer, hits = sat.waiting.newcomer, known.hits_of(sat.waiting)
         excluded = known.excluded_of(sat.waiting)
-        others = [view for view in views.values() if view.key != sat.key and view.key not in excluded and is_open(view)]
+        views = known.views_of(sat.waiting)
+        others = [view for view in views if view.key != sat.key and view.key not in excluded and is_open(view)]
         others = [_burdened(view, added.get(view.key, 0)) for view in others if view.state == "fresh" and not view.draining]
         if not others:
             continue

@@ -19,7 +19,7 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 PER_TENANT = 4
 """Requests of one tenant that are offered in a row: the first may be one that no group takes just now."""
 PER_KIND = 8
-"""The same of begun streams that can go to the same groups: there may be none for that kind, or they refused the first ones."""
+"""The same of begun streams of one kind: there may be no group for any of them, or the first ones were refused by all."""
 MAX_TENANTS = 4096
 """Counters that are kept."""
 
@@ -28,7 +28,7 @@ MAX_TENANTS = 4096
 class Waiting:
     """One request that waits. `ticket` orders requests by arrival. `has_begun`: a client has tokens of it, or a group had it.
 
-    kind: which groups can take it; all of one kind can go to the same ones.
+    kind: which groups can take it: all of one kind can go to the same ones, those that failed or refused it aside.
     """
 
     ticket: int
