@@ -125,6 +125,10 @@ WITHOUT: dict[str, Callable[[Path, Path], tuple[dict[str, Any], str]]] = {
         by_draft(save_draft(model, tmp / "draft"), kv_cache_memory_bytes=1 << 17),
         "too few pages",
     ),
+    "a draft beside which no usual request finds pages": lambda model, tmp: (
+        by_draft(save_draft(model, tmp / "draft"), max_model_len=None, kv_cache_memory_bytes=1 << 19),
+        "too few pages",
+    ),
     "an exit that is broken": lambda model, tmp: (
         by_layers(speculative_exit=str(tmp / "none")),
         "exit .*none cannot be read",

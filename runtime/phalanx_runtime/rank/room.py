@@ -16,6 +16,9 @@ from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.rehearsal import Needs, rehearse
 from phalanx_runtime.rank_spec import RankSpec
 
+USUAL_TOKENS = 4096
+"""What the pool has to hold beside a draft where no length is asked for, if the model can do as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -31,9 +34,9 @@ class Room:
     needs: Needs
     usable_bytes: int
 
-    def holds(self, spec: RankSpec) -> bool:
-        """Whether there is a page, and room for one request of the length asked for."""
-        return self.num_pages * spec.page_size >= (spec.max_model_len or spec.page_size)
+    def holds(self, spec: RankSpec, max_position: int) -> bool:
+        """Whether there is room for one request of the length asked for, or of a usual one."""
+        return self.num_pages * spec.page_size >= (spec.max_model_len or min(max_position, USUAL_TOKENS))
 
 
 def measure_room(
@@ -50,22 +53,42 @@ def measure_room(
 
     Raises ModelError, PeerLost.
     """
-    device, held = gauge.device, gauge.held()
+    device, held, has_draft = gauge.device, gauge.held(), drafting.model is not None
     size = page_bytes(model.kv, spec.page_size, dtype) + drafting.page_bytes(spec.page_size, dtype)
-    needs, usable, num_pages = Needs(0, 0), 0, 0
-    try:
-        held_tokens = _pool_bytes(spec, _usable_bytes(spec, device, system), held, device, system) // size * spec.page_size
-        longest = min(spec.max_model_len or max_position, held_tokens)
-        needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
-        if drafting.model is not None:
-            needs = needs.most(rehearse(spec, drafting.model, Pipeline(SoloCollective()), dtype, device, gauge, longest))
-        usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
-        num_pages = _pool_bytes(spec, usable, held + needs.activations + needs.logits_sampler, device, system) // size
-    except ModelError:
-        if drafting.model is None:
-            raise
+    needs, usable = Needs(0, 0), _usable_bytes(spec, device, system)
+    first = _num_pages(spec, usable, held, size, device, system, has_draft)
+    num_pages, group_page_bytes = _agree(first, size, pipeline.world, device)
+    if not num_pages:  # on any rank: all of them rehearse, or none
+        return Room(0, size, group_page_bytes, held, needs, usable)
+    longest = min(spec.max_model_len or max_position, num_pages * spec.page_size)
+    needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+    drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
+    needs = needs.most(drafts or needs)
+    usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
+    taken = held + needs.activations + needs.logits_sampler
+    num_pages = _num_pages(spec, usable, taken, size, device, system, has_draft) if drafts is not None else 0
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
     return Room(num_pages, size, group_page_bytes, held, needs, usable)
+
+
+def _rehearse_draft(spec: RankSpec, draft: Model | None, dtype: torch.dtype, gauge: Gauge, longest: int) -> Needs | None:
+    """What the largest step of the draft needs; nothing where there is none; None when its device has no memory for it."""
+    if draft is None:
+        return Needs(0, 0)
+    try:
+        return rehearse(spec, draft, Pipeline(SoloCollective()), dtype, gauge.device, gauge, longest)
+    except ModelError:
+        return None
+
+
+def _num_pages(spec: RankSpec, usable: int, taken: int, size: int, device: torch.device, system: System, has_draft: bool) -> int:
+    """Pages of this size beside what is taken; none where a draft is to blame. Raises ModelError."""
+    try:
+        return _pool_bytes(spec, usable, taken, device, system) // size
+    except ModelError:
+        if not has_draft:
+            raise
+        return 0
 
 
 def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:

@@ -1,0 +1,111 @@
+"""How many pages there are beside a draft: all ranks say the same, and none waits for another that gave up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention import LayerCache, StepBatch
+from phalanx_runtime.model.partition import Stage
+from phalanx_runtime.model.protocol import Form, Model
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.rank.cgroup import System
+from phalanx_runtime.rank.drafting import Drafting
+from phalanx_runtime.rank.pipeline import Pipeline
+from phalanx_runtime.rank.rehearsal import Needs
+from phalanx_runtime.rank.room import Room, measure_room
+from tests.runtime.pods import make_spec
+from tests.runtime.ranks import PAGE_SIZE, PLAIN, with_group
+from tests.runtime.tiny import save_tiny
+
+CPU = torch.device("cpu")
+ALL = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A gauge that was told what is held. Work takes nothing."""
+
+    bytes_held: int
+    device: torch.device = CPU
+
+    def held(self) -> int:
+        return self.bytes_held
+
+    def peak(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
+class Large:
+    """A model whose steps find no memory."""
+
+    def __init__(self, inner: Model) -> None:
+        self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
+        self.vocab_size, self.width = inner.vocab_size, inner.width
+
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("room") / "model")
+
+
+def rooms(folder: Path, held: int = 0, is_draft_large: bool = False, is_target_large: bool = False, ranks: int = 2) -> list[Room]:
+    """What ranks find, of which the first holds so much and has the draft."""
+    form = Form(torch.float32, CPU, PLAIN, 256)
+
+    def start(group: Collective) -> Room:
+        pipeline, source = Pipeline(group), open_model(folder)
+        target: Model = source.load(pipeline.peers, form, stage=pipeline.stage)
+        draft: Model = open_model(folder).load(SoloCollective(), form, stage=Stage())
+        is_first = group.rank == 0
+        target, draft = Large(target) if is_first and is_target_large else target, Large(draft) if is_draft_large else draft
+        spec = msgspec.structs.replace(
+            make_spec(folder, group.rank, ranks), max_model_len=64, page_size=PAGE_SIZE, max_num_batched_tokens=32, max_num_seqs=4
+        )
+        drafting = Drafting(draft) if is_first else Drafting()
+        gauge = Scale(held if is_first else 0)
+        return measure_room(spec, target, 256, pipeline, torch.float32, System(), gauge, drafting)
+
+    return with_group([ranks], start)
+
+
+def test_ranks_with_a_draft_and_without_agree(folder: Path) -> None:
+    with_draft, without = rooms(folder)
+    assert with_draft.num_pages == without.num_pages > 8
+    assert with_draft.page_bytes == 3 * without.page_bytes, "half of the target's heads, and all of the draft's"
+
+
+@pytest.mark.parametrize("why", ["no room beside its weights", "no room for its largest step"])
+def test_no_rank_waits_for_one_whose_draft_does_not_fit(folder: Path, why: str) -> None:
+    found = rooms(folder, ALL) if why == "no room beside its weights" else rooms(folder, is_draft_large=True)
+    assert [room.num_pages for room in found] == [0, 0]
+
+
+def test_a_target_that_does_not_fit_is_not_served_without_its_draft(folder: Path) -> None:
+    with pytest.raises(ModelError, match="no memory for the largest step"):
+        rooms(folder, is_target_large=True, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_position", "num_pages", "holds"),
+    [(64, 256, 8, True), (64, 256, 7, False), (None, 256, 32, True), (None, 256, 31, False), (None, 1 << 20, 512, True),
+     (None, 1 << 20, 511, False)],
+)  # fmt: skip
+def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position: int, num_pages: int, holds: bool) -> None:
+    room = Room(num_pages, 1, 1, 0, Needs(0, 0), 0)
+    spec = msgspec.structs.replace(make_spec(Path()), max_model_len=asked, page_size=8)
+    assert room.holds(spec, max_position) == holds
