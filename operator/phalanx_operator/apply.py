@@ -85,6 +85,7 @@ class Hands:
         done: list[GroupAction | SetReplicas] = []
         making = Making(revision, self._images, gang)
         await self._try_successor(actions, service, making)
+        is_going = any(group.terminating for group in snapshot.groups) or any(isinstance(one, DeleteGroup) for one in actions)
         for action in actions:
             match action:
                 case InitReplicas():
@@ -95,7 +96,7 @@ class Hands:
                     log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
                 case KeepChildren():
                     await self._shared.keep(service, snapshot, action.groups)
-                case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid)):
+                case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid), is_going):
                     done.append(action)
                 case DrainGroup() | KeepGroup() if await self._note(action, service, now):
                     done.append(action)
@@ -137,12 +138,18 @@ class Hands:
                 if "exceeded quota" not in str(error):
                     raise
 
-    async def _create_group(self, action: CreateGroup, service: InferenceService, making: Making) -> bool:
+    async def _create_group(self, action: CreateGroup, service: InferenceService, making: Making, is_going: bool) -> bool:
+        """Whether it was made now. is_going: another one of the service is being deleted, which may have to be gone before."""
         body = pods.group(service, action.name, replace(making, key=self._draw_key()))
         try:
             made = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
             return False  # made before, and the informer has not told yet
+        except Rejected as error:
+            if not (is_going and "exceeded quota" in str(error)):
+                raise
+            log.info("group has to wait", extra=_fields(service, action.name, str(error)))
+            return False
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
         return True

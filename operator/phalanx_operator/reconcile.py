@@ -130,11 +130,12 @@ class Reconciler:
             self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
+            said = decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now(), wanted=desired.replicas)
             despite = plan.despite(todo.actions, snapshot.groups)
             try:
                 done = await self.hands.carry_out(despite, service, snapshot, current, gang, now)
             finally:
-                await self._write(snapshot, decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now()), done)
+                await self._write(snapshot, said, done)
             raise
         except KubeError:
             self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)

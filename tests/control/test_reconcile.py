@@ -1,6 +1,5 @@
 """One service from its manifest to its end, against an API server in memory and controllers that act on it."""
 
-import contextlib
 import logging
 
 import pytest
@@ -284,11 +283,16 @@ async def test_a_quota_of_as_many_groups_as_there_are_lets_them_be_replaced() ->
     before = world.groups
     await world.change(engine={"maxModelLen": 512})
     for _ in range(12):
-        with contextlib.suppress(Rejected):  # the one that goes is still there: the look is repeated
-            await world.look()
+        await world.look()
+        await world.look()
+        assert world.ready[1] != "Rejected", "the one that goes is still there, and makes room"
         world.cluster.start_pods()
     await world.settle()
     assert not world.groups & before and world.ready == ("True", "Ready")
+    await world.change(replicas=3)
+    with pytest.raises(Rejected):
+        await world.look()
+    assert world.condition("CapacityAvailable") == ("False", "Rejected"), "nothing makes room for this one"
 
 
 @pytest.mark.parametrize("error", [Retry("busy"), Conflict("changed")])

@@ -89,13 +89,15 @@ def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation
     return set_condition(conditions, "Stalled", True, reason=reason, message=message, generation=generation, now=now)
 
 
-def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str) -> Status:
-    """The status when the spec cannot be followed: the groups stay as they are, and the conditions name the fields."""
+def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str, *, wanted: int = 0) -> Status:
+    """The status when the spec cannot be followed: the groups stay as they are, and the conditions name the fields. `wanted`: how
+    many groups there should be, if that is known."""
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
     here = staying(snapshot.groups)
     conditions = snapshot.status.conditions
     generation = snapshot.generation
-    verdicts: tuple[tuple[ConditionType, bool], ...] = (("Ready", False), ("Progressing", False), ("Stalled", True))
+    verdicts: list[tuple[ConditionType, bool]] = [("Ready", False), ("Progressing", False), ("Stalled", True)]
+    verdicts += [("CapacityAvailable", False)] if len(here) < wanted else []
     for kind, is_true in verdicts:
         conditions = set_condition(conditions, kind, is_true, reason=reason, message=message, generation=generation, now=now)
     conditions = _set_available(conditions, snapshot.router, any(group.ready for group in here), generation, now)
