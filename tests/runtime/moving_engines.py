@@ -101,7 +101,7 @@ def running_group(
             ports = [group.doors[rank].port for rank in range(place.world_size)]
             carrier = PageCarrier(door, reports, [""] * len(ports), ports, range(len(ports)), SECRET)
             group.loop = EngineLoop(
-                runner, limits, group.channel, rules=rules, grammars=runner.grammars, carrier=carrier, fitting=runner.fitting
+                runner, limits, group.channel, rules=rules, grammars=runner.grammars(), carrier=carrier, fitting=runner.fitting
             )
             group.loop.run()
             if len(ports) > 1:

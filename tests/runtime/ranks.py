@@ -99,6 +99,7 @@ class Build:
     device: str = "cpu"
     level: Level = "auto"
     stages: int = 1
+    grammars: type[Grammars] = Grammars
     proposer: Proposer | None = None
     """Of every rank of the first stage."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +114,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     form = Form(build.dtype, device, build.kernels, source.max_position, has_exit=bool(build.speculative))
     model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
-    grammars = Grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
+    grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
     pool, proposer = PoolShape(build.num_pages, PAGE_SIZE), build.proposer
     if build.speculative:
         spec = msgspec.structs.replace(make_spec(folder, collective.rank, collective.world_size), **build.speculative)

@@ -15,6 +15,8 @@ from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.engine.ports import Grammars, StepRunner
+from phalanx_runtime.rank.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=3)
@@ -74,11 +76,14 @@ class Wire:
 
 
 class Engine:
-    """An engine that runs in a thread until the block ends."""
+    """An engine that runs in a thread until the block ends, over a fake runner, or a real one with its grammars."""
 
-    def __init__(self, num_pages: int = 64, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, num_pages: int = 64, limits: Limits = LIMITS, real: tuple[StepRunner, Grammars | None] | None = None
+    ) -> None:
         self.grammars, self.wire, self.runner = Slow(), Wire(), FakeRunner(num_pages, 4)
-        self.loop = EngineLoop(self.runner, limits, self.wire, grammars=self.grammars)
+        runner, grammars = real or (self.runner, ThreadedGrammars(self.grammars))
+        self.loop = EngineLoop(runner, limits, self.wire, grammars=grammars)
         self._thread = threading.Thread(target=self.loop.run)
         self.tokens: dict[int, list[int]] = {}
         self.ended: list[int] = []
@@ -261,7 +266,7 @@ def test_over_the_real_channel_a_compiled_grammar_wakes_the_engine(tmp_path: Pat
     server.bind(f"ipc://{tmp_path}/engine")
     grammars, theirs = Slow(), zmq.Context[zmq.Socket[bytes]]()
     channel = ZmqChannel(f"ipc://{tmp_path}/engine", theirs)
-    thread = threading.Thread(target=EngineLoop(FakeRunner(64, 4), LIMITS, channel, grammars=grammars).run)
+    thread = threading.Thread(target=EngineLoop(FakeRunner(64, 4), LIMITS, channel, grammars=ThreadedGrammars(grammars)).run)
     thread.start()
     server.send(wire.encode(wire.Submit(1, asking(LARGE))))
     assert grammars.begun.wait(20)

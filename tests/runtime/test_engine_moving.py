@@ -12,6 +12,7 @@ from phalanx_runtime.core import copying
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rescue import Pressure, Rescue, Victim
 from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.rank.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_engine_compiling import LARGE, Slow, asking
 
@@ -88,7 +89,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.runner = FakeRunner(self.num_pages, 4, self.depth)
         self.carrier, self.inbox = FakeCarrier(), Inbox()
-        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, grammars=self.grammars, carrier=self.carrier)
+        grammars = None if self.grammars is None else ThreadedGrammars(self.grammars)
+        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, grammars=grammars, carrier=self.carrier)
 
     def turn(self, *frames: wire.ToEngine, times: int = 1, told: Sequence[tuple[int, copying.Report]] = ()) -> None:
         self.inbox.waiting += [wire.encode(frame) for frame in frames]

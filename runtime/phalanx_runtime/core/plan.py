@@ -36,7 +36,7 @@ class Path(msgspec.Struct, frozen=True, array_like=True):
     behind: list[int] = []
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One forward pass over packed tokens.
 
     rows, starts, counts and pages are parallel: request in row `rows[i]` has `starts[i]` tokens in its pages and computes
@@ -70,7 +70,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return [depth_of.get(request, 0) for request, _ in self.draws]
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """Drawn tokens, parallel to the plan's `draws`; `details` too, or empty when no request asked for any.
 
     Where the plan has paths, draw d gave `runs[d]` tokens, at least one, at as many output indexes; tokens and details of all

@@ -1,13 +1,13 @@
 """Compiles the grammars of requests beside the steps, so that a large one holds up its own request only.
 
-The steps of rank 0 draw with compiled grammars. Here each is made in a thread before its request is in a step, and held as long
-as the request is in the engine, through preemptions too. Compiling lets go of the interpreter: steps go on meanwhile.
+Steps draw with compiled grammars. Here each is made, by whoever draws, before its request is in a step, and held as long as the
+request is in the engine, through preemptions too.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,9 +17,6 @@ from phalanx_runtime.core.admission import Refuse
 from phalanx_runtime.engine.ports import Grammars
 
 log = logging.getLogger(__name__)
-
-THREADS = 2
-"""Grammars that are compiled at once: a second, so that one that takes seconds does not keep small ones waiting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +34,6 @@ class Compiling:
     def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._jobs: dict[wire.Grammar, _Job] = {}
         self._waiting: dict[int, _Job] = {}
         self._held: dict[int, object] = {}
@@ -84,10 +80,10 @@ class Compiling:
 
     def close(self) -> None:
         """Begins no more of them. Those that are being compiled are not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def _start(self, grammar: wire.Grammar) -> _Job:
-        job = self._jobs[grammar] = _Job(grammar, self._threads.submit(self._grammars.compile, grammar))
+        job = self._jobs[grammar] = _Job(grammar, self._grammars.begin(grammar))
         job.result.add_done_callback(partial(self._tell, job))
         return job
 

@@ -1,6 +1,7 @@
 """The seams of the engine loop: the ranks below it, the HTTP process above it."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from phalanx_api import wire
@@ -44,14 +45,19 @@ class Watch(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiled grammars. Implemented by `phalanx_runtime.rank.grammar`; tests have fakes."""
+    """Compiled grammars, of the rank that draws. Implemented by `phalanx_runtime.rank.grammar_threads`; tests have fakes."""
 
     def kept(self, grammar: wire.Grammar) -> object | None:
         """The compiled grammar, if there is one: as long as somebody holds it, steps find it. Returns at once."""
         ...
 
-    def compile(self, grammar: wire.Grammar) -> object:
-        """The same, after it was compiled. Takes up to seconds; called in threads. Raises GrammarError, for the client."""
+    def begin(self, grammar: wire.Grammar) -> Future[object]:
+        """The same, once it was compiled, which takes up to seconds. Returns at once; any thread ends the wait. Fails with
+        GrammarError, for the client. Called by the engine's thread. Raises errors.PeerLost when a rank is gone."""
+        ...
+
+    def close(self) -> None:
+        """Begins no more of them. Those that are being compiled are not waited for."""
         ...
 
 

@@ -88,7 +88,7 @@ def _serve(spec: RankSpec) -> None:
     speculating = Speculating(method, spec.speculative_tokens, spec.speculative_control == "adaptive", drafts, runner.lost_draft)
     model = ready.served.model_hash
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, model, speculating)
-    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars, carrier, runner.fitting)
+    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars(), carrier, runner.fitting)
 
 
 def _leave_with_parent() -> None:

@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,6 +20,7 @@ from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError, grammar_source
 from phalanx_runtime.checkpoint.assets import read_eos_token_ids
 
+T = TypeVar("T")
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept. Each costs memory up to some megabytes; fewer are compiled again and again."""
 
@@ -80,19 +82,47 @@ class Compiled:
         self.inner = inner
 
 
+class Kept(Generic[T]):
+    """Values by grammar, found as long as somebody holds them. The last used ones are held here. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: WeakValueDictionary[wire.Grammar, T] = WeakValueDictionary()
+        self._recent: dict[wire.Grammar, T] = {}
+
+    def get(self, grammar: wire.Grammar) -> T | None:
+        """The value, if somebody holds it."""
+        with self._lock:
+            value = self._held.get(grammar)
+            if value is not None:
+                self._use(grammar, value)
+            return value
+
+    def put(self, grammar: wire.Grammar, value: T) -> None:
+        """Keeps it among the last used, of which the first is the one to forget."""
+        with self._lock:
+            self._held[grammar] = value
+            self._use(grammar, value)
+
+    def _use(self, grammar: wire.Grammar, value: T) -> None:
+        self._recent.pop(grammar, None)
+        self._recent[grammar] = value
+        while len(self._recent) > KEPT_GRAMMARS:
+            del self._recent[next(iter(self._recent))]
+
+
 class Grammars:
     """Matchers for requests. `tokenizer` is called once, at the first grammar; `vocab_size` are the model's scores.
 
-    Any thread may `compile` while others use what is compiled. Implements `phalanx_runtime.engine.ports.Grammars`.
+    Any thread may `compile` while others use what is compiled. Implements `phalanx_runtime.rank.grammar_threads.Compiler`.
     """
 
     def __init__(self, tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
         self._read = tokenizer
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._reading, self._lock = threading.Lock(), threading.Lock()
-        self._held: WeakValueDictionary[wire.Grammar, Compiled] = WeakValueDictionary()
-        self._recent: dict[wire.Grammar, Compiled] = {}
+        self._reading, self._counting = threading.Lock(), threading.Lock()
+        self._kept: Kept[Compiled] = Kept()
         self.num_compiled = 0
         """How often a grammar was compiled."""
 
@@ -103,11 +133,7 @@ class Grammars:
 
     def kept(self, grammar: wire.Grammar) -> Compiled | None:
         """The compiled grammar, if there is one: as long as somebody holds it, `matcher` finds it."""
-        with self._lock:
-            compiled = self._held.get(grammar)
-            if compiled is not None:
-                self._keep(grammar, compiled)
-            return compiled
+        return self._kept.get(grammar)
 
     def compile(self, grammar: wire.Grammar) -> Compiled:
         """The same, after it was compiled. Raises GrammarError."""
@@ -115,18 +141,10 @@ class Grammars:
         if inner.is_error():
             raise GrammarError(_one_line(inner.get_error()))
         compiled = Compiled(inner)
-        with self._lock:
+        with self._counting:
             self.num_compiled += 1
-            self._keep(grammar, compiled)
+        self._kept.put(grammar, compiled)
         return compiled
-
-    def _keep(self, grammar: wire.Grammar, compiled: Compiled) -> None:
-        """Keeps it among the last used, of which the first is the one to forget."""
-        self._held[grammar] = compiled
-        self._recent.pop(grammar, None)
-        self._recent[grammar] = compiled
-        while len(self._recent) > KEPT_GRAMMARS:
-            del self._recent[next(iter(self._recent))]
 
     def _known(self) -> LLTokenizer:
         with self._reading:

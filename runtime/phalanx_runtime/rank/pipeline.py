@@ -1,8 +1,9 @@
 """A rank's place in a pipeline of stages, and what it exchanges with the ranks of other stages.
 
-    plan     rank 0 -> all             every rank obeys the plans in the order in which they were made
+    plan     rank 0 -> all             every rank obeys the plans in the order in which they were made; among them stand
+                                       orders for grammars, which are the drawer's
     hidden   stage s -> stage s + 1    from each rank to the one of the same place in the next stage
-    result   drawer -> rank 0          the drawer, first rank of the last stage, draws the tokens
+    result   drawer -> rank 0          the drawer, first rank of the last stage, draws the tokens; answers to those orders too
 
 Ranks fill one stage after the other, so that the ranks of a stage, who talk most, are in one pod. Tokens are drawn where the
 scores are: a result has some hundred bytes, the scores of 64 rows of a real vocabulary have 12 MB. A thread of rank 0 takes
@@ -11,12 +12,20 @@ results as they come. So the drawer never waits for rank 0, a stage waits only f
 
 import queue
 import threading
+from collections.abc import Callable
 
+import msgspec
 import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.grammar_orders import Compile, Compiled
+from phalanx_runtime.core.plan import StepPlan, StepResult
 from phalanx_runtime.model.partition import Stage
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_told = msgspec.msgpack.Decoder(StepPlan | Compile).decode
+_decode_given = msgspec.msgpack.Decoder(StepResult | Compiled).decode
 
 
 class Pipeline:
@@ -31,24 +40,32 @@ class Pipeline:
         self.stage = Stage(index, num_stages)
         self.peers = world if num_stages == 1 else world.subgroup(own)
         self.drawer = (num_stages - 1) * self._size
-        self._results: queue.SimpleQueue[bytes | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._inbox = threading.Thread(target=self._take_results, name="results", daemon=True)
+        self._giving = threading.Lock()
+        self._hear: Callable[[Compiled], None] | None = None
 
     @property
     def draws(self) -> bool:
         """Whether this rank is the drawer."""
         return self.world.rank == self.drawer
 
-    def tell(self, plan: bytes) -> None:
-        """Sends a plan to all ranks; nothing says that no plan follows. Only on rank 0. Raises PeerLost."""
+    def listen(self, hear: Callable[[Compiled], None]) -> None:
+        """From now on `hear` is told, on a thread of its own, what became of orders for grammars. Only on rank 0."""
+        self._hear = hear
+
+    def tell(self, order: StepPlan | Compile | None) -> None:
+        """Sends a plan or an order to all ranks; None says that no plan follows. Only on rank 0. Raises PeerLost."""
         if self.stage.count > 1 and self._inbox.ident is None:
             self._inbox.start()  # not before: while ranks load, other messages come from the drawer
         if self.world.world_size > 1:
-            self.world.broadcast(plan)
+            self.world.broadcast(b"" if order is None else _encode(order))
 
-    def told(self) -> bytes:
-        """The next plan, whenever it comes. Not on rank 0. Raises PeerLost."""
-        return self.world.broadcast(None)
+    def told(self) -> StepPlan | Compile | None:
+        """The next of them, whenever it comes. Not on rank 0. Raises PeerLost."""
+        message = self.world.broadcast(None)
+        told: StepPlan | Compile | None = _decode_told(message) if message else None
+        return told
 
     def receive(self, hidden: Tensor) -> Tensor:
         """The tensor, filled with what the stage before handed on. Raises PeerLost."""
@@ -58,13 +75,16 @@ class Pipeline:
         """Gives the hidden state to the next stage. Raises PeerLost."""
         self.world.send(hidden, self.world.rank + self._size)
 
-    def give_result(self, result: bytes) -> None:
-        """Tells rank 0 what was drawn; nothing says that no result follows. Only on the drawer. Raises PeerLost."""
-        self.world.send(torch.tensor([len(result)]), 0)
-        if result:
-            self.world.send(torch.frombuffer(bytearray(result), dtype=torch.uint8), 0)
+    def give(self, given: StepResult | Compiled | None) -> None:
+        """Tells rank 0 what was drawn, or what became of an order; None says that nothing follows. Only on the drawer, where
+        any thread may call it. Raises PeerLost."""
+        message = b"" if given is None else _encode(given)
+        with self._giving:
+            self.world.send(torch.tensor([len(message)]), 0)
+            if message:
+                self.world.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
-    def result(self) -> bytes:
+    def result(self) -> StepResult:
         """The drawer's next result. Only on rank 0. Raises PeerLost."""
         result = self._results.get()
         if isinstance(result, BaseException):
@@ -74,6 +94,11 @@ class Pipeline:
     def _take_results(self) -> None:
         try:
             while size := int(self.world.receive(torch.zeros(1, dtype=torch.int64), self.drawer)):
-                self._results.put(self.world.receive(torch.zeros(size, dtype=torch.uint8), self.drawer).numpy().tobytes())
+                message = self.world.receive(torch.zeros(size, dtype=torch.uint8), self.drawer)
+                given: StepResult | Compiled = _decode_given(message.numpy().tobytes())
+                if isinstance(given, StepResult):
+                    self._results.put(given)
+                elif self._hear is not None:
+                    self._hear(given)
         except BaseException as error:
             self._results.put(error)

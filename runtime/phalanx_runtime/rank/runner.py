@@ -15,10 +15,11 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.speculator import Fitting
+from phalanx_runtime.engine.ports import Grammars
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.grammar import Grammars
+from phalanx_runtime.rank.grammar_threads import FarGrammars, GrammarService, ThreadedGrammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.page_memory import DraftPages, open_pages
 from phalanx_runtime.rank.paths import NO_TOKEN, drafted_tokens, filled, num_drafted, proposals
@@ -29,9 +30,6 @@ from phalanx_runtime.rank.sampler import Sampler
 
 POLL_S = 0.001
 """How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""
-_decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
-_decode_result = msgspec.msgpack.Decoder(StepResult).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class ModelRunner:
@@ -60,6 +58,7 @@ class ModelRunner:
         """Of the plans that were started and not finished."""
         self._done: deque[StepResult] = deque()
         self._step_done = 0
+        self._orders = GrammarService(sampler.grammars, pipeline.give) if pipeline.draws and pipeline.world.rank else None
 
     @property
     def pool(self) -> PoolShape:
@@ -88,10 +87,13 @@ class ModelRunner:
         while self._step_done < step:
             time.sleep(POLL_S)
 
-    @property
     def grammars(self) -> Grammars | None:
-        """Those that this rank draws with; None when it does not draw."""
-        return self._sampler.grammars if self._pipeline.draws else None
+        """Those that requests are drawn with: this rank's own, or those of the drawer. Only on rank 0, once."""
+        if self._pipeline.draws:
+            return None if self._sampler.grammars is None else ThreadedGrammars(self._sampler.grammars)
+        far = FarGrammars(self._pipeline.tell)
+        self._pipeline.listen(far.hear)
+        return far
 
     @property
     def fitting(self) -> Fitting | None:
@@ -105,7 +107,7 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> None:
         """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
-        self._pipeline.tell(_encode(plan) if self._pipeline.world.world_size > 1 else b"")
+        self._pipeline.tell(plan)
         result = self._step(plan)
         self._draft_s.append(self._last_draft_s)
         if result is not None:
@@ -113,7 +115,7 @@ class ModelRunner:
 
     def finish(self) -> StepResult:
         """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
-        result = self._done.popleft() if self._pipeline.draws else _decode_result(self._pipeline.result())
+        result = self._done.popleft() if self._pipeline.draws else self._pipeline.result()
         draft_s = self._draft_s.popleft()
         if self._proposer is None:
             return result
@@ -121,16 +123,21 @@ class ModelRunner:
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
-        while message := self._pipeline.told():
-            result = self._step(_decode_plan(message))
-            if result is not None:
-                self._pipeline.give_result(_encode(result))
+        while (order := self._pipeline.told()) is not None:
+            if isinstance(order, StepPlan):
+                result = self._step(order)
+                if result is not None:
+                    self._pipeline.give(result)
+            elif self._orders is not None:
+                self._orders.obey(order)
+        if self._orders is not None:
+            self._orders.close()
         if self._pipeline.draws:
-            self._pipeline.give_result(b"")
+            self._pipeline.give(None)
 
     def dismiss(self) -> None:
         """Ends `follow` on the other ranks. Only on rank 0."""
-        self._pipeline.tell(b"")
+        self._pipeline.tell(None)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult | None:
