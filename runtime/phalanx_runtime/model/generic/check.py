@@ -2,16 +2,20 @@
 
 Packed requests share a forward pass, so tokens may act on one another through attention alone. That is tried: where every token
 attends to itself, tokens in another order, with their positions, must give the same scores in that order.
+
+A stage of a pipeline is tried alike, with hidden states drawn at random in place of those of the stage before it. Nothing but
+hidden states may go from layer to layer: what else a layer is told depends on positions alone.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.generic.calls import PAGED, PROBED, Answer, answered_by
 from phalanx_runtime.model.generic.layers import Call, attend_densely
+from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.window import window_of
 
 NUM_TOKENS = 24
@@ -64,39 +68,68 @@ def attend_to_self(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
 
 
+_MORE = "pipeline parallel: more than hidden states goes from layer to layer"
+
+
 @torch.inference_mode()
-def probe(model: nn.Module, positions: int, vocab_size: int, device: torch.device, whole: bool) -> list[Call]:
+def probe(part: Part, positions: int, vocab_size: int, device: torch.device, dtype: torch.dtype, whole: bool) -> list[Call]:
     """The calls of one forward pass. Raises Unsupported, with the reason, for a model that we cannot compute.
 
-    whole: this rank holds the whole model, so that its own attention can run beside ours.
+    whole: this rank holds its layers whole, so that their own attention can run beside ours.
     """
     size = min(NUM_TOKENS, positions)
     tokens = torch.randint(0, vocab_size, (size,), generator=torch.Generator().manual_seed(0)).to(device)
     at = torch.arange(size, device=device)
+    _check_cut(part, tokens, at, dtype)
+    before = _states(part, size, device, dtype)
     answer = Probe(positions)
-    ours = _forward(model, tokens, at, answer, PROBED)
+    ours = _forward(part, tokens, at, answer, PROBED, before)
     calls = list(answer.calls)
     if not calls:
         raise Unsupported("its attention does not go through AttentionInterface")
-    if not _close(_forward(model, tokens, None, answer, PROBED), ours):
+    if not _close(_forward(part, tokens, None, answer, PROBED, before), ours):
         raise Unsupported("it numbers the tokens of a request otherwise than from 0")
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
-    alone = _forward(model, tokens, at, attend_to_self, PAGED)
-    mixed = _forward(model, tokens[order], at[order], attend_to_self, PAGED)
+    alone = _forward(part, tokens, at, attend_to_self, PAGED, before)
+    mixed = _forward(part, tokens[order], at[order], attend_to_self, PAGED, None if before is None else before[order])
     if not _close(alone[order], mixed):
         raise Unsupported("its tokens act on one another, or know their place, outside of attention")
-    if whole and not _close(_forward(model, tokens, at, answer, "eager"), ours):
+    if whole and not _close(_forward(part, tokens, at, answer, "eager", before), ours):
         raise Unsupported("its own attention gives other scores than ours")
-    use(model, PAGED)
+    use(part.model, PAGED)
     return calls
 
 
-def forward(model: nn.Module, tokens: Tensor, positions: Tensor | None, **options: Any) -> Tensor:
-    """Scores of these packed tokens: [tokens kept, vocabulary]. Without positions the model numbers them itself."""
-    if positions is not None:
-        options["position_ids"] = positions[None]
-    out: Tensor = model(tokens[None], use_cache=False, return_dict=True, **options).logits
-    return out[0]
+def _check_cut(part: Part, tokens: Tensor, at: Tensor, dtype: torch.dtype) -> None:
+    """Finds how layers hand on hidden states, and tries that nothing else goes from layer to layer."""
+    if part.stage.count == 1:
+        return
+    size, device = len(tokens), tokens.device
+    states = [_states(part, size, device, dtype, seed) for seed in (1, 2)]
+    try:
+        _forward(part, tokens, at, attend_to_self, PAGED, states[0])
+    except Unsupported:  # if it is for another reason, it is raised again
+        part.give_tuples()
+        _forward(part, tokens, at, attend_to_self, PAGED, states[0])
+    told = list(part.others)
+    _forward(part, tokens.flip(0), at, attend_to_self, PAGED, states[1])
+    if not _same(told, part.others):
+        raise Unsupported(_MORE)
+    if states[0] is not None:
+        outs = [_forward(part, tokens, at, attend_to_self, PAGED, states[0], embeds) for embeds in states]
+        if not _same(*([out] for out in outs)):
+            raise Unsupported(_MORE)
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _states(part: Part, size: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor | None:
+    """Hidden states to try a stage with; None for the first, which makes its own."""
+    if part.stage.is_first:
+        return None
+    return torch.randn(size, part.width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def use(model: Any, implementation: str) -> None:
@@ -104,11 +137,19 @@ def use(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def _forward(model: nn.Module, tokens: Tensor, positions: Tensor | None, answer: Answer, implementation: str) -> Tensor:
-    use(model, implementation)
+def _forward(
+    part: Part,
+    tokens: Tensor,
+    positions: Tensor | None,
+    answer: Answer,
+    implementation: str,
+    before: Tensor | None,
+    embeds: Tensor | None = None,
+) -> Tensor:
+    use(part.model, implementation)
     try:
         with answered_by(answer):
-            return forward(model, tokens, positions)
+            return part.forward(tokens, positions, before, embeds)
     except Unsupported:
         raise
     except Exception as error:

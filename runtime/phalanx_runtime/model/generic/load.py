@@ -5,7 +5,7 @@ parameter is made of several tensors these are read whole, one parameter at a ti
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -59,9 +59,15 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> int:
-    """Reads this rank's part of every parameter and stored buffer, and gives their bytes. Raises ModelError."""
-    wanted: dict[str, Tensor] = dict(model.state_dict())
+def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], unread: Collection[str] = ()) -> int:
+    """Reads this rank's part of every parameter and stored buffer but the unread ones, which become empty, and gives their bytes.
+
+    Raises ModelError.
+    """
+    wanted: dict[str, Tensor] = {name: tensor for name, tensor in model.state_dict().items() if name not in unread}
+    for name in unread:
+        shape, dtype = model.get_parameter(name).shape, model.get_parameter(name).dtype
+        _set(model, name, torch.empty((0, *shape[1:]), dtype=dtype, device=checkpoint.device))
     filled: dict[str, Tensor] = {}
     for parts in _grouped(model, checkpoint, wanted):
         for name, tensor in parts.tensors(model, checkpoint, cuts).items():

@@ -12,9 +12,10 @@ from phalanx_runtime.model.attention import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.fields import Json
 from phalanx_runtime.model.generic.calls import answered_by, register
-from phalanx_runtime.model.generic.check import forward, probe
+from phalanx_runtime.model.generic.check import probe
 from phalanx_runtime.model.generic.layers import Call, PagedAnswer, layout_of
 from phalanx_runtime.model.generic.load import fill, make_empty
+from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Splitter
 from phalanx_runtime.model.native.attention import choose_attention
 from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
@@ -40,11 +41,6 @@ class GenericSource:
 
     def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
         """This rank's part of the model, tried on a few tokens. Raises ModelError with the reason when it cannot be computed."""
-        if stage.count > 1:
-            raise ModelError(
-                "pipeline parallel: transformers computes a model as a whole; use --tensor-parallel-size, or a model that the "
-                "fused decoder knows"
-            )
         if form.positions > self.max_position:
             raise ModelError(f"max_model_len {form.positions} is more than the {self.max_position} positions of the model")
         if form.kernels.precision == "int8":
@@ -52,41 +48,46 @@ class GenericSource:
         register()
         model = make_empty(self.config, form.dtype, "eager" if form.device.type == "cpu" else None)
         text = self.config.get_text_config()
+        part = Part(model, stage, int(getattr(text, "hidden_size", None) or text.vocab_size))
         splitter = None
         if collective.world_size > 1:
             splitter = Splitter(model, getattr(model, "_tp_plan", None) or {}, _kv_heads(text), collective)
             splitter.split()
         with Checkpoint(self.folder, form.dtype, form.device) as checkpoint:
-            num_bytes = fill(model, checkpoint, splitter.cuts if splitter else {})
+            num_bytes = fill(model, checkpoint, splitter.cuts if splitter else {}, part.unread)
         for name in splitter.zeroed if splitter else ():
             model.get_parameter(name).zero_()
-        calls = probe(model, form.positions, int(text.vocab_size), form.device, whole=collective.world_size == 1)
-        return GenericModel(model, calls, form.positions, num_bytes, collective, attention or choose_attention(form.device))
+        calls = probe(part, form.positions, int(text.vocab_size), form.device, form.dtype, whole=collective.world_size == 1)
+        return GenericModel(part, calls, form.positions, num_bytes, collective, attention or choose_attention(form.device))
 
 
 class GenericModel:
     """One rank's part of a `transformers` model."""
 
     def __init__(
-        self, model: Any, calls: list[Call], positions: int, num_bytes: int, collective: Collective, attention: Attention
+        self, part: Part, calls: list[Call], positions: int, num_bytes: int, collective: Collective, attention: Attention
     ) -> None:
         self.kv = layout_of(calls)
         self.positions = positions
         self.num_bytes = num_bytes
-        text = model.config.get_text_config()
-        self.vocab_size = int(text.vocab_size)
-        self.width = int(getattr(text, "hidden_size", None) or self.vocab_size)
-        self._model = model
+        self.vocab_size = int(part.model.config.get_text_config().vocab_size)
+        self.width = part.width
+        self._part = part
         self._calls = calls
         self._attention = attention
         self._span: Span = cut_evenly(self.vocab_size, collective.world_size)[collective.rank]
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        """Scores at each of the batch's `drawn` tokens, of the whole vocabulary. Writes the step's keys and values."""
+        """Scores at each of the batch's `drawn` tokens, of the whole vocabulary; of stages but the last, hidden states of all.
+
+        Writes the step's keys and values.
+        """
         answer = PagedAnswer(self._calls, self.kv, self._attention, batch, caches)
         with answered_by(answer):
-            scores = forward(self._model, batch.tokens, batch.positions, logits_to_keep=batch.drawn)
+            scores = self._part.forward(batch.tokens, batch.positions, before, logits_to_keep=batch.drawn)
         answer.check_complete()
+        if not self._part.stage.is_last:
+            return scores
         return scores if len(scores) == len(batch.drawn) else scores.index_select(0, batch.drawn)
 
     def scores(self, hidden: Tensor) -> Tensor:
