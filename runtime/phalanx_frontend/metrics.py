@@ -4,6 +4,7 @@ vLLM's names are the engine's alone (`phalanx_runtime.server.metrics`), so that 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -34,13 +35,19 @@ class Tally:
     def count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
         """One request ended."""
         now = self._totals
-        self._totals = Totals(
-            now.requests + 1,
-            now.prompt_tokens + prompt_tokens,
-            now.cached_tokens + cached_tokens,
-            now.generated_tokens + generated_tokens,
-            now.latency_s + latency_s,
+        self._totals = replace(
+            now,
+            requests=now.requests + 1,
+            prompt_tokens=now.prompt_tokens + prompt_tokens,
+            cached_tokens=now.cached_tokens + cached_tokens,
+            generated_tokens=now.generated_tokens + generated_tokens,
+            latency_s=now.latency_s + latency_s,
         )
+
+    def speculated(self, proposed: int, accepted: int) -> None:
+        """So many tokens more were proposed, and so many of these were drawn too."""
+        now = self._totals
+        self._totals = replace(now, proposed=now.proposed + proposed, accepted=now.accepted + accepted)
 
     def totals(self) -> Totals:
         """The sums so far."""

@@ -102,14 +102,14 @@ async def _accept_entry(door: Door, entries: Sequence[object], position: int, ca
 
 
 def metrics_document(totals: Totals, memory: Sequence[MemoryAccount]) -> dict[str, Any]:
-    """The body of /v1/metrics. Averages are null before the first request; the cache's also before the first prompt token."""
+    """The body of /v1/metrics. Averages are null before there is anything to divide by: acceptance while nothing was proposed."""
     return {
         "total_requests": totals.requests,
         "total_tokens_generated": totals.generated_tokens,
         "avg_latency_ms": totals.latency_s * 1000 / totals.requests if totals.requests else None,
         "avg_throughput_tokens_per_sec": totals.generated_tokens / totals.latency_s if totals.latency_s else None,
         "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else None,
-        "acceptance_rate": None,
+        "acceptance_rate": totals.accepted / totals.proposed if totals.proposed else None,
         "kv_bytes_per_token": sum(account.kv_bytes_per_token for account in memory) or None,
         "memory": [
             {

@@ -28,13 +28,18 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts since the start of this process: requests that ended, and what they were given."""
+    """Counts since the start of this process: requests that ended, and what they were given.
+
+    proposed, accepted: tokens that were proposed, and those of them that were drawn too.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     latency_s: float = 0.0
+    proposed: int = 0
+    accepted: int = 0
 
 
 class Vitals(Protocol):

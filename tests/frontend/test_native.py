@@ -249,6 +249,7 @@ def test_the_memory_account_is_told_for_each_rank() -> None:
         )
         for rank in range(2)
     ]
+    assert metrics_document(Totals(proposed=8, accepted=6), ())["acceptance_rate"] == 0.75
     told = metrics_document(Totals(), accounts)
     assert told["kv_bytes_per_token"] == 8
     assert told["memory"][1] == {

@@ -1,8 +1,10 @@
 """What the engine's metrics say: exact counts under vLLM's names, over incarnations."""
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import Totals
 from phalanx_runtime.engine.client import NO_LOAD
@@ -75,3 +77,10 @@ def test_a_request_is_in_every_histogram_once() -> None:
     assert value(registry, "vllm:prompt_tokens_cached_total") == 4
     assert value(registry, "vllm:generation_tokens_total") == 3
     assert tally.totals() == Totals(2, 15, 4, 3, tally.totals().latency_s)
+
+
+def test_the_acceptance_rate_counts_over_engines() -> None:
+    metrics, _, tally = make()
+    for counts in (SpeculationCounts(4, [4, 4], [3, 1]), SpeculationCounts(6, [6, 6], [5, 2]), SpeculationCounts(1, [1], [1])):
+        metrics.load(msgspec.structs.replace(NO_LOAD, speculation=counts))
+    assert (tally.totals().proposed, tally.totals().accepted) == (13, 8)

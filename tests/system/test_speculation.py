@@ -48,6 +48,7 @@ def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path) -> 
     with runtime("ngram", model, "--dtype", "float64", *flags) as ours:
         assert answers(ours.base_url) == expected
         shown = httpx.get(f"{ours.base_url}/metrics", timeout=10).text
+        told = httpx.get(f"{ours.base_url}/v1/metrics", timeout=10).json()
     counts = {
         name: float(line.rsplit(" ", 1)[1])
         for line in shown.splitlines()
@@ -56,3 +57,4 @@ def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path) -> 
     }
     proposed, accepted = counts.values()
     assert 0.2 < accepted / proposed < 0.95
+    assert 0.2 < told["acceptance_rate"] < 0.95

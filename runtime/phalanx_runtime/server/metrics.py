@@ -101,7 +101,7 @@ class EngineMetrics:
             before, now = getattr(self._load, name), getattr(load, name)
             count.inc(now - before if now >= before else now)
         self._load = load
-        self._speculation.follow(load.speculation)
+        self._tally.speculated(*self._speculation.follow(load.speculation))
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

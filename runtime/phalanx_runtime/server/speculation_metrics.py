@@ -37,8 +37,8 @@ class SpeculationMetrics:
         for plain in (*self._plain.values(), self._proposed, self._accepted):
             plain.labels(model_name)
 
-    def follow(self, counts: SpeculationCounts) -> None:
-        """Adds what was counted since the last report."""
+    def follow(self, counts: SpeculationCounts) -> tuple[int, int]:
+        """Adds what was counted since the last report, and gives back how many tokens were proposed since, and accepted."""
         before = self._counts if counts.paths >= self._counts.paths else NOTHING
         self._counts = counts
         name = self._model_name
@@ -46,10 +46,12 @@ class SpeculationMetrics:
             family.labels(name).inc(max(0, getattr(counts, field) - getattr(before, field)))
         proposed = _added(self._proposed_at, name, before.proposed, counts.proposed)
         self._proposed.labels(name).inc(proposed)
-        self._accepted.labels(name).inc(_added(self._accepted_at, name, before.accepted, counts.accepted))
+        accepted = _added(self._accepted_at, name, before.accepted, counts.accepted)
+        self._accepted.labels(name).inc(accepted)
         paths = counts.paths - before.paths
         self._depth.set(proposed / paths if paths else 0.0)
         self._lost.set(bool(counts.lost))
+        return proposed, accepted
 
 
 def _added(family: Counter, name: str, before: list[int], now: list[int]) -> int:
