@@ -1,4 +1,4 @@
-"""A model hub on this machine: the part of the Hub's HTTP API that downloads use, with faults on demand."""
+"""A model hub on this machine: the part of the Hub's HTTP API that downloads use, with faults on demand; and downloads."""
 
 import hashlib
 import json
@@ -8,7 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from phalanx_runtime.checkpoint.hub import Hub, download
+from phalanx_runtime.checkpoint.remote import Snapshot
+from phalanx_runtime.checkpoint.remote_file import Work
+
+NAME = "org/tiny"
+WEIGHTS = bytes(range(256)) * 2000
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "README.md": b"not needed",
+    "onnx/model.onnx": b"not needed",
+    "pytorch_model.bin": b"not needed",
+}
 
 
 @dataclass
@@ -178,3 +197,27 @@ def listening(hub: HubServer, handler_class: type["HubHandler"]) -> Iterator[Non
 def statuses(seen: list[Seen]) -> Counter[int]:
     """How often each status was answered."""
     return Counter(entry.status for entry in seen)
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    """A hub that keeps weights where large files lie."""
+    with running_hub() as hub:
+        hub.large.add("model.safetensors")
+        yield hub
+
+
+def hub_at(endpoint: str, token: str | None = None, progress: list[str] | None = None) -> Hub:
+    """This hub, as a download asks it; without waits between attempts."""
+    told = [] if progress is None else progress
+    return Hub(endpoint, token, Work(told.append, threading.Event(), backoff_s=0.0))
+
+
+def fetch(server: HubServer, cache: Path, revision: str | None = None, token: str | None = None) -> Snapshot:
+    """What a download brings."""
+    return download(hub_at(server.endpoint, token), NAME, revision, cache)
+
+
+def names(folder: Path) -> set[str]:
+    """What lies in a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
