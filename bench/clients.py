@@ -1,7 +1,8 @@
 """`python3 -m bench.clients`: programs of others ask a running runtime, each from an environment of its own.
 
-lm-eval (loglikelihood and generation, a task made here, offline), guidellm (streamed completions, four at once) and schemathesis
-(every operation of /openapi.json). One table; exit status 1 when one of them met an error.
+The `openai` client (our suite of what an OpenAI server does), lm-eval (loglikelihood and generation, a task made here, offline),
+guidellm (streamed completions, four at once) and schemathesis (every operation of /openapi.json). One table; exit status 1 when
+one of them met an error.
 """
 
 import argparse
@@ -83,6 +84,42 @@ def environment(extra: str) -> Path:
     return Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
 
 
+_SUITE = """
+import pytest
+from tests.frontend.openai_suite import OpenAISuite
+from tests.frontend.openai_target import Target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target("{url}", "{model}", is_exact=False, is_model=True)
+
+
+class TestServer(OpenAISuite):
+    pass
+"""
+
+
+def openai(scene: Scene) -> Outcome:
+    """Every test of the suite, by the real client."""
+    (scene.folder / "test_server.py").write_text(_SUITE.format(url=scene.server.base_url, model=MODEL))
+    status, output = scene.call(
+        *(
+            str(environment("dev") / "bin/python"),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+        ),
+        str(scene.folder / "test_server.py"),
+    )
+    summary = next((line.strip() for line in reversed(output.splitlines()) if " passed" in line or " failed" in line), "")
+    return Outcome("openai", status == 0 and " passed" in summary, summary if status == 0 else _tail(output))
+
+
 def lm_eval(scene: Scene) -> Outcome:
     """Scores and generations of a small task."""
     tasks = scene.folder / "tasks"
@@ -144,7 +181,12 @@ def schemathesis(scene: Scene) -> Outcome:
     return Outcome("schemathesis", status == 0, cases if status == 0 else _tail(output))
 
 
-CLIENTS: dict[str, Callable[[Scene], Outcome]] = {"lm-eval": lm_eval, "guidellm": guidellm, "schemathesis": schemathesis}
+CLIENTS: dict[str, Callable[[Scene], Outcome]] = {
+    "openai": openai,
+    "lm-eval": lm_eval,
+    "guidellm": guidellm,
+    "schemathesis": schemathesis,
+}
 
 
 def _tail(output: str) -> str:
