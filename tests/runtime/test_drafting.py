@@ -162,7 +162,7 @@ def test_the_memory_of_a_draft_is_counted(folder: Path, draft: Path) -> None:
     assert ready.memory.kv_bytes_per_token == 2 * plain.memory.kv_bytes_per_token, "a page has the layers of both"
     assert ready.num_pages == plain.num_pages // 2
     assert ready.memory.weights_bytes >= plain.memory.weights_bytes + (folder / "model.safetensors").stat().st_size
-    assert len(runner.caches) == 4 and runner.draft_pages is not None and runner.lost_draft == ""
+    assert len(runner.caches) == 4 and runner.draft_pages() is not None and runner.lost_draft == ""
     assert plain.served == msgspec.structs.replace(ready.served, page_bytes=plain.served.page_bytes), "moves ask for no draft"
 
 
@@ -199,7 +199,9 @@ def test_a_draft_whose_step_fails_is_forgotten_and_the_group_goes_on(
 
     def work(runner: ModelRunner) -> tuple[Any, Watched]:
         watched = Watched(runner)
-        return serve(watched, requests(), ROOMY, rules("draft")), watched
+        served = serve(watched, requests(), ROOMY, rules("draft"))
+        assert runner.draft_pages() is None, "what it has computed since is nothing to carry"
+        return served, watched
 
     with caplog.at_level(logging.ERROR):
         served, watched = on_ranks(folder, [1], Build(torch.float64, num_pages=200, proposer=proposer), work)

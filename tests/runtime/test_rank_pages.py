@@ -53,7 +53,7 @@ class Rank:
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=self.draft)
+        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=lambda: self.draft)
 
     def open(self) -> Pages:
         return open_pages(self.caches)
@@ -124,18 +124,23 @@ def arrive(source: Rank, target: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "is_carried"),
-    [(b"d", b"d", True), (b"d", b"e", False), (b"d", None, False), (None, b"d", False)],
-    ids=["the same", "another", "none at the target", "none at the source"],
-)
+    ("theirs", "ours", "lost", "is_carried"),
+    [
+        (b"d", b"d", "", True), (b"d", b"e", "", False), (b"d", None, "", False), (None, b"d", "", False),
+        (b"d", b"d", "source", False), (b"d", b"d", "target", False),
+    ],
+    ids=["the same", "another", "none at the target", "none at the source", "lost at the source", "lost at the target"],
+)  # fmt: skip
 def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
-    theirs: bytes | None, ours: bytes | None, is_carried: bool
+    theirs: bytes | None, ours: bytes | None, lost: str, is_carried: bool
 ) -> None:
     def rank(seed: int, name: bytes | None) -> tuple[Rank, list[LayerCache]]:
         caches, layers = make_caches(seed), make_caches(seed + 10, heads=1)
         return Rank(caches, name and DraftPages(name, partial(open_pages, [*caches, *layers]))), layers  # type: ignore[arg-type]
 
     (source, from_layers), (target, to_layers) = rank(1, theirs), rank(2, ours)
+    if lost:
+        (source if lost == "source" else target).draft = None
     with source, target:
         target.door.obey(Expect("m1", KEY, 0, [9, 7], 0))
         source.door.obey(send(target, 0, [0, 4], 2 * PAGE_SIZE))

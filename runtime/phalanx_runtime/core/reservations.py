@@ -108,7 +108,9 @@ class Reservations:
         assert one.arrived is not None, "checked by _is_of"
         self._sharing.adopt(request, one.pages[:wanted] + more, one.num_held, one.arrived)
         if request.proposing is not None and request.proposing.method == "draft":
-            last = one.arrived - pool.page_size - MAX_DEPTH if one.has_draft else 0  # a draft puts off no more than that
+            # When it was frozen the draft had put off no more than that. Of full pages copied before it may miss more: there
+            # proposals are rejected.
+            last = one.arrived - pool.page_size - MAX_DEPTH if one.has_draft else 0
             request.proposing.missing_from = max(one.num_held * pool.page_size, last)
         return True
 

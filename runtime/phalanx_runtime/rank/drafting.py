@@ -148,7 +148,7 @@ def _with_exit(spec: RankSpec, width: int, dtype: torch.dtype, device: torch.dev
     path = Path(spec.speculative_exit)
     try:
         through = read_exit(path, dtype, device)
-    except ModelError as error:
+    except (ModelError, RuntimeError) as error:  # RuntimeError: there is no memory for it
         return Drafting().without(str(error))
     own = weights_hash(Path(spec.model_dir))
     if through.card.model_hash != own:

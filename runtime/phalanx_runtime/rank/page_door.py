@@ -20,7 +20,7 @@ from phalanx_runtime.collective.connect import listen
 from phalanx_runtime.core.copying import Expect, Expecting, Forget, Forgotten, Order, Refused, Report, Send, Stop
 from phalanx_runtime.rank import page_wire as say
 from phalanx_runtime.rank.page_intake import Intake
-from phalanx_runtime.rank.page_memory import DraftPages, Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages, no_draft
 from phalanx_runtime.rank.page_sender import Sender
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class PageDoor:
         wait_for: Callable[[int], None],
         tell: Callable[[Report], None] | None = None,
         hello_s: float = HELLO_S,
-        draft: DraftPages | None = None,
+        draft: Callable[[], DraftPages | None] = no_draft,
     ) -> None:
         self._rank = rank
         self._hello_s = hello_s

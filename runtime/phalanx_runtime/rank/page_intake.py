@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from phalanx_runtime.core.copying import Came, ComeFailed, Expect, Report
 from phalanx_runtime.rank import page_wire as say
-from phalanx_runtime.rank.page_memory import DraftPages, Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages, no_draft
 
 PART_S = 1.0
 """How long a sender may take to notice that its transfer is over."""
@@ -37,8 +37,9 @@ class _Expected:
 class Intake:
     """Takes pages in on this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
 
-    draft: where pages lie that come with the layers of the same draft. Those that come without leave the draft's layers as they
-    are: what it proposes there is rejected, until it has computed other tokens.
+    draft: where pages lie that come with the layers of the same draft, while it can draft. Those that come without leave the
+    draft's layers as they are: the request that they came for has them computed; others that find its prefix have proposals
+    rejected, until they have other tokens.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Intake:
         open_pages: Callable[[], Pages],
         wait_for: Callable[[int], None],
         tell: Callable[[Report], None],
-        draft: DraftPages | None = None,
+        draft: Callable[[], DraftPages | None] = no_draft,
     ) -> None:
         self._page_size = page_size
         self._open_pages = open_pages
@@ -113,10 +114,10 @@ class Intake:
 
     def _take(self, expected: _Expected, link: socket.socket, page_bytes: int) -> None:
         """Takes pages until the last. Raises BadTransfer, OSError."""
-        pages = self._open_pages()
+        pages, draft = self._open_pages(), self._draft()
         if page_bytes != pages.page_bytes:
             raise say.BadTransfer("incompatible", f"a page has {page_bytes} bytes there and {pages.page_bytes} here")
-        say.send_answer(link, number=int(self._draft is not None))
+        say.send_answer(link, number=int(draft is not None))
         staging = memoryview(bytearray(pages.page_bytes))
         self._wait_for(expected.order.step)
         since, last = 0, False
@@ -124,8 +125,8 @@ class Intake:
         while True:
             head = say.read_head(link)
             match head.kind:
-                case say.DRAFT if self._draft is not None and not expected.came:
-                    with_draft = self._with_draft(self._draft, link, head.length)
+                case say.DRAFT if draft is not None and not expected.came:
+                    with_draft = self._with_draft(draft, link, head.length)
                     pages = with_draft or pages
                     staging = memoryview(bytearray(pages.page_bytes))
                 case say.PAGE:

@@ -35,6 +35,11 @@ class DraftPages:
     open: Callable[[], Pages]
 
 
+def no_draft() -> DraftPages | None:
+    """None: no draft has pages."""
+    return None
+
+
 def open_pages(caches: list[LayerCache]) -> Pages:
     """The pages of these caches, for one connection."""
     if caches and caches[0].k.device.type == "cuda":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from phalanx_runtime.core.copying import Report, Send, SendFailed, Sent
 from phalanx_runtime.rank import page_wire as say
-from phalanx_runtime.rank.page_memory import DraftPages, Pages
+from phalanx_runtime.rank.page_memory import DraftPages, Pages, no_draft
 
 CONNECT_S = 2.0
 ANSWER_S = 5.0
@@ -36,7 +36,7 @@ class _Way:
 class Sender:
     """Sends pages of this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
 
-    draft: how pages are read with the layers of a draft. They go to who has the same one.
+    draft: how pages are read with the layers of a draft, while it can draft. They go to who has the same one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Sender:
         open_pages: Callable[[], Pages],
         wait_for: Callable[[int], None],
         tell: Callable[[Report], None],
-        draft: DraftPages | None = None,
+        draft: Callable[[], DraftPages | None] = no_draft,
     ) -> None:
         self._open_pages = open_pages
         self._draft = draft
@@ -92,9 +92,10 @@ class Sender:
         """Introduces itself and obeys orders to the last. Raises BadTransfer, OSError."""
         pages = self._open_pages()
         say.send_hello(link, say.Hello(move, first.key, pages.page_bytes))
-        if say.read_answer(link) and self._draft is not None:
-            with_draft = self._draft.open()
-            say.send_draft(link, with_draft.page_bytes, self._draft.name)
+        draft = self._draft()
+        if say.read_answer(link) and draft is not None:
+            with_draft = draft.open()
+            say.send_draft(link, with_draft.page_bytes, draft.name)
             pages = with_draft if say.read_answer(link) else pages
         while not way.stopped.is_set():
             order = way.orders.get()

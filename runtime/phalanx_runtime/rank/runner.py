@@ -70,10 +70,9 @@ class ModelRunner:
         """The memory of this rank's pages: the target's layers."""
         return self._caches
 
-    @property
     def draft_pages(self) -> DraftPages | None:
-        """The same with the layers of a draft behind them; None where no draft has pages."""
-        if self._proposer is None or not self._proposer.caches:
+        """The same with the layers of a draft behind them; None where no draft has pages, or it can draft no more."""
+        if self._proposer is None or not self._proposer.caches or self._proposer.lost:
             return None
         return DraftPages(self._proposer.name, partial(open_pages, self._all_caches))
 

@@ -102,7 +102,7 @@ class OpenLink:
         self._heard_at = self._clock()
 
     async def run(self) -> str:
-        """Why the link ended. All its requests are aborted by then."""
+        """Why the link ended. By then its requests are aborted, and those that may be resumed are orphans."""
         unsubscribe, unfollow = self._gateway.subscribe(self._state_changed), self._gateway.follow(self)
         close_moves = self._moves.open()
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._tick)]
