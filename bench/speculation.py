@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from bench.one_rank import load_alone
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
-from phalanx_api.speculation import Method, SpeculationCounts
+from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
@@ -158,6 +158,8 @@ def main() -> None:
     parser.add_argument("--exit", type=Path, help="what fit-exit made, for --method self_draft")
     parser.add_argument("--ratio", type=float, help="of the layers, for --method self_draft")
     parser.add_argument("--tokens", type=int, default=6, help="most tokens proposed at once")
+    parser.add_argument("--tree", type=int, nargs="+", default=[], metavar="N", help="tokens for one place, level by level")
+    parser.add_argument("--tree-shape", choices=TREE_SHAPES, default="best_first")
     parser.add_argument("--control", choices=["adaptive", "fixed"], default="adaptive")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -173,12 +175,10 @@ def main() -> None:
     plain = load(args, "none")
     drafting = load(args, method) if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    speculating = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}))
+    tree = Tree(args.tree, args.tree_shape)
+    drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
     sampling = sampling_of(json.loads(args.sampling))
-    engines = [
-        Engine(plain, limits, Speculating(), clock, sampling),
-        Engine(drafting, limits, speculating, clock, sampling),
-    ]
+    engines = [Engine(plain, limits, Speculating(), clock, sampling), Engine(drafting, limits, drafts, clock, sampling)]
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(
         "| kind | requests | proposed a step | tokens a step | accepted by position | plain tok/s | speed | texts that differ |"

@@ -1,11 +1,14 @@
-"""Whether tokens with proposals are those without, for every proposer in every group under every disturbance.
+"""Whether tokens with proposals are those without, for every proposer and shape in every group under every disturbance.
 
-    python -m bench.speculation_product [--proposers ngram draft self_draft] [--groups one tp2 pp2] [--disturbances ...]
+    python -m bench.speculation_product [--proposers ngram draft self_draft] [--shapes chain tree] [--groups one tp2 pp2]
+        [--disturbances ...]
 
 A tiny model in float64, where nothing is excused, and groups of ranks as threads of this process. Each line is one proposer in
-one group under one disturbance, with all ways to sample at once (greedy, seeded, filters, penalties, bias and bad words, allowed
-tokens, a grammar, a JSON schema): tokens compared, the share of proposals accepted, and what shows that the path was taken.
-Exit 1 when a token differs, when nothing was proposed or accepted, or when a disturbance did not come about.
+one shape in one group under one disturbance, with all ways to sample at once (greedy, seeded, filters, penalties, bias and bad
+words, allowed tokens, a grammar, a JSON schema): tokens compared, the share of proposals accepted, how many of these were not the
+first of their place, and what shows that the path was taken. Shapes are chains, trees that drafts choose best-first, and trees
+that are chosen before. Exit 1 when a token differs, when nothing was proposed or accepted, when no tree's branch was, or when a
+disturbance did not come about.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ import torch
 
 from bench.mover import Stream
 from phalanx_api import moves, wire
-from phalanx_api.speculation import Method
+from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.core.speculator import Speculating
@@ -35,6 +39,11 @@ from tests.runtime.test_sampling_equality import FIELDS
 TOKENS = 32
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
 GROUPS: dict[str, tuple[list[int], int]] = {"one": ([1], 1), "tp2": ([2], 1), "pp2": ([2], 2)}
+SHAPES: dict[str, Speculating] = {
+    "chain": Speculating(num_tokens=4, is_adaptive=False),
+    "tree": Speculating(num_tokens=8, is_adaptive=False, tree=Tree([3, 2])),
+    "static tree": Speculating(num_tokens=8, is_adaptive=False, tree=Tree([3, 2], "static")),
+}
 ROOMY = Limits(max_model_len=120, max_num_seqs=11, max_num_batched_tokens=512)
 DISTURBANCES: dict[str, tuple[Limits, int]] = {
     "none": (ROOMY, 200),
@@ -48,18 +57,19 @@ DISTURBANCES: dict[str, tuple[Limits, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What came of one line. `taken` counts what the disturbance did."""
+    """What came of one line. `branched` counts accepted proposals that were not the first, `taken` what the disturbance did."""
 
     tokens: int
     differ: int
     proposed: int
     accepted: int
+    branched: int
     taken: int
 
-    @property
-    def holds(self) -> bool:
-        """Whether all tokens are equal, and proposals and the disturbance came about."""
-        return not self.differ and 0 < self.accepted < self.proposed and self.taken > 0
+    def holds(self, is_tree: bool) -> bool:
+        """Whether all tokens are equal, and proposals, branches and the disturbance came about."""
+        has_path = 0 < self.accepted < self.proposed and bool(self.branched) == is_tree
+        return not self.differ and has_path and self.taken > 0
 
 
 def requests() -> list[wire.Request]:
@@ -97,7 +107,8 @@ def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules:
     whole = sum(len(one.prompt) for one in requests()) + sum(map(len, tokens))
     found = whole - (watched.num_computed - watched.num_proposed) - watched.num_accepted - len(tokens)
     taken = {"none": 1, "prefix hits": found, "preemption": len(watched.admitted) - len(tokens)}.get(name, len(watched.admitted))
-    return Cell(sum(map(len, plain)), _differ(tokens, plain), watched.num_proposed, watched.num_accepted, taken)
+    counts = watched.num_proposed, watched.num_accepted, watched.num_branched
+    return Cell(sum(map(len, plain)), _differ(tokens, plain), *counts, taken)
 
 
 def moved(folder: Path, build: Build, pods: list[int], rules: Rules, plain: list[list[int]]) -> Cell:
@@ -118,7 +129,10 @@ def moved(folder: Path, build: Build, pods: list[int], rules: Rules, plain: list
         counts = [group.loop.speculation for group in field.groups if group.loop is not None]
         router.settle()
     proposed, accepted = sum(sum(one.proposed) for one in counts), sum(sum(one.accepted) for one in counts)
-    return Cell(sum(map(len, plain)), _differ([stream.tokens for stream in streams], plain), proposed, accepted, arrived)
+    branched = sum(one.branched for one in counts)
+    return Cell(
+        sum(map(len, plain)), _differ([stream.tokens for stream in streams], plain), proposed, accepted, branched, arrived
+    )
 
 
 def _differ(tokens: list[list[int]], plain: list[list[int]]) -> int:
@@ -129,6 +143,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculation_product", description="Equality, every combination.")
     parser.add_argument("--proposers", nargs="+", default=["ngram", "draft", "self_draft"])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES))
     args = parser.parse_args()
@@ -145,23 +160,26 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     }
     plain = undisturbed(folder)
     wrong = 0
-    print("| proposer | group | disturbance | tokens | differ | proposed | accepted | taken |\n" + "|---" * 8 + "|", flush=True)
+    heads = ("proposer", "shape", "group", "disturbance", "tokens", "differ", "proposed", "accepted", "branched", "taken")
+    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|", flush=True)
     for proposer in args.proposers:
         method: Method = proposer
         spec = told[proposer]() | {"speculative_method": proposer} if proposer != "ngram" else {}
-        rules = Rules(speculating=Speculating(method, 4, is_adaptive=False, drafts=frozenset({method})))
-        for group in args.groups:
+        for shape, group, name in product(args.shapes, args.groups, args.disturbances):
+            if proposer == "ngram" and shape == "static tree":
+                continue  # what is looked up is known: there is one shape
+            rules = Rules(speculating=replace(SHAPES[shape], method=method, drafts=frozenset({method})))
             pods, stages = GROUPS[group]
             build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
-            for name in args.disturbances:
-                if name == "moves":
-                    cell = moved(folder, build, pods, rules, plain)
-                else:
-                    cell = disturbed(folder, name, build, pods, rules, plain)
-                wrong += not cell.holds
-                share = cell.accepted / max(1, cell.proposed)
-                line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.taken}"
-                print(f"| {proposer} | {group} | {name} | {line} |{'' if cell.holds else ' WRONG'}", flush=True)
+            if name == "moves":
+                cell = moved(folder, build, pods, rules, plain)
+            else:
+                cell = disturbed(folder, name, build, pods, rules, plain)
+            holds = cell.holds(is_tree=shape != "chain")
+            wrong += not holds
+            share = cell.accepted / max(1, cell.proposed)
+            line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.branched} | {cell.taken}"
+            print(f"| {proposer} | {shape} | {group} | {name} | {line} |{'' if holds else ' WRONG'}", flush=True)
     return 1 if wrong else 0
 
 

@@ -18,7 +18,7 @@ from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
 from phalanx_api.schema import Record, rule, rules, with_rules
-from phalanx_api.speculation import MAX_DEPTH
+from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH
 from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy, Rollout
 
 GROUP = "phalanx.dev"
@@ -181,6 +181,16 @@ class Resources(Record):
     """Size of /dev/shm, where ranks of a pod meet; it counts as memory."""
 
 
+class SpeculativeTree(Record):
+    """How proposed tokens branch."""
+
+    widths: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field(min_length=1, max_length=MAX_DEPTH)
+    """The most tokens that are proposed for the first place, then behind each of those, and so on; behind deeper ones one."""
+    shape: Literal["BestFirst", "Static"] = "BestFirst"
+    """BestFirst lets a draft choose which branches there are, by its own shares; Static chooses before, by what was accepted of
+    late. Lookups know their tokens: for them both are the same."""
+
+
 class Speculative(Record):
     """Tokens that are proposed and then verified, several in one step. It changes times, never tokens."""
 
@@ -204,6 +214,8 @@ class Speculative(Record):
     """SelfDraft: share of the layers that draft, such as "0.40"; what the exit was fitted for otherwise."""
     num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
     """Most tokens that are proposed for a request in a step; how many there are follows what pays, down to none under load."""
+    tree: SpeculativeTree | None = None
+    """Several tokens for one place, which branch there, where that pays more than a chain; without it proposals are chains."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Speculative":

@@ -12,6 +12,29 @@ METHOD_OF: Mapping[str, Method] = {"None": "none", "NGram": "ngram", "Draft": "d
 """By the names that a service's manifest has for them."""
 MAX_DEPTH = 16
 """Most tokens that are proposed for one request in a step."""
+TreeShape = Literal["best_first", "static"]
+"""Who chooses which branches there are: the draft, or the scheduler before it."""
+TREE_SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
+SHAPE_OF: Mapping[str, TreeShape] = {"BestFirst": "best_first", "Static": "static"}
+"""By the names that a service's manifest has for them."""
+MAX_WIDTH = 8
+"""Most tokens that are proposed for one place."""
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True):
+    """How proposals branch.
+
+    widths: the most tokens proposed behind the request's own, then behind each of those, and so on; behind deeper ones one.
+    Empty is a chain. shape: best_first lets a draft choose which, by its own shares; static chooses before it drafts, by what was
+    accepted of late.
+    """
+
+    widths: list[int] = []
+    shape: TreeShape = "best_first"
+
+
+CHAIN = Tree()
+"""One token behind the other."""
 
 
 class Speculation(msgspec.Struct, frozen=True, array_like=True):
@@ -20,6 +43,7 @@ class Speculation(msgspec.Struct, frozen=True, array_like=True):
     method: Method | None = None
     num_tokens: int | None = None
     """Most tokens that are proposed for it in a step."""
+    tree: Tree | None = None
 
 
 class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -38,3 +62,5 @@ class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True):
     verify_s: float = 0.0
     lost: str = ""
     """Why the ranks draft no more; empty while they can, or never could."""
+    branched: int = 0
+    """Accepted tokens that were not the first ones proposed for their place."""

@@ -10,7 +10,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.seeds import mix
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import Speculation, Tree
 from phalanx_frontend.answer import Answer
 from phalanx_frontend.caller import Caller
 from phalanx_frontend.chat_parts import chat_format
@@ -162,7 +162,10 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
 def speculation_of(body: GenerationRequest) -> Speculation:
     """What the request wants of speculation."""
     asked = body.speculative
-    return Speculation() if asked is None else Speculation(asked.method, asked.num_tokens)
+    if asked is None:
+        return Speculation()
+    tree = None if asked.tree is None else Tree(asked.tree.widths, asked.tree.shape)
+    return Speculation(asked.method, asked.num_tokens, tree)
 
 
 def make_reply(body: GenerationRequest, model: DoorModel, request: wire.Request, wants: Wants) -> Reply:

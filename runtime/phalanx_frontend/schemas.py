@@ -3,11 +3,11 @@
 None means the default everywhere, as OpenAI's clients send it. Unknown fields are kept in `model_extra` for `unsupported`.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from phalanx_api.speculation import MAX_DEPTH, Method
+from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, Method, TreeShape
 from phalanx_frontend.fields import (
     INT32_MAX,
     INT64_MAX,
@@ -68,6 +68,15 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
 
 
+class SpeculativeTree(BaseModel):
+    """How proposed tokens may branch: the most for each place, level by level, and who chooses which."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    widths: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field(max_length=MAX_DEPTH)
+    shape: TreeShape = "best_first"
+
+
 class Speculative(BaseModel):
     """How tokens of a request may be proposed: by which method, and how many at once at most. It changes times, never tokens."""
 
@@ -75,6 +84,7 @@ class Speculative(BaseModel):
 
     method: Method | None = None
     num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
+    tree: SpeculativeTree | None = None
 
 
 class CommonRequest(_Strict):

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from phalanx_api.account import MemoryAccount
-from phalanx_api.speculation import Method
+from phalanx_api.speculation import CHAIN, Method, Tree
 from phalanx_api.wire import Served
 from phalanx_runtime.core.eviction.protocol import PolicyName
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
@@ -69,6 +69,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     itl_target_ms: float | None = None
     speculative_method: Method = "none"
     speculative_tokens: int = 4
+    speculative_tree: Tree = CHAIN
     speculative_control: Control = "adaptive"
     speculative_draft_dir: str = ""
     speculative_exit: str = ""

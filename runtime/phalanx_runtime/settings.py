@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
-from phalanx_api.speculation import MAX_DEPTH, METHODS, Method
+from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, METHODS, TREE_SHAPES, Method, TreeShape
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
@@ -72,6 +72,10 @@ class ServeSettings:
     """Who proposes tokens that a step then verifies, where a request does not say. It changes times, never tokens."""
     speculative_tokens: int
     """Most tokens that are proposed for a request in a step."""
+    speculative_tree: list[int]
+    """Tokens proposed for the first place, then behind each of those, and so on; behind deeper ones one. Default: chains."""
+    speculative_tree_shape: TreeShape
+    """best_first: drafts choose which branches there are, by their shares; static: chosen before, by what was accepted."""
     speculative_control: Control
     """adaptive: as many as pay, none under load; fixed: as many as there are, for measurements."""
     speculative_draft_model: str | None
@@ -161,6 +165,8 @@ def read_settings(
         itl_target_ms=flags.itl_target_ms,
         speculative_method=flags.speculative_method,
         speculative_tokens=flags.speculative_tokens,
+        speculative_tree=flags.speculative_tree,
+        speculative_tree_shape=flags.speculative_tree_shape,
         speculative_control=flags.speculative_control,
         speculative_draft_model=flags.speculative_draft_model,
         speculative_exit=flags.speculative_exit,
@@ -211,6 +217,8 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--itl-target-ms", type=_milliseconds, metavar="MS", help="how long a step with running streams should take at most")
     add("--speculative-method", choices=METHODS, default="none", help="who proposes tokens for a step to verify")
     add("--speculative-tokens", type=_depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
+    add("--speculative-tree", type=_widths, default=[], metavar="N,N", help="tokens for one place, by level; default: chains")
+    add("--speculative-tree-shape", choices=TREE_SHAPES, default="best_first", help="who chooses the branches of a tree")
     add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
     add("--speculative-draft-model", metavar="MODEL", help="the model that drafts: folder, .gguf file, org/name, or a URI")
     add("--speculative-exit", metavar="FILE", help="what fit-exit made, for drafts by the first layers: a file, or a URI")
@@ -336,6 +344,15 @@ def _depth(text: str) -> int:
     if value > MAX_DEPTH:
         raise argparse.ArgumentTypeError(f"{text} is more than {MAX_DEPTH}")
     return value
+
+
+def _widths(text: str) -> list[int]:
+    widths = [_positive(part) for part in text.split(",")]
+    if len(widths) > MAX_DEPTH or max(widths) > MAX_WIDTH:
+        raise argparse.ArgumentTypeError(
+            f"{text} has more than {MAX_DEPTH} levels, or more than {MAX_WIDTH} tokens for one place"
+        )
+    return widths
 
 
 def _positive(text: str) -> int:

@@ -31,7 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
             "pageSize": 32,
             "kvCacheMemory": "1Gi",
             "gpuMemoryUtilization": "0.85",
-            "speculative": {"method": "NGram", "numTokens": 6},
+            "speculative": {"method": "NGram", "numTokens": 6, "tree": {"widths": [3, 2], "shape": "Static"}},
         },
     },
     "claim-on-cpu": {

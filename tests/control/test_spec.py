@@ -65,6 +65,13 @@ def scaled(**fields: Any) -> dict[str, Any]:
             "spec.engine.speculative.exit",
             "hf://",
         ),
+        ({"engine": {"speculative": {"tree": {}}}}, "spec.engine.speculative.tree.widths", "Field required"),
+        ({"engine": {"speculative": {"tree": {"widths": []}}}}, "spec.engine.speculative.tree.widths", "at least 1 item"),
+        (
+            {"engine": {"speculative": {"tree": {"widths": [9]}}}},
+            "spec.engine.speculative.tree.widths[0]",
+            "less than or equal to 8",
+        ),
         ({"engine": {"speculative": {"numTokens": 17}}}, "spec.engine.speculative.numTokens", "less than or equal to 16"),
         ({"resources": {"memory": "much"}}, "spec.resources.memory", "pattern"),
         ({"resources": {"cpu": True}}, "spec.resources.cpu", "string"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import Speculation, Tree
 from phalanx_frontend.backend import BackendError
 from tests.frontend.fakes import FakeBackend, saying
 from tests.frontend.posting import post, scripted
@@ -22,10 +22,12 @@ async def test_every_endpoint_passes_it_on(path: str) -> None:
         None: Speculation(),
         "ngram": Speculation("ngram", 4),
         "none": Speculation("none"),
+        "draft": Speculation("draft", None, Tree([3, 2], "static")),
     }
     for method, expected in wishes.items():
         backend = FakeBackend(saying("a"))
-        asked = {} if method is None else {"speculative": {"method": method} | ({"num_tokens": 4} if method == "ngram" else {})}
+        more: dict[str, dict[str, Any]] = {"ngram": {"num_tokens": 4}, "draft": {"tree": {"widths": [3, 2], "shape": "static"}}}
+        asked = {} if method is None else {"speculative": {"method": method} | more.get(method, {})}
         answer = await post(backend, path, **ENDPOINTS[path], **asked)
         assert answer.status_code == 200, answer.text
         assert [request.speculation for request in backend.requests] == [expected]
@@ -40,6 +42,10 @@ async def test_every_endpoint_passes_it_on(path: str) -> None:
         ({"num_tokens": 17}, "speculative.num_tokens"),
         ({"num_tokens": "4"}, "speculative.num_tokens"),
         ({"depth": 4}, "speculative.depth"),
+        ({"tree": {"shape": "static"}}, "speculative.tree.widths"),
+        ({"tree": {"widths": [3, 9]}}, "speculative.tree.widths[1]"),
+        ({"tree": {"widths": [1] * 17}}, "speculative.tree.widths"),
+        ({"tree": {"widths": [2], "shape": "round"}}, "speculative.tree.shape"),
         ("ngram", "speculative"),
     ],
 )

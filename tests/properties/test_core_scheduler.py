@@ -8,11 +8,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_api.speculation import Method
+from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
@@ -66,6 +67,10 @@ PROPOSING = [
     Speculating("draft", 3, is_adaptive=False, drafts=DRAFTS),
     Speculating("self_draft", 16, is_adaptive=False, drafts=DRAFTS),
     Speculating("draft", 5, drafts=DRAFTS),
+    Speculating("draft", 8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    Speculating("self_draft", 7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
+    Speculating("ngram", 6, is_adaptive=False, tree=Tree([3, 2])),
+    Speculating("draft", 9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
 ]
 ARRIVALS = st.lists(
     st.builds(
@@ -255,14 +260,17 @@ def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: 
 
 def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
     """Drafts that are wrong every third time, across page ends, with requests that are preempted and pages that are shared."""
-    for speculating in PROPOSING[1:3]:
+    for speculating in (*PROPOSING[1:3], *PROPOSING[4:6]):
         for common in (0, 4):
             arrivals = [Arrival(i, 6, 25, common=common) for i in range(5)]
             run = Workload(arrivals, Shape(16, 2, 5, 40, speculating=speculating)).run()
             assert run.scheduler.num_preemptions > 0
             assert any(plan.cuts for plan in run.runner.plans)
-            assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.9
+            assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.95
+            assert bool(run.runner.num_branched > 5) == bool(speculating.tree.widths), "branches other than the first were drawn"
+            assert bool(any(plan.strays for plan in run.runner.plans)) == bool(speculating.tree.widths)
             counts = run.scheduler.speculator.counts()
+            assert counts.branched == run.runner.num_branched
             assert counts.saved <= sum(counts.accepted) == run.runner.num_accepted
             assert sum(counts.proposed) == sum(path.depth for plan in run.runner.plans for path in plan.paths)
 
@@ -270,15 +278,16 @@ def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
 def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
     """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
     drafts = Speculating("draft", 16, is_adaptive=False, drafts=DRAFTS)
-    for speculating in (NOTHING, drafts):
+    for speculating in (NOTHING, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
         arrivals = [Arrival(0, 7, 9) for _ in range(4)]
         run = Workload(arrivals, Shape(16, 4, 4, 60, speculating=speculating)).run()
         assert run.scheduler.num_preemptions == 0
     assert run.runner.num_accepted > 0
 
 
-def test_pages_that_runs_filled_are_found_by_who_comes_later() -> None:
-    shape = Shape(40, 4, 1, 40, speculating=PROPOSING[1])
+@pytest.mark.parametrize("speculating", [PROPOSING[1], PROPOSING[4]], ids=["chain", "tree"])
+def test_pages_that_runs_filled_are_found_by_who_comes_later(speculating: Speculating) -> None:
+    shape = Shape(40, 4, 1, 40, speculating=speculating)
     first = Workload([Arrival(0, 6, 24)], shape)
     first.run()
     assert first.runner.num_accepted > 6

@@ -33,11 +33,11 @@ def save_draft(target: Path, folder: Path, noise: float = 0.03) -> Path:
     return folder
 
 
-def save_exit(target: Path, file: Path, num_layers: int = 2, width: int = 64) -> Path:
+def save_exit(target: Path, file: Path, num_layers: int = 2, width: int = 64, noise: float = 0.005) -> Path:
     """An exit of the target that maps a state nearly to itself."""
     chance = torch.Generator().manual_seed(4)
     card = ExitCard(weights_hash(target), num_layers, 0.5, 1, 0.0, 0.0)
-    weight = torch.eye(width) + 0.005 * torch.randn((width, width), generator=chance)
+    weight = torch.eye(width) + noise * torch.randn((width, width), generator=chance)
     write_exit(file, Exit(card, weight, torch.zeros(width)))
     return file
 

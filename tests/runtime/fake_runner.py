@@ -3,8 +3,9 @@
 from collections import deque
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.rank.paths import filled, num_drafted, proposals
+from phalanx_runtime.core.plan import Growth, PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.trees import OWN, chain, places
+from phalanx_runtime.rank.paths import Drafted, filled, grown_shapes, num_drafted, proposals
 
 VOCAB = 50
 
@@ -43,7 +44,9 @@ class FakeRunner:
         self._seeds: dict[int, int] = {}
         self.plans: list[StepPlan] = []
         self.num_proposed = self.num_accepted = 0
-        """Proposals that were looked at, and those that were drawn."""
+        """Places that were looked at, and those where a proposal was drawn."""
+        self.num_branched = 0
+        """Of these the ones whose proposal was not the first of its place."""
 
     @property
     def pool(self) -> PoolShape:
@@ -71,36 +74,48 @@ class FakeRunner:
         for request, kept in plan.cuts:
             assert len(self._tables[plan.rows[request]]) > kept, "a cut that cuts nothing"
             del self._tables[plan.rows[request]][kept:]
-        plan = self._drafted(plan)
-        tokens = iter(plan.tokens)
+        for request, lie in plan.strays:
+            row, first = plan.rows[request], plan.starts[request] - len(lie)
+            moved = [self._slots[self._slot(row, position)] for position in lie]
+            for at, token in enumerate(moved):
+                self._slots[self._slot(row, first + at)] = token
+        grown = self._drafted(plan)
+        tokens = iter(grown.tokens)
         for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
             assert count > 0, "a row without work"
             self._tables[row] += pages
             for position in range(start, start + count):
                 self._slots[self._slot(row, position)] = next(tokens)
         assert next(tokens, None) is None, "more tokens than counts"
-        runs = [self._run(plan, i, proposed) for (i, _), proposed in zip(plan.draws, proposals(plan), strict=True)]
-        drawn = [token for run in runs for token in run]
-        return StepResult(plan.step, drawn, runs=[len(run) for run in runs] if plan.paths else [])
+        runs = [self._run(grown, i, proposed) for (i, _), proposed in zip(plan.draws, proposals(grown), strict=True)]
+        drawn = [token for run, _ in runs for token in run]
+        taken = [(at, nodes) for at, (_, nodes) in enumerate(runs) if nodes != list(range(len(nodes)))]
+        lengths = [len(run) for run, _ in runs] if plan.paths else []
+        return StepResult(plan.step, drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown))
 
-    def _run(self, plan: StepPlan, i: int, proposed: list[int]) -> list[int]:
-        """The tokens that request i draws, up to the first that is not the one proposed."""
-        row, end = plan.rows[i], plan.starts[i] + plan.counts[i] - len(proposed)
-        run: list[int] = []
-        for place in range(len(proposed) + 1):
-            slots = [self._slots[self._slot(row, position)] for position in range(end + place)]
+    def _run(self, plan: StepPlan, i: int, proposed: Drafted) -> tuple[list[int], list[int]]:
+        """The tokens that request i draws, up to the first that is not proposed, and the proposals that it accepts."""
+        row, end = plan.rows[i], plan.starts[i] + plan.counts[i] - len(proposed.tokens)
+        parents = proposed.parents or chain(len(proposed.tokens))
+        run, nodes = list[int](), list[int]()
+        while True:
+            slots = [self._slots[self._slot(row, position)] for position in [*range(end), *(end + node for node in nodes)]]
             run.append(next_token([token for token in slots if token is not None], self._seeds[row]))
-            self.num_proposed += place < len(proposed)
-            if place == len(proposed) or run[-1] != proposed[place]:
-                break
+            at = nodes[-1] if nodes else OWN
+            children = [node for node, parent in enumerate(parents) if parent == at]
+            self.num_proposed += bool(children)
+            node = next((node for node in children if proposed.tokens[node] == run[-1]), None)
+            if node is None:
+                return run, nodes
             self.num_accepted += 1
-        return run
+            self.num_branched += node != children[0]
+            nodes.append(node)
 
     def _drafted(self, plan: StepPlan) -> StepPlan:
-        """The plan with drafts, where some are asked for, every third one wrong."""
+        """The plan with drafts, where some are asked for, every third one wrong; then the second of its place is right."""
         if not num_drafted(plan):
             return plan
-        drafted: list[int] = []
+        drafted: list[Drafted] = []
         for path in plan.paths:
             if path.is_drafted:
                 row, start = plan.rows[path.request], plan.starts[path.request]
@@ -109,11 +124,19 @@ class FakeRunner:
                 known = [token for token in context if token is not None]
                 assert known[start - len(path.behind) : start] == path.behind, "the tokens before its own"
                 assert not path.behind, "nothing came by a move"
-                for _ in range(path.depth):
-                    right = next_token(known, self._seeds[row])
-                    known.append(right if len(known) % 3 else (right + 1) % VOCAB)
-                drafted += known[start + 1 :]
+                parents = path.parents or (chain(path.depth) if path.growth is None else _grown(path.depth, path.growth))
+                tokens = self._tokens(known, parents, self._seeds[row])
+                drafted.append(Drafted(tokens, [] if path.growth is None else parents))
         return filled(plan, drafted)
+
+    def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
+        """A token for each place of a shape, behind what is known."""
+        lines: dict[int, list[int]] = {OWN: known}
+        for node, (parent, place) in enumerate(zip(parents, places(tuple(parents)), strict=True)):
+            before = lines[parent]
+            is_right = place == (0 if (len(before)) % 3 else 1)
+            lines[node] = [*before, (next_token(before, seed) + (0 if is_right else 1 + place)) % VOCAB]
+        return [lines[node][-1] for node in range(len(parents))]
 
     def page(self, page: int) -> list[int | None]:
         """What the slots of a page hold."""
@@ -128,6 +151,17 @@ class FakeRunner:
     def _slot(self, row: int, position: int) -> int:
         size = self._pool.page_size
         return self._tables[row][position // size] * size + position % size
+
+
+def _grown(count: int, growth: Growth) -> list[int]:
+    """So many proposals, level by level; the rest one behind the other."""
+    parents, level = list[int](), [OWN]
+    for at in range(growth.levels):
+        width = growth.widths[at] if at < len(growth.widths) else 1
+        found = [node for node in level for _ in range(width)][: count - len(parents)]
+        level = list(range(len(parents), len(parents) + len(found)))
+        parents += found
+    return parents + list(range(len(parents) - 1, count - 1))
 
 
 def make_request(

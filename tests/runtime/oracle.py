@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.trees import chain, levels, places
 from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.paths import NO_TOKEN
+from phalanx_runtime.rank.paths import NO_TOKEN, Drafted
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
 
@@ -18,13 +19,23 @@ class Oracle(Pageless):
     def __init__(self, outputs: Mapping[int, Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
-        first = dict(plan.draws)
-        tokens = []
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+        first, drafted = dict(plan.draws), []
         for path in plan.paths:
             if path.is_drafted:
                 output = self.outputs[builder.params[plan.rows[path.request]].sampling.seed]
-                for index in range(first[path.request], first[path.request] + path.depth):
-                    right = output[index] if index < len(output) else NO_TOKEN
-                    tokens.append(right ^ 1 if index % 11 in WRONG and right > NO_TOKEN else right)
-        return tokens
+                parents = path.parents or chain(path.depth)
+                tokens = [
+                    self._token(output, first[path.request] + level, place)
+                    for level, place in zip(levels(tuple(parents)), places(tuple(parents)), strict=True)
+                ]
+                drafted.append(Drafted(tokens, [] if path.growth is None else parents))
+        return drafted
+
+    def _token(self, output: Sequence[int], index: int, place: int) -> int:
+        """What is proposed for an index: the right one first, or second where the first is wrong; behind a wrong one, too."""
+        right = output[index] if index < len(output) else NO_TOKEN
+        if right == NO_TOKEN:
+            return NO_TOKEN
+        is_wrong = index % 11 in WRONG
+        return right ^ 1 if (place == 0) == is_wrong else right if place <= 1 else right ^ (place + 1)

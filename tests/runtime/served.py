@@ -1,5 +1,6 @@
 """Requests through the engine loop over a real runner, in this process: what each got, and what the engine did for it."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.core.speculator import Fitting
+from phalanx_runtime.core.trees import places
 from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 
@@ -35,7 +37,10 @@ class Watched:
         self.admitted: list[NewRow] = []
         self.num_computed = 0
         self.num_proposed = self.num_accepted = self.num_cut = 0
+        self.num_branched = 0
+        """Accepted proposals that were not the first of their place."""
         self.num_in_flight = self.most_in_flight = 0
+        self._plans: deque[StepPlan] = deque()
 
     @property
     def pool(self) -> PoolShape:
@@ -51,13 +56,20 @@ class Watched:
         self.num_proposed += sum(plan.depths)
         self.num_cut += len(plan.cuts)
         self.num_in_flight += 1
+        self._plans.append(plan)
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         self._inner.start(plan)
 
     def finish(self) -> StepResult:
         self.num_in_flight -= 1
         result = self._inner.finish()
+        plan = self._plans.popleft()
         self.num_accepted += sum(run - 1 for run in result.runs)
+        shapes = iter(result.shapes)
+        shape_of = {path.request: path.parents if path.growth is None else next(shapes, []) for path in plan.paths}
+        for draw, nodes in result.taken:
+            shape = places(tuple(shape_of[plan.draws[draw][0]]))
+            self.num_branched += sum(shape[node] > 0 for node in nodes[: result.runs[draw] - 1])
         return result
 
 

@@ -18,7 +18,7 @@ from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.paths import NO_TOKEN
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampler import Sampler
-from phalanx_runtime.rank.sampling import draw_of
+from phalanx_runtime.rank.sampling import Rivals, draw_of
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, Watched, serve
@@ -102,10 +102,13 @@ def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
     ahead = Ahead({0: new}, drawn.rows, VOCAB_SIZE)
     path: list[int] = []
     for at in range(6):
-        path += ahead.draw(scores[at : at + 1], [Place(0, draw_of(asked, 2 + at), tuple(path))])
+        path += ahead.draw(scores[at : at + 1], [Place(0, draw_of(asked, 2 + at), tuple(path))])[0].tokens
     assert path == along
-    assert ahead.draw(scores[:1], [Place(0, draw_of(asked, 2))]) == along[:1], "any place again, in any order"
-    assert ahead.draw(scores[2:3], [Place(0, draw_of(asked, 4), tuple(along[:2]))]) == along[2:3]
+    for count in (1, 4):
+        [again] = ahead.draw(scores[:1], [Place(0, draw_of(asked, 2))], count)
+        assert again.tokens[:1] == along[:1], "any place again, in any order"
+        [again] = ahead.draw(scores[2:3], [Place(0, draw_of(asked, 4), tuple(along[:2]))], count)
+        assert again.tokens[:1] == along[2:3] and len(again.tokens) == len(again.shares) == count
     assert [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)] == along
 
 
@@ -114,7 +117,9 @@ def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
     new = NewRow(0, wire.Sampling(9, 1, 0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
     drawn.admit(new)
     scores = torch.zeros((1, VOCAB_SIZE))
-    assert Ahead({0: new}, drawn.rows, VOCAB_SIZE).draw(scores, [Place(0, draw_of(new.sampling, 2))]) == [NO_TOKEN]
+    for count in (1, 3):
+        places = [Place(0, draw_of(new.sampling, 2))]
+        assert Ahead({0: new}, drawn.rows, VOCAB_SIZE).draw(scores, places, count) == [Rivals([], [])]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +178,9 @@ def test_a_draft_stops_behind_a_token_that_ends_its_request() -> None:
         passes.append(list(small.rows))
         return torch.zeros((len(small.rows), 1))
 
-    def choose(hidden: torch.Tensor, places: Any) -> list[int]:
-        return [7 for _ in places]
+    def choose(hidden: torch.Tensor, places: Any, count: int) -> list[Rivals]:
+        return [Rivals([7], [0.0]) for _ in places]
 
-    assert draft(plan, own_pieces(plan), new, states, choose) == [[7, NO_TOKEN, NO_TOKEN], [7, 7, NO_TOKEN]]
+    drafted = [one.drafted.tokens for one in draft(plan, own_pieces(plan), new, states, choose)]
+    assert drafted == [[7, NO_TOKEN, NO_TOKEN], [7, 7, NO_TOKEN]]
     assert passes == [[0, 1], [1]]

@@ -141,6 +141,16 @@ def test_what_drafts_goes_with_its_method(flags: tuple[str, ...], reason: str, c
     assert reason in capsys.readouterr().err
 
 
+def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) -> None:
+    made = serve_settings("org/name", "--speculative-tree", "3,2", "--speculative-tree-shape", "static")
+    assert (made.speculative_tree, made.speculative_tree_shape) == ([3, 2], "static")
+    assert serve_settings("org/name").speculative_tree == []
+    for wrong, reason in (("3,9", "more than 8 tokens"), ("2,", "'' is not"), (",".join("1" * 17), "more than 16 levels")):
+        with pytest.raises(SystemExit):
+            serve_settings("org/name", "--speculative-tree", wrong)
+        assert reason in capsys.readouterr().err
+
+
 def test_drafts_are_found_before_the_ranks_start_and_a_missing_one_stops_no_group(tmp_path: Path) -> None:
     def found(*flags: str) -> Drafts:
         return find_drafts(serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags), threading.Event())

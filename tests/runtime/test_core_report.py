@@ -12,7 +12,7 @@ from phalanx_runtime.core.heavy import HeavyPrefixes, depths
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.speculator import Speculating
-from phalanx_runtime.rank.paths import filled
+from phalanx_runtime.rank.paths import Drafted, filled
 from tests.runtime.fake_runner import FakeRunner, make_request, next_token
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=32, max_waiting=4)
@@ -247,14 +247,14 @@ class Right(FakeRunner):
     """Drafts that are never wrong."""
 
     def _drafted(self, plan: StepPlan) -> StepPlan:
-        drafted: list[int] = []
+        drafted: list[Drafted] = []
         for path in plan.paths:
             row, start = plan.rows[path.request], plan.starts[path.request]
             context = [self._slots[self._slot(row, at)] for at in range(start)] + [plan.tokens[sum(plan.counts[: path.request])]]
             known = [token for token in context if token is not None]
             for _ in range(path.depth):
                 known.append(next_token(known, self._seeds[row]))
-            drafted += known[start + 1 :]
+            drafted.append(Drafted(known[start + 1 :]))
         return filled(plan, drafted)
 
 

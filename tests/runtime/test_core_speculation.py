@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
-from phalanx_api.speculation import Method, Speculation
-from phalanx_runtime.core.acceptance import Shares, add_path, chances, draft_grades, lookup_grades
+from phalanx_api.speculation import Method, Speculation, Tree
+from phalanx_runtime.core.acceptance import Shares, add_tree, draft_grade, lookup_grade, share_of
 from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.candidates import looked_up
 from phalanx_runtime.core.depths import MARGIN, Offer, StepCosts, choose_depths
 from phalanx_runtime.core.lookup import AT_ONCE, LONGEST, PLACES, Lookup
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating
+from phalanx_runtime.core.trees import OWN, places
 from phalanx_runtime.core.verify_cost import VerifyCost
-from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
 
@@ -43,6 +45,11 @@ def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:
     return following[end:], best[0]
 
 
+def find(lookup: Lookup, tokens: Sequence[int], count: int) -> tuple[list[int], int]:
+    """The best place alone; nothing and 0 where there is none."""
+    return next(iter(lookup.find(tokens, count)), ([], 0))
+
+
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8), st.lists(st.integers(0, 60), max_size=6))
 def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], count: int, stops: list[int]) -> None:
     """However the tokens came: it looked before at some lengths, or not."""
@@ -50,35 +57,46 @@ def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], c
     for length in sorted(stops):
         lookup.find(tokens[:length], count)
     tokens = tokens[max([0, *(stop for stop in stops if stop <= len(tokens))]) :] and tokens
-    assert lookup.find(tokens, count) == slow_find(tokens, count)
+    assert find(lookup, tokens, count) == slow_find(tokens, count)
+    several = lookup.find(tokens, count, PLACES)
+    assert several[:1] == lookup.find(tokens, count) and len(several) <= PLACES
+    assert [same for _, same in several] == sorted((same for _, same in several), reverse=True)
 
 
 def test_a_text_that_repeats_is_proposed_beyond_its_end() -> None:
-    assert Lookup().find([9, 1, 2, 3, 1, 2, 3, 1, 2], 8) == ([3, 1, 2, 3, 1, 2, 3, 1], 5)
+    assert find(Lookup(), [9, 1, 2, 3, 1, 2, 3, 1, 2], 8) == ([3, 1, 2, 3, 1, 2, 3, 1], 5)
 
 
 def test_a_long_prompt_is_entered_over_several_looks() -> None:
     lookup, tokens = Lookup(), [at % 50 for at in range(2 * AT_ONCE + 100)]
-    assert [bool(lookup.find(tokens, 4)[0]) for _ in range(3)] == [False, False, True]
+    assert [bool(lookup.find(tokens, 4)) for _ in range(3)] == [False, False, True]
 
 
 def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
     engine, own = Shares(0.99), Shares(0.9)
-    grades = lookup_grades(4, 3)
-    assert chances(own, engine, grades) == [0.5, 0.25, 0.125]
+    line, parents = [([1, 2, 3], 4)], [-1, 0, 1]
+
+    def chances() -> list[float]:
+        return looked_up(share_of(own, engine), 3, (), line).chances
+
+    grades = looked_up(share_of(own, engine), 3, (), line).grades
+    assert chances() == [0.5, 0.25, 0.125]
     for _ in range(50):
-        add_path(engine, grades, 3)
-    assert chances(own, engine, grades)[2] > 0.7
+        add_tree(engine, parents, grades, [0, 1, 2])
+    assert chances()[2] > 0.7
     for _ in range(20):
-        add_path(own, grades, 0)
-    assert chances(own, engine, grades)[0] < 0.4
-    assert set(lookup_grades(2, 9)).isdisjoint(draft_grades(16))
+        add_tree(own, parents, grades, [])
+    assert chances()[0] < 0.4
+    every = [grade(at, place) for grade in (lookup_grade, draft_grade) for at in range(16) for place in range(8)]
+    assert len(set(every)) == 8 * 5 + 8 * 16, "five magnitudes, and sixteen levels"
 
 
 def test_what_was_not_looked_at_teaches_nothing() -> None:
     shares = Shares(0.9)
-    add_path(shares, [-1, -2, -3], 1)
+    add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0])
     assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.4, 0.5]
+    add_tree(shares, [-1, -1, 1, 0], [-11, -12, -13, -14], [1])
+    assert [shares.of(grade, 0.5) for grade in (-11, -12, -13, -14)] == [0.4, 0.6, 0.4, 0.5]
 
 
 CHANCES = st.lists(st.floats(0.01, 0.99), max_size=4).map(lambda some: sorted(some, reverse=True))
@@ -102,7 +120,8 @@ def test_depths_are_the_fastest_of_all_that_there_are(
         passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes)
 
-    chosen = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
+    found = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
+    chosen = [len(taken) for taken in found.taken]
     assert sum(chosen) <= room
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
     best = max(map(speed, every))
@@ -114,15 +133,53 @@ def test_under_load_nothing_is_proposed_and_alone_much() -> None:
 
     def deepest(decodes: int, chance: float) -> int:
         costs = StepCosts(0.009 + 0.001 * decodes, lambda count: 0.001 * count)
-        return max(choose_depths([Offer([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000))
+        taken = choose_depths([Offer([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000).taken
+        return max(map(len, taken))
 
     assert [deepest(1, chance) for chance in (0.05, 0.3, 0.6, 0.9)] == [0, 1, 3, 8]
     assert [deepest(64, chance) for chance in (0.3, 0.6, 0.85)] == [0, 0, 0]
 
 
 def test_before_any_step_was_measured_likely_proposals_are_made() -> None:
-    assert choose_depths([Offer([0.9, 0.5, 0.3]), Offer([0.3, 0.2], True)], None, 2, 10) == [2, 0]
-    assert choose_depths([Offer([0.9, 0.5]), Offer([0.8])], None, 2, 2) == [1, 1]
+    assert choose_depths([Offer([0.9, 0.5, 0.3]), Offer([0.3, 0.2], True)], None, 2, 10).taken == [[0, 1], []]
+    assert choose_depths([Offer([0.9, 0.5]), Offer([0.8])], None, 2, 2).taken == [[0], [0]]
+
+
+def test_a_tree_pays_a_pass_for_each_level_alone() -> None:
+    """Two tokens for the first place and one behind each: three proposals in one pass, where a second pass does not pay."""
+    tree = Offer([0.5, 0.4, 0.3, 0.2], is_drafted=True, levels=[0, 0, 1, 0])
+
+    def taken(pass_s: float) -> list[list[int]]:
+        return choose_depths([tree], StepCosts(1.0, lambda count: 0.01 * count, pass_s), 1, 10).taken
+
+    assert taken(0.01) == [[0, 1, 2, 3]] and taken(0.2) == [[0, 1, 3]] and taken(5.0) == [[]]
+
+
+def test_trees_are_made_where_they_promise_more_than_chains_and_cost_no_more() -> None:
+    """The first of two is right two times of three, else the second: trees bring more, until their proposals cost much more."""
+
+    class Irregular(FakeRunner):
+        def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
+            lines: dict[int, list[int]] = {OWN: known}
+            for node, (parent, place) in enumerate(zip(parents, places(tuple(parents)), strict=True)):
+                right = next_token(lines[parent], seed)
+                lines[node] = [*lines[parent], right if (right % 3 == 0) == place else right ^ 64]
+            return [lines[node][-1] for node in range(len(parents))]
+
+    tree = Speculating("draft", 6, drafts=DRAFTS, tree=Tree([2, 2, 2], "static"))
+    for dear_s, share in ((0.0, (0.5, 1.0)), (0.02, (0.0, 0.4))):
+        runner = Irregular(60, 4)
+        made = scheduler(runner, tree)
+        made.submit(1, make_request(5, 190))
+        while not made.is_idle():
+            plan = made.schedule()
+            assert plan is not None
+            branches = any(path.parents for path in plan.paths)
+            made.commit(runner.run(plan), 0.010 + (0.001 + dear_s * branches) * sum(plan.counts))
+        late = runner.plans[len(runner.plans) // 2 :]
+        branching = sum(any(path.parents for path in plan.paths) for plan in late) / len(late)
+        assert share[0] <= branching <= share[1], f"{branching:.0%} of the steps had trees"
+        assert sum(sum(plan.depths) > 0 for plan in late) > len(late) / 2
 
 
 def test_the_cost_of_proposals_is_what_was_measured() -> None:
@@ -227,9 +284,9 @@ def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals(
     """A step of 10 ms and 1 ms for each proposal: what pays is cut where the target is, and a pass of the draft counts."""
     for limit_s, depths in ((math.inf, [8]), (0.0141, [4]), (0.0105, [0]), (0.005, [0])):
         costs = StepCosts(0.010, lambda count: 0.001 * count, limit_s=limit_s)
-        assert choose_depths([Offer([0.95**at for at in range(1, 9)])], costs, 1, 100) == depths
+        assert [len(taken) for taken in choose_depths([Offer([0.95**at for at in range(1, 9)])], costs, 1, 100).taken] == depths
     costs = StepCosts(0.010, lambda count: 0.001 * count, 0.001, limit_s=0.0141)
-    assert choose_depths([Offer([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100) == [2]
+    assert choose_depths([Offer([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100).taken == [[0, 1]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -242,7 +299,8 @@ def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals(
 def test_however_likely_proposals_are_the_target_holds(
     offers: list[Offer], token_s: float, pass_s: float, limit_s: float
 ) -> None:
-    depths = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
+    found = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
+    depths = [len(taken) for taken in found.taken]
     passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
     assert not any(depths) or 1 + token_s * sum(depths) + pass_s * passes <= limit_s
 

@@ -57,7 +57,7 @@ def test_what_was_rejected_is_forgotten(accepted: int, piece: Piece) -> None:
     rows = DraftRows(PAGE)
     rows.pieces(plan(0, [1, 2, 3, 4, 5], is_new=True))
     rows.pieces(plan(5, [6], depth=3))
-    rows.drafted(0, [11, 12, 13])
+    rows.drafted(0, [11, 12, 13], [0, 1])
     assert rows.pieces(plan(6 + accepted, [20], depth=1)) == [piece]
 
 
@@ -82,7 +82,7 @@ def test_what_came_by_a_move_is_computed_first_and_once() -> None:
     assert rows.pieces(msgspec.structs.replace(moved, paths=[Path(0, 2, True, [3, 4, 5, 6])])) == [
         Piece(0, 2, [3, 4, 5, 6, 7], True)
     ]
-    rows.drafted(0, [8, 9])
+    rows.drafted(0, [8, 9], [0])
     again = plan(8, [10], depth=2)
     assert rows.pieces(msgspec.structs.replace(again, paths=[Path(0, 2, True, [3, 4, 5, 6, 7, 8])])) == [Piece(0, 8, [10], True)]
 
@@ -105,7 +105,7 @@ class Draft:
         assert pieces and pieces[0].drawn and pieces[0].start + len(pieces[0].tokens) == end
         assert [self.pages.get(at) for at in range(end)] == tokens[:end], "it drafts behind the request's own tokens"
         self.pages |= {end + at: token for at, token in enumerate(proposed[:-1])}
-        self.rows.drafted(0, proposed)
+        self.rows.drafted(0, proposed, range(len(proposed) - 1))
         return True
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, Path, StepPlan
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.paths import NO_TOKEN, drafted_tokens, filled, num_drafted, proposals
+from phalanx_runtime.rank.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, num_drafted, proposals
 from phalanx_runtime.rank.sampler import Sampler
 from phalanx_runtime.rank.sampling import Draw
 from tests.runtime.sampled import Ask, run, scores_after
@@ -41,7 +41,7 @@ def run_with(
             for row, path in zip(running, paths, strict=True)
             for i in range(depth + 1)
         ]
-        drawn = sampler.draw(torch.stack(scores), [(row, len(outputs[row])) for row in running], paths)
+        drawn = sampler.draw(torch.stack(scores), [(row, len(outputs[row])) for row in running], list(map(Drafted, paths)))
         assert drawn.failed == [] and len(drawn.runs) == len(running)
         assert len(drawn.details) in (0, len(drawn.tokens))
         first = 0
@@ -74,7 +74,7 @@ def test_details_are_those_of_draws_one_by_one() -> None:
     sampler = Sampler(16)
     sampler.admit(NewRow(0, ask.sampling, 2, ask.prompt))
     scores = torch.stack([scores_after(ask.prompt + tokens[:i], 16) for i in range(4)])
-    drawn = sampler.draw(scores, [(0, 0)], [[*tokens[:2], tokens[2] ^ 1]])
+    drawn = sampler.draw(scores, [(0, 0)], [Drafted([*tokens[:2], tokens[2] ^ 1])])
     assert (drawn.tokens, drawn.runs, drawn.details) == (tokens[:3], [3], details[:3])
 
 
@@ -84,7 +84,7 @@ def test_a_run_ends_where_nothing_can_be_drawn_and_the_next_step_says_so() -> No
     sampler = Sampler(VOCAB)
     sampler.admit(NewRow(0, sampling, 1, [3]))
     scores = torch.tensor([LOGITS]).expand(3, -1)
-    drawn = sampler.draw(scores, [(0, 0)], [[1, 1]])
+    drawn = sampler.draw(scores, [(0, 0)], [Drafted([1, 1])])
     assert (drawn.tokens, drawn.runs, drawn.failed) == ([1], [1], [])
     [(place, why)] = sampler.draw(scores[:1], [(0, 1)]).failed
     assert place == 0 and "exclude every token" in why
@@ -101,7 +101,7 @@ def test_tokens_behind_an_accepted_proposal_follow_the_distribution(name: str) -
     for row in range(DRAWS):
         sampler.admit(NewRow(row, wire.Sampling(99, row, **fields), len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(2 * DRAWS, -1)
-    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [[proposed]] * DRAWS)
+    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [Drafted([proposed])] * DRAWS)
     starts = _starts(drawn.runs)
     assert_follows([drawn.tokens[at] for at in starts], first)
     behind = [drawn.tokens[at + 1] for at, count in zip(starts, drawn.runs, strict=True) if count == 2]
@@ -152,10 +152,10 @@ def plan_with_paths() -> StepPlan:
 def test_drafts_are_filled_in_and_every_path_is_looked_at() -> None:
     plan = plan_with_paths()
     assert num_drafted(plan) == 3 and plan.depths == [2, 3, 0]
-    full = filled(plan, [31, NO_TOKEN, 33])
+    full = filled(plan, [Drafted([31, NO_TOKEN, 33])])
     assert full.tokens == [10, 11, 12, 20, 21, 30, 31, NO_TOKEN, 33, 40]
-    assert drafted_tokens(full) == [31, NO_TOKEN, 33]
-    assert proposals(full) == [[11, 12], [31, NO_TOKEN, 33], []]
+    assert filled_by_numbers(plan, drafted_numbers(full)) == full
+    assert proposals(full) == [Drafted([11, 12]), Drafted([31, NO_TOKEN, 33]), Drafted([])]
     batch = BatchBuilder(CacheShape(4, 2, 1 << 10), torch.float32, torch.device("cpu")).build(full)
     at = batch.drawn.tolist()
     assert batch.tokens[at].tolist() == [10, 11, 12, 30, 31, 0, 33, 40], "without a proposal token 0 is computed"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from phalanx_api import labels, pod_template
 from phalanx_api.inference_service import Engine, InferenceService, Resources
 from phalanx_api.quantities import parse_bytes
-from phalanx_api.speculation import METHOD_OF
+from phalanx_api.speculation import METHOD_OF, SHAPE_OF
 from phalanx_api.upkeep import Drain
 from phalanx_operator.render import names, placement
 from phalanx_operator.render.gangs import Alone, Gang
@@ -143,6 +143,7 @@ def _engine_flags(engine: Engine) -> list[str]:
     """Flags for the settings that are given; the runtime knows the defaults of the others."""
     kv_bytes = parse_bytes(engine.kv_cache_memory) if engine.kv_cache_memory else None
     speculative = engine.speculative
+    tree = speculative and speculative.tree
     flags = {
         "--dtype": engine.dtype,
         "--max-model-len": engine.max_model_len,
@@ -154,6 +155,8 @@ def _engine_flags(engine: Engine) -> list[str]:
         "--speculative-method": speculative and METHOD_OF[speculative.method],
         "--speculative-tokens": speculative and speculative.num_tokens,
         "--speculative-ratio": speculative and speculative.ratio,
+        "--speculative-tree": tree and ",".join(map(str, tree.widths)),
+        "--speculative-tree-shape": tree and SHAPE_OF[tree.shape],
     }
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 

@@ -1,17 +1,20 @@
 """How often proposals of a kind are the token that is drawn: followed for each request, with the engine's shares to begin from.
 
-A proposal is looked at when all before it in its path were accepted. Its grade says how it came about: for a lookup how many
-tokens agree before it, for a draft its position.
+A proposal is looked at when all before it in its branch were accepted. Its grade says how it came about: for a lookup how many
+tokens agree before it, for a draft its level; and how many others its parent has before it.
 
     share(grade) = (accepted + PRIOR * share of the engine) / (looked at + PRIOR)       the latest count more
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from phalanx_api.speculation import MAX_DEPTH
+from phalanx_runtime.core.trees import OWN, levels, places
 
 PRIOR = 4.0
 """So many looks the engine's share weighs in a request's own."""
 FIRST_SHARE = 0.5
-"""Of a grade that nobody has seen yet."""
+"""Of a grade that nobody has seen yet, if it is the first of its place; of the next half as much, and so on."""
 FADE_OF_REQUEST, FADE_OF_ENGINE = 0.9, 0.99
 """How much a look counts relative to the next one."""
 
@@ -36,26 +39,43 @@ class Shares:
         return (self._accepted.get(grade, 0.0) + PRIOR * before) / (self._looked.get(grade, 0.0) + PRIOR)
 
 
-def add_path(shares: Shares, grades: Sequence[int], accepted: int) -> None:
-    """What became of a path: so many of its proposals were accepted, and the next one, if there is one, was not."""
-    for at, grade in enumerate(grades[: accepted + 1]):
-        shares.add(grade, at < accepted)
+_MAGNITUDES = 8
+"""More than there are of agreements."""
 
 
-def chances(own: Shares, engine: Shares, grades: Sequence[int]) -> list[float]:
-    """For each proposal of a path the chance that it is accepted, and all before it."""
-    found, chance = [], 1.0
-    for grade in grades:
-        chance *= own.of(grade, engine.of(grade, FIRST_SHARE))
-        found.append(chance)
-    return found
+def lookup_grade(agreed: int, place: int = 0) -> int:
+    """The grade of a looked-up token: the magnitude of how many tokens agree before it, if those before it are accepted."""
+    return min(agreed.bit_length(), _MAGNITUDES - 1) + _MAGNITUDES * place
 
 
-def lookup_grades(agreed: int, count: int) -> list[int]:
-    """Grades of tokens found by a lookup: the magnitude of how many tokens agree before each, if those before it are accepted."""
-    return [(agreed + at).bit_length() for at in range(count)]
+def draft_grade(level: int, place: int = 0) -> int:
+    """The grade of a drafted token: below zero, apart from those of lookups."""
+    return -1 - level - MAX_DEPTH * place
 
 
-def draft_grades(count: int) -> list[int]:
-    """Grades of drafted tokens: below zero, apart from those of lookups."""
-    return [-1 - at for at in range(count)]
+def _first_share(grade: int) -> float:
+    place = (-1 - grade) // MAX_DEPTH if grade < 0 else grade // _MAGNITUDES
+    return FIRST_SHARE / 2.0**place
+
+
+Share = Callable[[int], float]
+"""How often proposals of this grade are accepted."""
+
+
+def share_of(own: Shares, engine: Shares) -> Share:
+    """A request's shares, begun with those of its engine."""
+    return lambda grade: own.of(grade, engine.of(grade, _first_share(grade)))
+
+
+def add_tree(shares: Shares, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int]) -> None:
+    """What became of proposals: these were accepted, and the other ones behind them and the request's own token were not."""
+    taken = {OWN, *accepted}
+    for node, (parent, grade) in enumerate(zip(parents, grades, strict=True)):
+        if parent in taken:
+            shares.add(grade, node in taken)
+
+
+def draft_grades(parents: Sequence[int]) -> list[int]:
+    """The grades of drafted proposals of this shape."""
+    shape = tuple(parents)
+    return [draft_grade(level, place) for level, place in zip(levels(shape), places(shape), strict=True)]

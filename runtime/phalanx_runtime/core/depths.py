@@ -1,10 +1,10 @@
 """How many proposals each request of a step gets: as many as make the batch faster, in expected tokens per second.
 
-    speed(depths) = (decodes + sum of chances of the proposals taken) / (time of the step with them)
+    speed(taken) = (decodes + sum of chances of the proposals taken) / (time of the step with them)
 
-A proposal's chance is that it is accepted with all before it, so in a path chances only fall. Proposals are taken in the order of
-their chances while each makes the step faster; the time is convex in their number, so the best set is found. A draft costs a pass
-for each position, whoever takes part: every greatest depth is tried. What gains less than `MARGIN` is left: times are estimates.
+A proposal's chance is that it is accepted with its branch, so along a branch chances only fall. Proposals are taken in the order
+of their chances while each makes the step faster; the time is convex in their number, so the best set is found. A draft costs a
+pass for each level, whoever takes part: every greatest depth is tried. What gains less than `MARGIN` is left: times are guesses.
 Where a target bounds the time between tokens, no step passes it for its proposals.
 """
 
@@ -20,10 +20,28 @@ BELIEVED_CHANCE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The chances of one request's proposals, which only fall. `is_drafted`: each position costs a pass of the draft."""
+    """The chances of one request's proposals, which only fall. `is_drafted`: each level costs a pass of the draft.
+
+    levels: of each how many it has before it in its branch; empty for a chain.
+    """
 
     chances: Sequence[float]
     is_drafted: bool = False
+    levels: Sequence[int] = ()
+
+    def taken(self, count: int, longest: int) -> list[int]:
+        """The first so many of those with so many levels."""
+        if not self.levels or not self.is_drafted:
+            return list(range(count))
+        return [at for at, level in enumerate(self.levels) if level < longest][:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which proposals each offer gets, and what is expected of them: tokens per second; 0 where nothing was expected."""
+
+    taken: list[list[int]]
+    speed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +54,33 @@ class StepCosts:
     limit_s: float = math.inf
 
 
-def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> list[int]:
-    """How many proposals each offer gets, at most `room` in all, in a step of so many decodes. costs None: not known yet."""
+def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> Choice:
+    """What each offer gets, at most `room` proposals in all, in a step of so many decodes. costs None: not known yet."""
     if costs is None:
         return _by_chance(offers, room)
-    best, depths = MARGIN * decodes / costs.plain_s, [0] * len(offers)
-    drafted = max((len(offer.chances) for offer in offers if offer.is_drafted), default=0)
-    for longest in range(drafted + 1):
+    best, counts, passes = MARGIN * decodes / costs.plain_s, [0] * len(offers), 0
+    for longest in range(_most_levels(offers) + 1):
         speed, found = _within(offers, costs, decodes, room, longest)
         if speed > best:
-            best, depths = speed, found
-    return depths
+            best, counts, passes = speed, found, longest
+    return Choice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
+
+
+def choose_all(offers: Sequence[Offer], room: int) -> list[list[int]]:
+    """All that is offered, in turns while there is room."""
+    counts = [0] * len(offers)
+    for position in range(max(len(offer.chances) for offer in offers)):
+        for at, offer in enumerate(offers):
+            if position < len(offer.chances) and room > 0:
+                counts[at] += 1
+                room -= 1
+    return [list(range(count)) for count in counts]
+
+
+def _most_levels(offers: Sequence[Offer]) -> int:
+    """How many levels the deepest draft has."""
+    drafts = [offer for offer in offers if offer.is_drafted]
+    return max((max(offer.levels, default=-1) + 1 if offer.levels else len(offer.chances) for offer in drafts), default=0)
 
 
 def _within(offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, longest: int) -> tuple[float, list[int]]:
@@ -64,11 +98,12 @@ def _within(offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, 
     return speed, depths
 
 
-def _by_chance(offers: Sequence[Offer], room: int) -> list[int]:
-    depths = [0] * len(offers)
-    for chance, _, at in _in_order(offers, max((len(offer.chances) for offer in offers), default=0))[: max(room, 0)]:
-        depths[at] += chance >= BELIEVED_CHANCE
-    return depths
+def _by_chance(offers: Sequence[Offer], room: int) -> Choice:
+    counts = [0] * len(offers)
+    longest = _most_levels(offers)
+    for chance, _, at in _in_order(offers, longest)[: max(room, 0)]:
+        counts[at] += chance >= BELIEVED_CHANCE
+    return Choice([offer.taken(count, longest) for offer, count in zip(offers, counts, strict=True)])
 
 
 def _in_order(offers: Sequence[Offer], longest: int) -> list[tuple[float, int, int]]:
@@ -76,6 +111,7 @@ def _in_order(offers: Sequence[Offer], longest: int) -> list[tuple[float, int, i
     found = [
         (chance, position, at)
         for at, offer in enumerate(offers)
-        for position, chance in enumerate(offer.chances[:longest] if offer.is_drafted else offer.chances)
+        for position, chance in enumerate(offer.chances)
+        if not offer.is_drafted or (offer.levels[position] if offer.levels else position) < longest
     ]
     return sorted(found, key=lambda one: (-one[0], one[1], one[2]))

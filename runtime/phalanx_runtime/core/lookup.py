@@ -3,8 +3,9 @@
     tokens   ... a b c | d e f ........ a b c |        the last three occurred before: d e f are proposed
                        ^ there                ^ now
 
-Places are found by the two tokens before them, the latest first, and the one wins whose tokens before it agree the longest. A
-token is entered once, when the request next looks, in time that does not depend on the length; so is a look.
+Places are found by the two tokens before them, the latest first, and the one wins whose tokens before it agree the longest; a
+tree takes several. A token is entered once, when the request next looks, in time that does not depend on the length; so is a
+look.
 """
 
 from collections.abc import Sequence
@@ -31,22 +32,19 @@ class Lookup:
         """For each place the one before it behind the same two tokens; 0: none."""
         self._entered = SHORTEST
 
-    def find(self, tokens: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Up to `count` tokens that may come next, and how many tokens agree where they were found; none and 0 when nowhere."""
+    def find(self, tokens: Sequence[int], count: int, places: int = 1) -> list[tuple[list[int], int]]:
+        """For so many places `count` tokens that may come next, and how many tokens agree there; the most first, of equal ones
+        the latest. Fewer where there are fewer."""
         self._enter(tokens)
         end = len(tokens)
         if self._entered < end or end <= SHORTEST or count < 1:
-            return [], 0
-        place = self._latest.get((tokens[-2], tokens[-1]), 0)
-        best, longest = 0, 0
-        for _ in range(PLACES):
-            if not place:
-                break
-            same = _agree(tokens, place)
-            if same > longest:
-                best, longest = place, same
+            return []
+        place, found = self._latest.get((tokens[-2], tokens[-1]), 0), list[tuple[int, int]]()
+        while place and len(found) < PLACES:
+            found.append((_agree(tokens, place), place))
             place = self._before[place]
-        return (_following(tokens, best, count), longest) if best else ([], 0)
+        found.sort(key=lambda one: (-one[0], -one[1]))
+        return [(_following(tokens, at, count), same) for same, at in found[:places]]
 
     def _enter(self, tokens: Sequence[int]) -> None:
         """Enters the places before the end: what follows them is known."""

@@ -3,16 +3,18 @@
 from dataclasses import dataclass, field
 
 from phalanx_api.cost import StepWork, describe
-from phalanx_runtime.core.plan import NewRow, Path, StepPlan
+from phalanx_runtime.core.plan import Growth, NewRow, Path, StepPlan
 from phalanx_runtime.core.request import Request, needs_history
+from phalanx_runtime.core.trees import is_chain, levels
 
 
 @dataclass(slots=True)
 class Chunk:
     """The next `count` tokens of a request from `start`, and behind them `depth` proposals.
 
-    `proposed` is empty where the ranks draft them. `grades` say how likely each is. `behind`: see `plan.Path`. `num_pages`: pages
-    that the request had before it got some for proposals. `gained`: tokens that it was given, once the plan is finished.
+    `proposed` is empty where the ranks draft them. `grades` say how likely each is, `parents` behind which each is; with `growth`
+    the ranks choose that. `behind`: see `plan.Path`. `strays`: see `plan.StepPlan`. `num_pages`: pages that the request had
+    before it got some for proposals. `gained`: tokens that it was given, once the plan is finished.
     """
 
     request: Request
@@ -23,6 +25,9 @@ class Chunk:
     grades: list[int] = field(default_factory=list)
     is_drafted: bool = False
     behind: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    growth: Growth | None = None
+    strays: list[int] = field(default_factory=list)
     num_pages: int = 0
     gained: int = 0
 
@@ -30,6 +35,16 @@ class Chunk:
     def end(self) -> int:
         """Position after the last token of its own."""
         return self.start + self.count
+
+    @property
+    def num_levels(self) -> int:
+        """How many proposals its longest branch has."""
+        return max(levels(tuple(self.parents)), default=-1) + 1
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether its proposals are no chain, or need not be."""
+        return self.growth is not None or not is_chain(self.parents)
 
     @property
     def is_decode(self) -> bool:
@@ -67,7 +82,7 @@ class Making:
             assert request.row is not None, "only running requests compute"
             history = list(request.tokens) if needs_history(request.sampling) else []
             self.admitted.append(NewRow(request.row, request.sampling, request.num_prompt, history))
-        chunk = Chunk(request, request.computed, count)
+        chunk = Chunk(request, request.computed, count, strays=request.strays)
         self.chunks.append(chunk)
         request.in_flight = True
         return chunk
@@ -84,6 +99,7 @@ class Making:
         rows, pages, tokens = [], [], []
         paths: list[Path] = []
         cuts: list[tuple[int, int]] = []
+        strays: list[tuple[int, list[int]]] = []
         for i, chunk in enumerate(self.chunks):
             request = chunk.request
             assert request.row is not None, "only running requests compute"
@@ -98,8 +114,13 @@ class Making:
                 self.draws.append((i, chunk.end - request.num_prompt))
             if chunk.depth:
                 tokens.extend(chunk.proposed or [0] * chunk.depth)
-                paths.append(Path(i, chunk.depth, chunk.is_drafted, chunk.behind))
+                parents = [] if chunk.growth is not None or is_chain(chunk.parents) else chunk.parents
+                paths.append(Path(i, chunk.depth, chunk.is_drafted, chunk.behind, parents, chunk.growth))
+            if chunk.strays:
+                strays.append((i, chunk.strays))
         self.work = self.describe()
         self.plain = self.describe(with_proposals=False)
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.depth for chunk in self.chunks]
-        return StepPlan(self.step, self.admitted, rows, starts, counts, pages, tokens, self.draws, self.copies, paths, cuts)
+        return StepPlan(
+            self.step, self.admitted, rows, starts, counts, pages, tokens, self.draws, self.copies, paths, cuts, strays
+        )

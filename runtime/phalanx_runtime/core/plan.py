@@ -22,18 +22,34 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     history: list[int] = []
 
 
+class Growth(msgspec.Struct, frozen=True, array_like=True):
+    """How far a tree may grow whose shape the proposer chooses, the likeliest proposals first.
+
+    widths: the most children that proposals at each level have, those of the request's own token first; deeper ones have one.
+    levels: the most proposals in a branch, so that a draft has as many passes.
+    """
+
+    widths: list[int]
+    levels: int
+
+
 class Path(msgspec.Struct, frozen=True, array_like=True):
     """Proposed tokens of one request: the last `depth` of those that it computes in this step, behind its own.
 
     request: its index into `rows`. With `is_drafted` the plan does not know them, and has a 0 for each: the proposer of the first
     stage fills them in. `behind`: tokens before the request's own in this step that a draft model may lack, for their pages
-    came by a move.
+    came by a move. `parents`: the shape, see `trees`; empty is a chain. With `growth` the proposer fills it in, too.
+
+    Proposal p lies in the slot of position q + p, where the request's own tokens end before q, and is computed as if it were at
+    q + its level: it sees the request's own tokens and those of its branch.
     """
 
     request: int
     depth: int
     is_drafted: bool = False
     behind: list[int] = []
+    parents: list[int] = []
+    growth: Growth | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -46,9 +62,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     becomes a bit-copy of the first, in this order.
 
     paths: requests whose last tokens are proposals, each with a draw (i, j), in the order of the draws. There index j is drawn
-    behind the last token before the proposals, j + 1 behind the first of them, and so on, and the drawing stops at the first
-    drawn token that is not the one proposed for its place. cuts: pairs (i, n): the row keeps the first n pages of its table
-    before `pages[i]` are appended, for those after them were taken for proposals that came to nothing.
+    behind the last token before the proposals, j + 1 behind the one of them that is the token drawn, and so on; the drawing stops
+    where none is. cuts: pairs (i, n): the row keeps the first n pages of its table before `pages[i]` are appended, for those
+    after them were taken for proposals that came to nothing. strays: pairs (i, positions): what lies in these slots of row i
+    belongs right before `starts[i]`, in this order, and is copied there before the pass: accepted proposals of a tree.
     """
 
     step: int
@@ -62,6 +79,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     copies: list[tuple[int, int]] = []
     paths: list[Path] = []
     cuts: list[tuple[int, int]] = []
+    strays: list[tuple[int, list[int]]] = []
 
     @property
     def depths(self) -> list[int]:
@@ -74,7 +92,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """Drawn tokens, parallel to the plan's `draws`; `details` too, or empty when no request asked for any.
 
     Where the plan has paths, draw d gave `runs[d]` tokens, at least one, at as many output indexes; tokens and details of all
-    draws lie one after the other. `runs` is empty when each gave one.
+    draws lie one after the other. `runs` is empty when each gave one. `taken`: pairs (d, proposals): those that draw d accepted,
+    where they are not the first ones. `shapes`: parents of the proposals of each path with `growth`, in their order.
 
     `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
     tokens from `start` on) for request i of the plan. `failed`: positions in `draws` where no token could be drawn (the one in
@@ -93,6 +112,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     runs: list[int] = []
     draft_s: float = 0.0
     lost: str = ""
+    taken: list[tuple[int, list[int]]] = []
+    shapes: list[list[int]] = []
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

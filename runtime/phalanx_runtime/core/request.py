@@ -83,11 +83,18 @@ class Request:
     """What is known of it where tokens are proposed for it."""
     is_cut: bool = False
     """Pages that the ranks know were given back: they have to forget those after `sent`."""
+    strays: list[int] = field(default_factory=list)
+    """Slots in which the last of the `computed` tokens lie: accepted branches of a tree. The next step puts them in place."""
 
     @property
     def seniority(self) -> tuple[float, int]:
         """Who came first, here or to another group before: the smallest. No two are equal."""
         return self.wishes.arrived_s, self.order
+
+    @property
+    def placed(self) -> int:
+        """How many tokens lie in their places: others may read them, and they may move."""
+        return self.computed - len(self.strays)
 
     @property
     def missing(self) -> int:

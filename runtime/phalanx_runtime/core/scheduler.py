@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
+from phalanx_runtime.core.acceptance import draft_grades
 from phalanx_runtime.core.admission import Limits, Refuse, fits_ever, may_wait
 from phalanx_runtime.core.compose import Composer
 from phalanx_runtime.core.making import Chunk, Making
@@ -31,6 +32,7 @@ from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
 from phalanx_runtime.core.speculator import Fitting, Speculating, Speculator
+from phalanx_runtime.core.trees import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,12 @@ class Held:
     pages: Sequence[int]
     is_settled: bool
     num_losses: int
+
+
+def strays(first: int, accepted: Sequence[int]) -> list[int]:
+    """The slots of accepted proposals, from the first on that lies elsewhere than it belongs. Proposal 0 lies in `first`."""
+    same = next((at for at, node in enumerate(accepted) if node != at), len(accepted))
+    return [first + node for node in accepted[same:]]
 
 
 class Scheduler:
@@ -158,7 +166,7 @@ class Scheduler:
         if request is None or request.row is None:
             return None
         settled = request.is_frozen and not request.in_flight
-        return Held(len(request.tokens), request.num_output, request.computed, request.pages, settled, request.num_losses)
+        return Held(len(request.tokens), request.num_output, request.placed, request.pages, settled, request.num_losses)
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
         """How near the pool is to its end, and who would lose pages first; None while half of it is free."""
@@ -203,8 +211,9 @@ class Scheduler:
         self._flights.popleft()
         for chunk in making.chunks:
             self._reporter.recomputed_tokens += max(0, min(chunk.end, chunk.request.farthest) - chunk.start)
-            chunk.request.computed = chunk.end
+            chunk.request.computed, chunk.request.strays = chunk.end, []
             chunk.request.in_flight = False
+        self._tell_shapes(making, result)
         frame = self._read(making, result, runs)
         for chunk in making.chunks:
             chunk.request.farthest = max(chunk.request.farthest, chunk.request.computed)
@@ -254,7 +263,7 @@ class Scheduler:
     def _read(self, making: Making, result: StepResult, runs: list[int]) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""
         frame = wire.Tokens([], [], [], [], [])
-        ended, over, failed = frozenset(result.ended), frozenset(result.over), dict(result.failed)
+        ended, over, failed, taken = frozenset(result.ended), frozenset(result.over), dict(result.failed), dict(result.taken)
         self.refused = []
         for i, start, details in result.prompt_details:
             request = making.chunks[i].request
@@ -275,11 +284,21 @@ class Scheduler:
                 self.refused.append(wire.Refused(request.handle, request.epoch, 400, "nothing_to_draw", failed[position]))
                 self._end(request)
             else:
-                self._append(chunk, index, at, result, position in ended, frame)
+                accepted = taken.get(position, range(run))[: run - 1]
+                self._append(chunk, index, at, accepted, result, position in ended, frame)
         return frame
 
-    def _append(self, chunk: Chunk, index: int, at: range, result: StepResult, is_complete: bool, frame: wire.Tokens) -> None:
-        """Gives a request its tokens, those of the result at these places, up to its end."""
+    def _append(
+        self,
+        chunk: Chunk,
+        index: int,
+        at: range,
+        accepted: Sequence[int],
+        result: StepResult,
+        is_complete: bool,
+        frame: wire.Tokens,
+    ) -> None:
+        """Gives a request its tokens, the result's at these places, up to its end. All but the last are these proposals."""
         request, kept = chunk.request, 0
         for place in at:
             token, kept = result.tokens[place], kept + 1
@@ -299,11 +318,20 @@ class Scheduler:
                 self._reporter.output.add(request.num_output)
                 self._finish(request, reason, frame)
                 break
-        if len(at) > 1:
-            request.computed += min(len(at) - 1, kept)
+        if accepted:
+            request.computed += min(len(accepted), kept)
+            request.strays = strays(chunk.end, accepted[:kept])
             self.sharing.note_accepted(chunk)
         chunk.gained = kept
-        self.speculator.heard(chunk, len(at), kept)
+        self.speculator.heard(chunk, accepted, kept)
+
+    def _tell_shapes(self, making: Making, result: StepResult) -> None:
+        """The shapes that ranks chose for proposals."""
+        shapes = iter(result.shapes)
+        for chunk in making.chunks:
+            if chunk.growth is not None:
+                chunk.parents = next(shapes, chain(chunk.depth))
+                chunk.grades = draft_grades(chunk.parents)
 
     def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
         frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))

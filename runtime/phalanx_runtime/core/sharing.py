@@ -120,9 +120,8 @@ class Sharing:
         request, size = chunk.request, self.pool.page_size
         if request.is_chained and chunk.end // size > request.keyed:
             self._publish(request, self._keys(request), chunk.end // size)
-        if chunk.count == 1 and chunk.end % size and chunk.end == len(request.tokens):
-            return  # a decode: nobody reads a page that grows before it is full
-        for i in range(chunk.start // size, -(-chunk.end // size)):
+        is_decode = chunk.count == 1 and chunk.end == len(request.tokens)  # nobody reads a page that grows before it is full
+        for i in range((chunk.start - len(chunk.strays)) // size, chunk.end // size if is_decode else -(-chunk.end // size)):
             page = request.pages[i]
             self.pool.mark_written(page, min(size, chunk.end - i * size))
             making.fresh.add(page)
@@ -130,9 +129,10 @@ class Sharing:
             self._offer_tail(request)
 
     def note_accepted(self, chunk: Chunk) -> None:
-        """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now."""
+        """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now, as
+        far as they lie in their places."""
         request, size = chunk.request, self.pool.page_size
-        full = request.computed // size
+        full = request.placed // size
         if request.is_chained and full > request.keyed:
             self._publish(request, self._keys(request), full)
         for page in request.pages[chunk.start // size : full]:
@@ -157,6 +157,7 @@ class Sharing:
         request.computed = request.keyed = request.sent = request.found = 0
         request.is_chained = True
         request.is_cut = False
+        request.strays = []
         if request.proposing is not None:
             request.proposing.missing_from = None
 

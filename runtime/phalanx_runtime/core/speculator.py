@@ -13,21 +13,18 @@ from dataclasses import dataclass, replace
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
-from phalanx_api.speculation import MAX_DEPTH, Method, SpeculationCounts
-from phalanx_runtime.core.acceptance import (
-    FADE_OF_ENGINE,
-    Shares,
-    add_path,
-    chances,
-    draft_grades,
-    lookup_grades,
-)
+from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, SpeculationCounts, Tree
+from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree, share_of
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.depths import Offer, StepCosts, choose_depths
+from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
+from phalanx_runtime.core.depths import Offer, StepCosts, choose_all, choose_depths
+from phalanx_runtime.core.lookup import PLACES
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.plan import Growth
 from phalanx_runtime.core.proposing import Proposing
 from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.trees import is_chain, levels, part, places
 from phalanx_runtime.core.verify_cost import VerifyCost
 
 PROBE_EVERY = 16
@@ -40,22 +37,26 @@ Fitting = Callable[[int, Sequence[int], int], int]
 
 @dataclass(frozen=True, slots=True)
 class Speculating:
-    """How an engine speculates: what requests get that do not say, the most tokens for one in a step, and whether depths follow
-    what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot after all."""
+    """How an engine speculates: what requests get that do not say, the most tokens for one in a step, how they may branch, and
+    whether all follows what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot
+    after all."""
 
     method: Method = "none"
     num_tokens: int = 4
     is_adaptive: bool = True
     drafts: frozenset[Method] = frozenset()
     lost: str = ""
+    tree: Tree = CHAIN
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Offered:
+    """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not."""
+
     chunk: Chunk
-    tokens: list[int]
-    grades: list[int]
-    offer: Offer
+    chain: Candidates
+    tree: Candidates
+    is_drafted: bool
 
 
 class Speculator:
@@ -72,7 +73,7 @@ class Speculator:
         """Steps since the last proposal, in which some were offered."""
         self._may_catch_up = 0
         """Tokens that drafts may compute in this step beside their own."""
-        self._paths = self._saved = 0
+        self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
         self._lost = setting.lost
@@ -92,7 +93,8 @@ class Speculator:
             names = ", ".join(sorted({"none", "ngram", *self.setting.drafts}))
             return Refuse(400, "unsupported_speculation", f"speculative.method {method} is not offered here; there are {names}")
         most = self.setting.num_tokens if wanted.num_tokens is None else wanted.num_tokens
-        return Proposing(method, max(0, min(most, MAX_DEPTH)))
+        tree = self.setting.tree if wanted.tree is None else wanted.tree
+        return Proposing(method, max(0, min(most, MAX_DEPTH)), tree)
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
@@ -100,35 +102,36 @@ class Speculator:
         offered = [one for one in map(self._offer, making.chunks) if one is not None]
         if not offered:
             return
-        room, costs = self._room(making, has_prompts), self._costs(making, model, has_prompts)
-        offers = [one.offer for one in offered]
-        depths = self._depths(offers, costs, len(making.chunks), room)
-        if not any(depths) and room > 0:
+        room = self._room(making, has_prompts)
+        of, taken = self._choose(making, offered, model, room, has_prompts)
+        if not any(taken) and room > 0:
             self._barren += 1
             oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
-            if self._barren > PROBE_EVERY and _may_take(costs, offers[oldest]):
-                depths[oldest] = 1
-        for one, depth in zip(offered, depths, strict=True):
-            if depth:
-                self._take(making, one, depth, running)
+            if self._barren > PROBE_EVERY and _may_take(self._costs(making, model, has_prompts), offered[oldest].is_drafted):
+                taken[oldest] = [0]
+        for one, found, nodes in zip(offered, of, taken, strict=True):
+            if nodes:
+                self._take(making, one, found, nodes, running)
 
     def draft_s(self, making: Making) -> float:
         """How long the drafts of a step take."""
-        return self._cost.pass_s * max((chunk.depth for chunk in making.chunks if chunk.is_drafted), default=0)
+        return self._cost.pass_s * max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
 
-    def heard(self, chunk: Chunk, run: int, kept: int) -> None:
-        """A request of a finished plan was given a run of so many tokens, of which it kept some: others came after its end."""
-        proposing, accepted = chunk.request.proposing, max(0, run - 1)
+    def heard(self, chunk: Chunk, accepted: Sequence[int], kept: int) -> None:
+        """Of a request of a finished plan these proposals were accepted. It kept so many tokens: others came after its end."""
+        proposing = chunk.request.proposing
         if proposing is None or not chunk.depth:
             return
         self._paths += 1
         self._saved += max(0, kept - 1)
-        for at in range(chunk.depth):
-            self._proposed[at] += 1
-            self._accepted[at] += at < accepted
-        if not chunk.request.gone or accepted == chunk.depth:
-            add_path(proposing.shares, chunk.grades, accepted)
-            add_path(self._shares, chunk.grades, accepted)
+        shape = tuple(chunk.parents)
+        for node, (level, place) in enumerate(zip(levels(shape), places(shape), strict=True)):
+            self._proposed[level] += 1
+            self._accepted[level] += node in accepted
+            self._branched += place > 0 and node in accepted
+        if not chunk.request.gone or len(accepted) == chunk.depth:
+            add_tree(proposing.shares, chunk.parents, chunk.grades, accepted)
+            add_tree(self._shares, chunk.parents, chunk.grades, accepted)
 
     def settle(self, chunk: Chunk) -> None:
         """A chunk of a finished plan is computed, and what was accepted behind it. Pages that were taken for the rest go back."""
@@ -137,9 +140,10 @@ class Speculator:
             return
         if request.proposing is not None and chunk.is_drafted:
             request.proposing.missing_from = None
-        if not chunk.depth:
+        if not chunk.depth and not chunk.strays:
             return
-        kept = max(chunk.num_pages, self._pool.pages_for(request.computed))
+        last = max([request.computed, *(slot + 1 for slot in request.strays)])
+        kept = max(chunk.num_pages, self._pool.pages_for(last))
         if len(request.pages) > kept:
             self._pool.give_back(request.pages[kept:])
             del request.pages[kept:]
@@ -152,9 +156,10 @@ class Speculator:
         if lost and not self._lost:
             self._lost = lost
         if wall_s is not None and model is not None:
-            deepest = max((chunk.depth for chunk in making.chunks if chunk.is_drafted), default=0)
+            deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
             proposals = sum(chunk.depth for chunk in making.chunks)
-            self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s)
+            has_trees = any(chunk.has_branches for chunk in making.chunks)
+            self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees)
 
     def counts(self) -> SpeculationCounts:
         """What became of all proposals."""
@@ -167,6 +172,7 @@ class Speculator:
             self._draft_s,
             self._cost.verify_s,
             self._lost,
+            self._branched,
         )
 
     def _offer(self, chunk: Chunk) -> _Offered | None:
@@ -178,18 +184,18 @@ class Speculator:
         most = min(proposing.most, request.max_len - len(request.tokens) - 1)
         if most < 1:
             return None
+        share, widths = share_of(proposing.shares, self._shares), proposing.tree.widths
         if proposing.method == "ngram":
-            tokens, agreed = proposing.lookup.find(request.tokens, most)
-            tokens = tokens[: self._num_fitting(request, tokens)]
-            grades = lookup_grades(agreed, len(tokens))
+            lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
+            fitting = [(tokens[: self._num_fitting(request, tokens)], agreed) for tokens, agreed in lines]
+            one = looked_up(share, most, (), fitting[:1])
+            tree = looked_up(share, most, widths, fitting) if widths else one
         elif self._lost or not self._catches_up(chunk, proposing):
             return None
         else:
-            tokens, grades = [], draft_grades(most)
-        if not grades:
-            return None
-        offer = Offer(chances(proposing.shares, self._shares, grades), proposing.method != "ngram")
-        return _Offered(chunk, tokens, grades, offer)
+            one = drafted(share, most, ())
+            tree = drafted(share, most, widths) if widths else one
+        return _Offered(chunk, one, tree, proposing.method != "ngram") if tree.parents else None
 
     def _num_fitting(self, request: Request, tokens: list[int]) -> int:
         """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""
@@ -211,23 +217,36 @@ class Speculator:
         rows = self._limits.max_draws - (self._limits.max_num_seqs if has_prompts else len(making.chunks))
         return min(rows, left // PROMPT_PART if has_prompts else left)
 
-    def _costs(self, making: Making, model: StepModel | None, has_prompts: bool) -> StepCosts | None:
+    def _costs(self, making: Making, model: StepModel | None, has_prompts: bool, has_trees: bool = False) -> StepCosts | None:
         """What the step costs, and how long it may take; None while nothing was measured."""
         if model is None:
             return None
-        costs, limits = self._cost.costs(model, making.describe(with_proposals=False)), self._limits
+        costs, limits = self._cost.costs(model, making.describe(with_proposals=False), has_trees), self._limits
         if limits.itl_target_s is None:
             return costs
         left_s = limits.itl_target_s / limits.plans_in_flight - costs.plain_s
         return replace(costs, limit_s=costs.plain_s + (left_s / PROMPT_PART if has_prompts else left_s))
 
-    def _depths(self, offers: list[Offer], costs: StepCosts | None, decodes: int, room: int) -> list[int]:
-        return choose_depths(offers, costs, decodes, room) if self.setting.is_adaptive else _all(offers, room)
+    def _choose(
+        self, making: Making, offered: Sequence[_Offered], model: StepModel | None, room: int, has_prompts: bool
+    ) -> tuple[list[Candidates], list[list[int]]]:
+        """Which of what each gets: of trees, where these promise more than chains."""
+        chains, trees = [one.chain for one in offered], [one.tree for one in offered]
+        lines = [Offer(one.chain.chances, one.is_drafted, one.chain.levels) for one in offered]
+        branching = [Offer(one.tree.chances, one.is_drafted, one.tree.levels) for one in offered]
+        if not self.setting.is_adaptive:
+            return trees, choose_all(branching, room)
+        decodes = len(making.chunks)
+        straight = choose_depths(lines, self._costs(making, model, has_prompts), decodes, room)
+        if model is None or all(one.tree is one.chain for one in offered):
+            return chains, straight.taken
+        found = choose_depths(branching, self._costs(making, model, has_prompts, has_trees=True), decodes, room)
+        return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
 
-    def _take(self, making: Making, one: _Offered, depth: int, running: int) -> None:
+    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""
-        chunk, request, pool = one.chunk, one.chunk.request, self._pool
-        chunk.num_pages = len(request.pages)
+        chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
+        chunk.num_pages = pool.pages_for(chunk.end) if chunk.strays else len(request.pages)
         more = pool.pages_for(chunk.end + depth) - len(request.pages)
         if more > 0 and pool.free_pages - more >= running:
             request.pages += pool.take(more) or []
@@ -237,26 +256,19 @@ class Speculator:
         proposing = request.proposing
         assert proposing is not None, "it was offered"
         self._barren, proposing.last_step = 0, making.step
-        chunk.depth, chunk.grades, chunk.proposed = depth, one.grades[:depth], one.tokens[:depth]
-        chunk.is_drafted = one.offer.is_drafted
+        nodes = nodes[:depth]
+        chunk.depth, chunk.parents, chunk.grades = depth, part(found.parents, nodes), [found.grades[node] for node in nodes]
+        chunk.proposed = [found.tokens[node] for node in nodes] if found.tokens else []
+        chunk.is_drafted = one.is_drafted
+        if chunk.is_drafted and proposing.tree.shape == "best_first" and not is_chain(chunk.parents):
+            chunk.growth = Growth(proposing.tree.widths, chunk.num_levels)
         if chunk.is_drafted and proposing.missing_from is not None:
             chunk.behind = request.tokens[proposing.missing_from : chunk.start]
 
 
-def _all(offers: list[Offer], room: int) -> list[int]:
-    """All that is offered, in turns while there is room."""
-    depths = [0] * len(offers)
-    for position in range(max(len(offer.chances) for offer in offers)):
-        for at, offer in enumerate(offers):
-            if position < len(offer.chances) and room > 0:
-                depths[at] += 1
-                room -= 1
-    return depths
-
-
-def _may_take(costs: StepCosts | None, offer: Offer) -> bool:
+def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
     """Whether a step with one proposal takes no longer than it may."""
-    return costs is None or costs.plain_s + costs.extra_s(1) + offer.is_drafted * costs.pass_s <= costs.limit_s
+    return costs is None or costs.plain_s + costs.extra_s(1) + is_drafted * costs.pass_s <= costs.limit_s
 
 
 def _last_step(chunk: Chunk) -> int:

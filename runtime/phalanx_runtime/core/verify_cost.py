@@ -4,9 +4,14 @@
     a token   sum of (measured time - draft - plain) / sum of proposals, over steps of about as many decodes, the latest count
               more; begun with the function's
 
+Trees are attended to in another way than chains, so steps with and without them are told apart. What is not used any more is
+forgotten: then it is tried again.
+
 Only steps without prompt tokens teach: there a difference is the proposals'. Sums, and not the mean of quotients: one proposal
 in a step of many decodes is far less than what two such steps differ by.
 """
+
+from dataclasses import dataclass
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.depths import StepCosts
@@ -15,6 +20,8 @@ FOLLOW = 0.1
 """Weight of the latest step."""
 FADE = 0.98
 """How much a step with proposals counts relative to the next one."""
+FORGET = 0.995
+"""How much of what was measured of the other kind is left after a step with proposals."""
 PRIOR = 8.0
 """So many proposals the predicted cost weighs."""
 FEWEST, MOST = 0.1, 8.0
@@ -25,27 +32,44 @@ LEAST_SHARE = 0.005
 """Of the plain step: what a token costs at least. The fit may not know the cost of tokens yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What steps are told apart by: the magnitude of their decodes, and whether proposals branch."""
+
+    size: int
+    has_trees: bool
+
+
 class VerifyCost:
-    """Learns from steps. Steps are told apart by the magnitude of their decodes."""
+    """Learns from steps."""
 
     def __init__(self) -> None:
         self.verify_s = 0.0
         """By how much steps with proposals took longer than without, since the start, drafts not counted."""
         self._off: dict[int, float] = {}
-        self._over: dict[int, tuple[float, float]] = {}
+        self._over: dict[_Kind, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
         self.pass_s = 0.0
         """Of a draft."""
 
-    def costs(self, model: StepModel, plain: StepWork) -> StepCosts:
+    def costs(self, model: StepModel, plain: StepWork, has_trees: bool = False) -> StepCosts:
         """What a step of this work costs with proposals."""
-        plain_s = self._plain_s(model, plain)
-        if plain.decodes.bit_length() not in self._over:
+        plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
+        if kind not in self._over:
             return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self.pass_s)
-        token_s = self._token_s(model, plain, plain_s)
+        token_s = self._token_s(model, plain, plain_s, kind)
         return StepCosts(plain_s, lambda count: count * token_s, self.pass_s)
 
-    def learn(self, model: StepModel, plain: StepWork, proposals: int, depth: int, wall_s: float, draft_s: float) -> None:
+    def learn(
+        self,
+        model: StepModel,
+        plain: StepWork,
+        proposals: int,
+        depth: int,
+        wall_s: float,
+        draft_s: float,
+        has_trees: bool = False,
+    ) -> None:
         """A step that was measured: its work without proposals, how many it had, and the deepest of those that were drafted."""
         if plain.prefill_tokens or not plain.decodes:
             return
@@ -63,13 +87,17 @@ class VerifyCost:
         expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
         over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
         self.verify_s += max(0.0, over_s)
-        seconds, count = self._over.get(size, (0.0, 0.0))
-        self._over[size] = FADE * seconds + over_s, FADE * count + proposals
+        kind, other = _Kind(size, has_trees), _Kind(size, not has_trees)
+        seconds, count = self._over.get(kind, (0.0, 0.0))
+        self._over[kind] = FADE * seconds + over_s, FADE * count + proposals
+        if other in self._over:
+            seconds, count = self._over[other]
+            self._over[other] = FORGET * seconds, FORGET * count
 
-    def _token_s(self, model: StepModel, plain: StepWork, plain_s: float) -> float:
+    def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: "_Kind") -> float:
         """What a proposal costs in steps like this one."""
         expected_s = self._predicted_s(model, plain, plain_s, 1)
-        seconds, count = self._over[plain.decodes.bit_length()]
+        seconds, count = self._over[kind]
         measured_s = (seconds + PRIOR * expected_s) / (count + PRIOR)
         return min(max(measured_s, FEWEST * expected_s), MOST * expected_s)
 

@@ -6,7 +6,7 @@ The query heads of one KV head are folded into the query length (decode) or spre
 `DenseAttention` is the slow twin: the same numbers from the definition.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,8 @@ class Chunk:
     """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages.
 
     lumps is None when the chunk is the whole context: then keys and values come straight from the step. masks are additive,
-    [size, length].
+    [size, length]. parents: the last of its tokens are a tree, each behind the one of this number among them, or behind all that
+    come before the tree (-1); no token sees another branch. They lie in slots one behind the other. Empty: a run.
     """
 
     start: int
@@ -74,6 +75,7 @@ class Chunk:
     lumps: Tensor | None
     masks: Windows
     table: Tensor
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +220,31 @@ class DenseAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
         write_pages(k, v, cache, batch.slots)
-        rows = [_attend(q[g.start + i], cache, g.tables[i], n, form) for g in batch.bands for i, n in enumerate(g.lengths)]
+        rows = [_attend(q[g.start + i], cache, g.tables[i], range(n), form) for g in batch.bands for i, n in enumerate(g.lengths)]
         for chunk in batch.chunks:
-            first = chunk.length - chunk.size
             for i in range(chunk.size):
-                rows.append(_attend(q[chunk.start + i], cache, chunk.table, first + i + 1, form))
+                rows.append(_attend(q[chunk.start + i], cache, chunk.table, _seen(chunk, i), form))
         return torch.stack(rows)
 
 
-def _attend(q: Tensor, cache: LayerCache, table: Tensor, length: int, form: AttentionForm) -> Tensor:
-    """One query, [heads, dim], over the last of `length` tokens in these pages: [heads * dim]."""
-    first = 0 if form.window is None else max(0, length - form.window)
+def _seen(chunk: Chunk, i: int) -> Sequence[int]:
+    """The slots that token i of a chunk sees: all before it, or in a tree what comes before it and its branch."""
+    own = chunk.length - len(chunk.parents)
+    node, branch = chunk.length - chunk.size + i - own, list[int]()
+    if node < 0:
+        return range(own + node + 1)
+    while node >= 0:
+        branch.append(own + node)
+        node = chunk.parents[node]
+    return [*range(own), *reversed(branch)]
+
+
+def _attend(q: Tensor, cache: LayerCache, table: Tensor, seen: Sequence[int], form: AttentionForm) -> Tensor:
+    """One query, [heads, dim], over the last of these slots in these pages, its own the last: [heads * dim]."""
+    slots = torch.tensor(seen if form.window is None else seen[-form.window :])
     kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
-    keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
-    values = cache.v[table].transpose(1, 2).reshape(-1, kv_heads, dim)[first:length]
+    keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
+    values = cache.v[table].transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
     group = q.shape[0] // kv_heads
     scores = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * _scale(form, dim)
     if form.softcap is not None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from phalanx_runtime.core.plan import NewRow
 from phalanx_runtime.rank.changes import change
-from phalanx_runtime.rank.paths import NO_TOKEN
 from phalanx_runtime.rank.row import Row
-from phalanx_runtime.rank.sampling import Draw, draw
+from phalanx_runtime.rank.sampling import Draw, Rivals, draw, draw_several
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,15 @@ class Ahead:
         self._vocab_size = vocab_size
         self._copies: dict[tuple[int, tuple[int, ...]], Row] = {}
 
-    def draw(self, scores: Tensor, places: Sequence[Place]) -> list[int]:
-        """The tokens of these places; NO_TOKEN where nothing can be drawn. scores: [places, vocabulary], raw."""
+    def draw(self, scores: Tensor, places: Sequence[Place], count: int = 1) -> list[Rivals]:
+        """So many tokens of each place, the draw first; none where nothing can be drawn. One alone comes without its share.
+
+        scores: [places, vocabulary], raw.
+        """
         scores, nowhere = self.changed(scores, places)
-        tokens = draw(scores, [place.draw for place in places])
-        return [NO_TOKEN if at in nowhere else token for at, token in enumerate(tokens)]
+        draws = [place.draw for place in places]
+        several = draw_several(scores, draws, count) if count > 1 else [Rivals([one], [0.0]) for one in draw(scores, draws)]
+        return [Rivals([], []) if at in nowhere else one for at, one in enumerate(several)]
 
     def changed(self, scores: Tensor, places: Sequence[Place]) -> tuple[Tensor, Set[int]]:
         """The scores that these places draw from, and the places that can draw nothing: theirs are minus infinity.

@@ -4,8 +4,9 @@ Each rank keeps the page table of every row; a plan only adds to it. Requests th
 length and cut into bands that are padded to one length; the rest follow as chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.core.trees import OWN, levels
 from phalanx_runtime.model.attention import Chunk, DecodeBand, StepBatch
 from phalanx_runtime.rank.prompt_logprobs import prompt_parts
 
@@ -58,6 +60,16 @@ def decode_bands(pages: list[int], waste_pages: int) -> list[int]:
     return sizes
 
 
+@lru_cache(maxsize=1024)
+def lines(parents: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Which proposals each of them sees: those of its branch, itself included. [proposals, proposals]"""
+    seen = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent != OWN:
+            seen[node] |= seen[parent]
+    return seen
+
+
 def _last(ends: Ints, counts: Ints) -> Ints:
     """The last `counts[i]` numbers before each `ends[i]`, one after the other."""
     before = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else counts
@@ -86,17 +98,26 @@ class BatchBuilder:
         """The tensors of a plan over rows whose tables are up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
         lengths = starts + counts
-        order = np.lexsort((-lengths, counts != 1))
+        trees = {path.request: path.parents for path in plan.paths if path.parents}
+        is_chunk = counts != 1
+        is_chunk[list(trees)] = True
+        order = np.lexsort((-lengths, is_chunk))
         offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
-        ones = int((counts == 1).sum())
+        ones = len(rows) - int(is_chunk.sum())
         rows, starts, counts, lengths = rows[order], starts[order], counts[order], lengths[order]
         first = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(first[-1]) - np.repeat(first[:-1], counts)
-        positions = np.repeat(starts, counts) + within
+        slots = np.repeat(starts, counts) + within
         tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
         np.maximum(tokens, 0, out=tokens)  # where nothing is proposed
         rank_of = np.empty_like(order)
         rank_of[order] = np.arange(len(order))
+        positions = slots.copy()
+        for request, parents in trees.items():
+            end = int(first[1:][rank_of[request]])
+            size = min(len(parents), plan.counts[request])
+            own = plan.starts[request] + plan.counts[request] - len(parents)
+            positions[end - size : end] = own + np.asarray(levels(tuple(parents)))[-size:]
         ends = first[1:][rank_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
         looked = np.asarray(plan.depths, np.int64) + 1
         told = [
@@ -106,11 +127,21 @@ class BatchBuilder:
         return StepBatch(
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
-            slots=self._tensor(self._slots(np.repeat(rows, counts), positions)),
+            slots=self._tensor(self._slots(np.repeat(rows, counts), slots)),
             bands=self._bands(rows[:ones], lengths[:ones]),
-            chunks=[self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i])) for i in range(ones, len(rows))],
+            chunks=[
+                self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
+                for i in range(ones, len(rows))
+            ],
             drawn=self._tensor(np.concatenate([_last(ends, looked), *told])),
         )
+
+    def strays(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Slots of the cache that the plan's strays lie in, and those that they belong into."""
+        rows = np.repeat([plan.rows[request] for request, _ in plan.strays], [len(found) for _, found in plan.strays])
+        lie = np.concatenate([np.asarray(found, np.int64) for _, found in plan.strays])
+        belong = np.concatenate([np.arange(-len(found), 0) + plan.starts[request] for request, found in plan.strays])
+        return self._tensor(self._slots(rows, lie)), self._tensor(self._slots(rows, belong))
 
     def empty(self, rows: int, width: int) -> Tensor:
         """Room for so many tokens' hidden states."""
@@ -176,21 +207,25 @@ class BatchBuilder:
         ends = self._tensor(lengths)
         return DecodeBand(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist(), ends)
 
-    def _chunk(self, start: int, row: int, size: int, length: int) -> Chunk:
+    def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> Chunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]
         whole = size == length
         lumps = None if whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
 
         def mask(window: int | None) -> Tensor | None:
-            if whole and (window is None or window >= length):
+            if whole and not parents and (window is None or window >= length):
                 return None
-            columns, queries = np.arange(length), np.arange(length - size, length)[:, None]
-            visible = columns <= queries
+            columns = np.arange(length)
+            visible = columns <= columns[length - size :, None]
+            if parents:
+                columns[length - len(parents) :] = length - len(parents) + np.asarray(levels(tuple(parents)))
+                seen = lines(tuple(parents))[-size:]
+                visible[size - len(seen) :, length - len(parents) :] = seen
             if window is not None:
-                visible &= columns > queries - window
+                visible &= columns > columns[length - size :, None] - window
             return self._mask(visible)
 
-        return Chunk(start, size, length, lumps, MadeWhenAsked(mask), self._tensor(pages))
+        return Chunk(start, size, length, lumps, MadeWhenAsked(mask), self._tensor(pages), tuple(parents))
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, minus infinity elsewhere."""

@@ -23,9 +23,10 @@ from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.draft_rows import DraftRows
-from phalanx_runtime.rank.paths import NO_TOKEN, num_drafted
+from phalanx_runtime.rank.paths import Drafted, nothing, num_drafted
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
+from phalanx_runtime.rank.sampling import Rivals
 
 log = logging.getLogger(__name__)
 
@@ -70,24 +71,23 @@ class DraftModel:
         """Why it can draft no more; empty while it can."""
         return self._lost
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
-        """The proposals of all drafted paths. Raises PeerLost."""
-        count = num_drafted(plan)
-        tokens = [NO_TOKEN] * count if self._model is None else self._try(self._model, plan, rows)
-        if count and self._peers.world_size > 1:
-            self._peers.broadcast(msgspec.msgpack.encode(tokens))
-        return tokens
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+        """The drafted paths. Raises PeerLost."""
+        drafted = nothing(plan) if self._model is None else self._try(self._model, plan, rows)
+        if drafted and self._peers.world_size > 1:
+            self._peers.broadcast(msgspec.msgpack.encode(drafted))
+        return drafted
 
-    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[int]:
+    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[Drafted]:
         try:
             return self._draft(model, plan, rows)
         except Exception as error:  # whatever it is, the target goes on without
             log.exception("the draft model failed: the group goes on without speculation")
             self._lost = f"a step of the draft model failed: {error}"
             self._model = None
-            return [NO_TOKEN] * num_drafted(plan)
+            return nothing(plan)
 
-    def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[int]:
+    def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[Drafted]:
         self._builder.update(plan)
         ahead = Ahead(self._builder.params, rows, self._vocab_size)
 
@@ -96,16 +96,15 @@ class DraftModel:
             batch.tokens.clamp_(max=model.vocab_size - 1)  # ids behind its vocabulary are no tokens of anybody's
             return model.hidden(batch, self._caches)
 
-        def choose(hidden: Tensor, places: Sequence[Place]) -> list[int]:
+        def choose(hidden: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
             scores = model.scores(hidden)[:, : self._vocab_size]
             missing = self._vocab_size - scores.shape[1]
-            return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places)
+            return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places, count)
 
-        proposed = draft(plan, self._rows.pieces(plan), self._builder.params, states, choose)
-        paths = [path for path in plan.paths if path.is_drafted]
-        for path, tokens in zip(paths, proposed, strict=True):
-            self._rows.drafted(plan.rows[path.request], tokens)
-        return [token for tokens in proposed for token in tokens]
+        grown = draft(plan, self._rows.pieces(plan), self._builder.params, states, choose)
+        for one in grown:
+            self._rows.drafted(plan.rows[one.path.request], one.drafted.tokens, one.slots)
+        return [one.drafted for one in grown]
 
 
 class LostDraft(Pageless):
@@ -120,12 +119,12 @@ class LostDraft(Pageless):
         """Why it can draft nothing."""
         return self._why
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
         """That there is none, for each proposal asked for. Raises PeerLost."""
-        tokens = [NO_TOKEN] * num_drafted(plan)
-        if tokens and self._peers is not None and self._peers.world_size > 1:
-            self._peers.broadcast(msgspec.msgpack.encode(tokens))
-        return tokens
+        drafted = nothing(plan)
+        if drafted and self._peers is not None and self._peers.world_size > 1:
+            self._peers.broadcast(msgspec.msgpack.encode(drafted))
+        return drafted
 
 
 class ToldDraft(Pageless):
@@ -134,8 +133,8 @@ class ToldDraft(Pageless):
     def __init__(self, peers: Collective) -> None:
         self._peers = peers
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
-        """The proposals of all drafted paths. Raises PeerLost."""
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+        """The drafted paths. Raises PeerLost."""
         if not num_drafted(plan):
             return []
-        return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[int])
+        return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[Drafted])

@@ -1,58 +1,79 @@
 """Passes of a draft: tokens proposed one behind the other, each drawn with the noise of the output index that it is for.
 
-pass 1   what the draft has to compute, up to each path's own token     pass p   the proposal of pass p - 1, where p <= depth
+pass 1   what the draft has to compute, up to each path's own token     pass p   the proposals of pass p - 1 that get children
 
+A chain has one proposal in each pass. A tree may have several: each sees the request's own tokens and those of its branch.
 Behind a token that ends its request, and where nothing can be drawn, there is nothing to propose.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, Path, StepPlan
+from phalanx_runtime.core.trees import OWN, is_chain
 from phalanx_runtime.rank.ahead import Place
 from phalanx_runtime.rank.draft_rows import Piece
-from phalanx_runtime.rank.paths import NO_TOKEN
-from phalanx_runtime.rank.sampling import draw_of
+from phalanx_runtime.rank.growth import Growing, growing
+from phalanx_runtime.rank.paths import Drafted
+from phalanx_runtime.rank.sampling import Rivals, draw_of
 
-Choose = Callable[[Tensor, Sequence[Place]], list[int]]
-"""The tokens that are drawn from these hidden states, the same ones on every rank that takes part."""
+Choose = Callable[[Tensor, Sequence[Place], int], list[Rivals]]
+"""So many of the tokens that may be drawn from each hidden state, the draw first: the same ones on every rank that takes part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A drafted path, and which of its proposals lie in the slots behind the request's own tokens, in their order."""
+
+    path: Path
+    drafted: Drafted
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Of one request in one pass: what is computed, behind which proposals it draws, and the shape of all that are computed."""
+
+    piece: Piece
+    nodes: list[int]
+    parents: list[int]
 
 
 def draft(
     plan: StepPlan, first: Sequence[Piece], rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose
-) -> list[list[int]]:
-    """The proposals of the plan's drafted paths, in their order.
+) -> list[Grown]:
+    """The plan's drafted paths, in their order.
 
-    `states` computes a small plan over the same rows and gives the state behind each of its draws. `first` holds a drawn piece
-    for each of the paths.
+    `states` computes a small plan over the same rows and gives the states behind its draws. `first` holds a drawn piece for each
+    of the paths.
     """
-    paths = [path for path in plan.paths if path.is_drafted]
+    paths = {path.request: path for path in plan.paths if path.is_drafted}
+    grown = {request: growing(path) for request, path in paths.items()}
     indexes = dict(plan.draws)
-    proposed: dict[int, list[int]] = {path.request: [] for path in paths}
-    depths = {path.request: path.depth for path in paths}
-    pieces = list(first)
-    while pieces:
-        wanted = [piece.request for piece in pieces if piece.drawn]
-        hidden = states(_small(plan, pieces))
-        if not wanted:
+    passed = [_Pass(piece, [OWN] if piece.drawn else [], []) for piece in first]
+    while passed:
+        drawn = [(one.piece.request, node) for one in passed for node in one.nodes]
+        hidden = states(_small(plan, passed))
+        if not drawn:
             break
-        asked = [(plan.rows[at], indexes[at] + len(proposed[at])) for at in wanted]
-        draws = [draw_of(rows[row].sampling, index) for row, index in asked]
-        places = [Place(row, one, tuple(proposed[at])) for at, (row, _), one in zip(wanted, asked, draws, strict=True)]
-        for request, place, token in zip(wanted, places, choose(hidden[: len(wanted)], places), strict=True):
-            proposed[request].append(token)
-            if token == NO_TOKEN or _ends(rows[place.row].sampling, token, place.draw.index):
-                proposed[request] += [NO_TOKEN] * (depths[request] - len(proposed[request]))
-        pieces = [_next(plan, path, proposed[path.request]) for path in paths if len(proposed[path.request]) < path.depth]
-    return [proposed[path.request] for path in paths]
+        places = []
+        for request, node in drawn:
+            row, behind = plan.rows[request], grown[request].behind(node)
+            places.append(Place(row, draw_of(rows[row].sampling, indexes[request] + len(behind)), behind))
+        count = max(grown[request].num_rivals(node) for request, node in drawn)
+        for (request, node), place, rivals in zip(drawn, places, choose(hidden[: len(drawn)], places, count), strict=True):
+            grown[request].add(node, rivals, _ends(rows[place.row].sampling, place.draw.index))
+        passed = [one for request, path in paths.items() if (one := _next(plan, path, grown[request])).nodes]
+    return [Grown(path, *grown[request].drafted()) for request, path in paths.items()]
 
 
-def _ends(sampling: wire.Sampling, token: int, index: int) -> bool:
-    """Whether a request ends with this token at this output index."""
-    return token in sampling.stop_token_ids and index + 1 >= sampling.min_tokens
+def _ends(sampling: wire.Sampling, index: int) -> Collection[int]:
+    """The tokens that a request ends with at this output index."""
+    return sampling.stop_token_ids if index + 1 >= sampling.min_tokens else ()
 
 
 def own_pieces(plan: StepPlan) -> list[Piece]:
@@ -66,14 +87,19 @@ def own_pieces(plan: StepPlan) -> list[Piece]:
     return pieces
 
 
-def _next(plan: StepPlan, path: Path, proposed: Sequence[int]) -> Piece:
-    """The latest proposal, which nobody has computed yet."""
-    own = plan.counts[path.request] - path.depth
-    return Piece(path.request, plan.starts[path.request] + own + len(proposed) - 1, [proposed[-1]], drawn=True)
+def _next(plan: StepPlan, path: Path, one: Growing) -> _Pass:
+    """The latest proposals that get children, which nobody has computed yet, behind those that were."""
+    nodes = one.next()
+    first = plan.starts[path.request] + plan.counts[path.request] - path.depth
+    tokens = [one.behind(node)[-1] for node in nodes]
+    piece = Piece(path.request, first + len(one.slots) - len(nodes), tokens, drawn=True)
+    place_of = {OWN: OWN} | {node: place for place, node in enumerate(one.slots)}
+    return _Pass(piece, nodes, [place_of[one.parents[node]] for node in one.slots])
 
 
-def _small(plan: StepPlan, pieces: Sequence[Piece]) -> StepPlan:
+def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
     """These pieces as a plan over the same rows."""
+    pieces = [one.piece for one in passed]
     return StepPlan(
         plan.step,
         [],
@@ -83,4 +109,9 @@ def _small(plan: StepPlan, pieces: Sequence[Piece]) -> StepPlan:
         [[] for _ in pieces],
         [token for piece in pieces for token in piece.tokens],
         [(at, 0) for at, piece in enumerate(pieces) if piece.drawn],
+        paths=[
+            Path(at, len(one.nodes) - 1, parents=[] if is_chain(one.parents) else one.parents)
+            for at, one in enumerate(passed)
+            if one.parents
+        ],
     )

@@ -4,12 +4,12 @@
 
     prompt chunks    computed in the step that brings them, for others may share them at once
     plain decodes    wait, and are computed together when a page may be full: pages that others may share are whole
-    drafted paths    what waits, then the path's own token; behind the last pass only the last proposal waits
+    drafted paths    what waits, then the path's own token; of what was accepted then, what does not lie in its place waits
 
     moved pages      the plan tells the tokens that they may have come without; they are computed first
 
-What a step rejected is forgotten when the row's next start is known. A row that skips ahead found pages that others wrote, and
-those the draft has computed as well.
+What a step rejected is forgotten when the row's next start is known, with `strays` where a tree's branches were accepted. A row
+that skips ahead found pages that others wrote, and those the draft has computed as well.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.rank.paths import NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,26 @@ class Piece:
 
 @dataclass(slots=True)
 class _Row:
-    """`first`: where it began here; what lies before came with its pages."""
+    """`first`: where it began here; what lies before came with its pages. `proposed`: for it at last, behind what is computed and
+    what waits; `slots`: which of these lie in the slots there."""
 
     first: int
     computed: int
     waiting: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    def accept(self, start: int, strays: Sequence[int]) -> None:
+        """What was proposed and lies before this start now was accepted: what lay in its place is computed, the rest waits."""
+        first = self.computed + len(self.waiting)
+        if 0 <= start - first <= len(self.proposed):
+            nodes = [*range(start - first - len(strays)), *(at - first for at in strays)]
+            same = 0
+            while same < min(len(nodes), len(self.slots)) and nodes[same] == self.slots[same]:
+                same += 1
+            self.computed += same
+            self.waiting += [self.proposed[node] for node in nodes[same:]]
+        self.proposed, self.slots = [], []
 
 
 class DraftRows:
@@ -50,14 +64,15 @@ class DraftRows:
         """What the draft computes before the target computes this plan. It counts as computed from now on."""
         for new in plan.admitted:
             self._rows.pop(new.row, None)
-        paths, indexes = {path.request: path for path in plan.paths}, dict(plan.draws)
+        paths, indexes, strays = {path.request: path for path in plan.paths}, dict(plan.draws), dict(plan.strays)
         pieces = []
         for request, end in enumerate(accumulate(plan.counts)):
             path = paths.get(request)
             tokens = plan.tokens[end - plan.counts[request] : end]
             num_own = len(tokens) - (0 if path is None else path.depth)
             is_drafted = path is not None and path.is_drafted
-            row = self._caught_up(plan.rows[request], plan.starts[request], [] if path is None else path.behind)
+            told = [] if path is None else path.behind
+            row = self._caught_up(plan.rows[request], plan.starts[request], told, strays.get(request, []))
             row.waiting += tokens[:num_own]
             may_fill_page = row.computed // self._page_size < (plan.starts[request] + len(tokens)) // self._page_size
             is_plain_decode = num_own == 1 and indexes.get(request, 0) > 0
@@ -65,19 +80,19 @@ class DraftRows:
                 pieces.append(Piece(request, row.computed, row.waiting, is_drafted))
                 row.computed += len(row.waiting)
                 row.waiting = []
-            if not is_drafted:
-                row.waiting = row.waiting + tokens[num_own:]
+            row.proposed = tokens[num_own:]
         return pieces
 
-    def drafted(self, row: int, proposed: Sequence[int]) -> None:
-        """The draft proposed these behind what it had computed, and computed all but the last of them."""
-        one, tokens = self._rows[row], [token for token in proposed if token != NO_TOKEN]
-        one.computed += max(0, len(tokens) - 1)
-        one.waiting = tokens[-1:]
+    def drafted(self, row: int, proposed: Sequence[int], slots: Sequence[int]) -> None:
+        """The draft proposed these behind what it had computed, and computed some of them, which lie in the slots there."""
+        one = self._rows[row]
+        one.proposed, one.slots = list(proposed), list(slots)
 
-    def _caught_up(self, row: int, start: int, told: Sequence[int]) -> _Row:
-        """The row, with what waits before this start and nothing else. `told`: tokens before it that may have come without."""
+    def _caught_up(self, row: int, start: int, told: Sequence[int], strays: Sequence[int]) -> _Row:
+        """The row, with what waits before this start and nothing else. `told`: tokens before it that may have come without.
+        `strays`: where the last of them lie, if they lie elsewhere."""
         one = self._rows.setdefault(row, _Row(start, start))
+        one.accept(start, strays)
         behind = start - one.computed
         if start - len(told) < one.first:
             one.first = one.computed = start - len(told)

@@ -1,14 +1,22 @@
 """Proposed tokens of a step, as they lie in its plan: read for the drawer, and filled in where a model drafted them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
 
-from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.core.plan import Path, StepPlan
+from phalanx_runtime.core.trees import chain, is_chain
 
 NO_TOKEN = -1
 """In the place of a proposal: there is none. It is computed as token 0, and equal to no drawn token."""
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """The proposals of one drafted path, `Path.depth` of them; their parents, where their shape was to be chosen."""
+
+    tokens: list[int]
+    parents: list[int] = []
 
 
 def num_drafted(plan: StepPlan) -> int:
@@ -16,27 +24,61 @@ def num_drafted(plan: StepPlan) -> int:
     return sum(path.depth for path in plan.paths if path.is_drafted)
 
 
-def filled(plan: StepPlan, drafted: Sequence[int]) -> StepPlan:
-    """The plan with these tokens for its drafted paths, one path after the other."""
+def nothing(plan: StepPlan) -> list[Drafted]:
+    """That there is none, for each proposal that is to be drafted."""
+    return [Drafted([NO_TOKEN] * path.depth) for path in plan.paths if path.is_drafted]
+
+
+def filled(plan: StepPlan, drafted: Sequence[Drafted]) -> StepPlan:
+    """The plan with these for its drafted paths, in their order."""
     ends = list(accumulate(plan.counts))
-    tokens, at = list(plan.tokens), 0
-    for path in plan.paths:
+    tokens, paths, left = list(plan.tokens), list(plan.paths), iter(drafted)
+    for at, path in enumerate(plan.paths):
         if path.is_drafted:
-            end = ends[path.request]
-            tokens[end - path.depth : end] = drafted[at : at + path.depth]
-            at += path.depth
-    return msgspec.structs.replace(plan, tokens=tokens)
+            end, one = ends[path.request], next(left)
+            tokens[end - path.depth : end] = one.tokens
+            if path.growth is not None:
+                paths[at] = msgspec.structs.replace(path, parents=[] if is_chain(one.parents) else one.parents)
+    return msgspec.structs.replace(plan, tokens=tokens, paths=paths)
 
 
-def drafted_tokens(plan: StepPlan) -> list[int]:
-    """The tokens of the drafted paths, one path after the other: what `filled` put there."""
-    ends = list(accumulate(plan.counts))
-    parts = [plan.tokens[ends[path.request] - path.depth : ends[path.request]] for path in plan.paths if path.is_drafted]
-    return [token for part in parts for token in part]
+def drafted_numbers(plan: StepPlan) -> list[int]:
+    """Tokens and parents of all drafted paths, one after the other: what `filled` put there, for the next stage."""
+    numbers: list[int] = []
+    for path, tokens in _drafted(plan):
+        numbers += tokens + (path.parents or chain(path.depth))
+    return numbers
 
 
-def proposals(plan: StepPlan) -> list[list[int]]:
+def filled_by_numbers(plan: StepPlan, numbers: Sequence[int]) -> StepPlan:
+    """The plan as it was where `drafted_numbers` gave these."""
+    drafted, at = [], 0
+    for path, _ in _drafted(plan):
+        middle, end = at + path.depth, at + 2 * path.depth
+        drafted.append(Drafted(list(numbers[at:middle]), list(numbers[middle:end])))
+        at = end
+    return filled(plan, drafted)
+
+
+def grown_shapes(plan: StepPlan) -> list[list[int]]:
+    """The parents of the paths whose shape the proposer chose."""
+    return [path.parents or chain(path.depth) for path in plan.paths if path.growth is not None]
+
+
+def proposals(plan: StepPlan) -> list[Drafted]:
     """What is proposed behind the first token of each draw; parallel to the plan's `draws`."""
     ends = list(accumulate(plan.counts))
-    depths = plan.depths
-    return [plan.tokens[ends[request] - depth : ends[request]] for (request, _), depth in zip(plan.draws, depths, strict=True)]
+    path_of = {path.request: path for path in plan.paths}
+    found = []
+    for request, _ in plan.draws:
+        path = path_of.get(request)
+        tokens = [] if path is None else plan.tokens[ends[request] - path.depth : ends[request]]
+        found.append(Drafted(tokens, [] if path is None else path.parents))
+    return found
+
+
+def _drafted(plan: StepPlan) -> Iterator[tuple[Path, list[int]]]:
+    ends = list(accumulate(plan.counts))
+    for path in plan.paths:
+        if path.is_drafted:
+            yield path, plan.tokens[ends[path.request] - path.depth : ends[path.request]]

@@ -12,6 +12,7 @@ from typing import Protocol
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.rank.batch import BatchBuilder
+from phalanx_runtime.rank.paths import Drafted
 from phalanx_runtime.rank.row import Row
 
 
@@ -37,14 +38,17 @@ class Proposer(Protocol):
         """Why it can draft no more; empty while it can. Then no further plan names a path that is drafted."""
         ...
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
-        """The proposals of all paths with `is_drafted`, `depth` tokens each, one after the other: the same ones on every rank.
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+        """The proposals of all paths with `is_drafted`, `depth` tokens each, in their order: the same ones on every rank.
+
+        Where a path has `growth` the proposer chooses its shape, else it has that of the plan.
 
         Called for every plan, also for one without paths: a draft model computes what the plan brings, so that its pages hold
         what the target's do, and knows itself what it put off. Of pages that came by a move it knows nothing: `Path.behind` has
         the tokens that lie in positions [starts[i] - len(behind), starts[i]) of such a request.
-        The plan's own token of such a path, at starts[i], is known to all; its first proposal has the output index of its draw,
-        and behind d proposals the draft's pages hold starts[i] + d tokens: the last proposal is computed by the target alone.
+        The plan's own token of such a path, at starts[i], is known to all; its first proposal has the output index of its draw.
+        What a draft computes of proposals lies in the slots behind it, and no more of them than there are proposals; those
+        without children are computed by the target alone.
 
         The tables of `builder` hold the plan's pages already and copies are made; `builder.tensors` makes the tensors of any plan
         over the same rows, and `builder.params` has how each row is sampled. Two machines may compute different scores, so one

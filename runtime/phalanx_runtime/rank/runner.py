@@ -22,7 +22,7 @@ from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.grammar_threads import FarGrammars, GrammarService, ThreadedGrammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.page_memory import DraftPages, open_pages
-from phalanx_runtime.rank.paths import NO_TOKEN, drafted_tokens, filled, num_drafted, proposals
+from phalanx_runtime.rank.paths import drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing, num_drafted, proposals
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
 from phalanx_runtime.rank.proposer import Proposer
@@ -53,9 +53,9 @@ class ModelRunner:
         self._sampler = sampler
         self._proposer = proposer
         self._all_caches = [*caches, *(proposer.caches if proposer is not None else ())]
-        self._last_draft_s = 0.0
-        self._draft_s: deque[float] = deque()
-        """Of the plans that were started and not finished."""
+        self._last_draft_s, self._last_shapes = 0.0, list[list[int]]()
+        self._drafts: deque[tuple[float, list[list[int]]]] = deque()
+        """Of the plans that were started and not finished: the time of their drafts, and the shapes that were chosen."""
         self._done: deque[StepResult] = deque()
         self._step_done = 0
         self._orders = GrammarService(sampler.grammars, pipeline.give) if pipeline.draws and pipeline.world.rank else None
@@ -108,17 +108,17 @@ class ModelRunner:
         """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
         self._pipeline.tell(plan)
         result = self._step(plan)
-        self._draft_s.append(self._last_draft_s)
+        self._drafts.append((self._last_draft_s, self._last_shapes))
         if result is not None:
             self._done.append(result)
 
     def finish(self) -> StepResult:
         """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
         result = self._done.popleft() if self._pipeline.draws else self._pipeline.result()
-        draft_s = self._draft_s.popleft()
+        draft_s, shapes = self._drafts.popleft()
         if self._proposer is None:
             return result
-        return msgspec.structs.replace(result, draft_s=draft_s, lost=self._proposer.lost)
+        return msgspec.structs.replace(result, draft_s=draft_s, lost=self._proposer.lost, shapes=shapes)
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
@@ -168,29 +168,47 @@ class ModelRunner:
             return StepResult(plan.step, [], prompt_details=told)
         asked = [(plan.rows[request], index) for request, index in plan.draws]
         drawn = self._sampler.draw(scores, asked, proposals(plan) if plan.paths else ())
-        return StepResult(plan.step, drawn.tokens, drawn.details, drawn.ended, told, drawn.failed, drawn.over, drawn.runs)
+        return StepResult(
+            plan.step,
+            drawn.tokens,
+            drawn.details,
+            drawn.ended,
+            told,
+            drawn.failed,
+            drawn.over,
+            drawn.runs,
+            taken=drawn.taken,
+        )
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Copies pages and brings the rows' tables up to date."""
+        """Copies pages, brings the rows' tables up to date, and puts in place what trees left elsewhere."""
         for source, target in plan.copies:
             for cache in self._all_caches:
                 cache.k[target].copy_(cache.k[source])
                 cache.v[target].copy_(cache.v[source])
         self._builder.update(plan)
+        if plan.strays:
+            lie, belong = self._builder.strays(plan)
+            for cache in self._caches:
+                for part in (cache.k, cache.v):
+                    slots = part.view(-1, part.shape[-1])
+                    slots.index_copy_(0, belong, slots.index_select(0, lie))
 
     def _drafted(self, plan: StepPlan) -> StepPlan:
         """The plan with what the ranks of the first stage drafted for it."""
         if self._proposer is None:
-            return filled(plan, [NO_TOKEN] * num_drafted(plan)) if num_drafted(plan) else plan
+            return filled(plan, nothing(plan)) if num_drafted(plan) else plan
         began = time.perf_counter()
         drafted = self._proposer.propose(plan, self._builder, self._sampler.rows) if plan.rows else []
         self._last_draft_s = time.perf_counter() - began
-        return filled(plan, drafted) if drafted else plan
+        plan = filled(plan, drafted) if drafted else plan
+        self._last_shapes = grown_shapes(plan)
+        return plan
 
     def _hand_on(self, plan: StepPlan, hidden: Tensor) -> None:
         """Gives the next stage what it computes with: the hidden states, and what was drafted, for the drawer."""
         if num_drafted(plan):
-            self._pipeline.hand_on(torch.tensor(drafted_tokens(plan), device=hidden.device))
+            self._pipeline.hand_on(torch.tensor(drafted_numbers(plan), device=hidden.device))
         self._pipeline.hand_on(hidden)
 
     def _received(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:
@@ -198,8 +216,8 @@ class ModelRunner:
         hidden = self._builder.empty(len(plan.tokens), self._model.width)
         count = num_drafted(plan)
         if count:
-            drafted = self._pipeline.receive(torch.zeros(count, dtype=torch.int64, device=hidden.device))
-            plan = filled(plan, drafted.tolist())
+            drafted = self._pipeline.receive(torch.zeros(2 * count, dtype=torch.int64, device=hidden.device))
+            plan = filled_by_numbers(plan, drafted.tolist())
         return plan, self._pipeline.receive(hidden)
 
     def _scores(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:

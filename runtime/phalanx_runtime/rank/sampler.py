@@ -9,9 +9,9 @@ The order, for each row alone:
 
 All of it follows from the request's tokens. Rows that ask for none of it are drawn from the raw scores, without state.
 
-Where tokens are proposed, a row is drawn at each index along its path, and its run ends with the first token that is not the one
-proposed (`runs`). A row without state is drawn at all indexes at once; one with state goes from token to token, so that what it
-remembers is what was drawn.
+Where tokens are proposed, a row is drawn at each index along its path, and its run ends with the first token that is not
+proposed there (`runs`). A row without state is drawn at all places at once; one with state goes from token to token, so that what
+it remembers is what was drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,19 @@ from phalanx_runtime.rank.changes import Changed, change
 from phalanx_runtime.rank.gaps import gap
 from phalanx_runtime.rank.grammar import Grammars
 from phalanx_runtime.rank.logprobs import token_details
+from phalanx_runtime.rank.paths import Drafted
 from phalanx_runtime.rank.row import COMPLETE, Row
 from phalanx_runtime.rank.runs import Run, Spot
 from phalanx_runtime.rank.sampling import Draw, draw, draw_of
+
+NOTHING = Drafted([])
+"""No proposals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Tokens parallel to what was asked; details too, or empty. With `runs` draw i has `runs[i]` of them, one after the other.
+    `taken` names positions in what was asked with the proposals that were accepted, where these are not the first ones.
 
     `ended`, `failed` and `over` name positions in what was asked: complete by their grammar, not drawn for the reason told (the
     token there is none), and not drawn because the grammar was complete before.
@@ -47,6 +52,7 @@ class Drawn:
     failed: list[tuple[int, str]] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
+    taken: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class Sampler:
@@ -71,15 +77,16 @@ class Sampler:
         known = self._rows.get(row)
         return len(tokens) if known is None else known.num_fitting(tokens, index)
 
-    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[Sequence[int]] = ()) -> Drawn:
+    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[Drafted] = ()) -> Drawn:
         """The next tokens of each (row, output index), as many as `proposals` allow, which are parallel; empty: one each.
 
-        scores: [asked and proposed, vocabulary], raw; they stay as they are. The rows of a draw are in order of its indexes.
+        scores: [asked and proposed, vocabulary], raw; they stay as they are. The rows of a draw: behind what the request has,
+        then behind each of its proposals.
         """
-        paths = proposals or [()] * len(asked)
-        firsts = accumulate((1 + len(path) for path in paths), initial=0)
+        paths = proposals or [NOTHING] * len(asked)
+        firsts = accumulate((1 + len(path.tokens) for path in paths), initial=0)
         places = zip(firsts, asked, paths, strict=False)
-        runs = [Run(self._rows[row], index, first, path) for first, (row, index), path in places]
+        runs = [Run(self._rows[row], index, first, path.tokens, path.parents) for first, (row, index), path in places]
         spots = [spot for run in runs for spot in run.next()]
         while spots:
             at_all = len(spots) == len(scores)
@@ -94,7 +101,8 @@ class Sampler:
             ended=[at for at, run in enumerate(runs) if run.is_complete],
             failed=[(at, failure) for at, failure in why if failure != COMPLETE],
             over=[at for at, failure in why if failure == COMPLETE],
-            runs=[len(run.tokens) for run in runs] if any(paths) else [],
+            runs=[len(run.tokens) for run in runs] if any(path.tokens for path in paths) else [],
+            taken=[(at, run.taken) for at, run in enumerate(runs) if run.taken and run.taken[-1] >= len(run.taken)],
         )
 
 

@@ -6,8 +6,9 @@ p; of those, the ones at least min_p times as probable as the highest. Ties at a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,6 +39,13 @@ class Draw:
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
 
 
+class Rivals(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a draw may give, its own first, and the logarithms of their shares: minus infinity where one is cut."""
+
+    tokens: list[int]
+    shares: list[float]
+
+
 def draw_of(s: wire.Sampling, index: int) -> Draw:
     """The draw of this output index of a request that is sampled so."""
     temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
@@ -53,12 +61,32 @@ def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     at = torch.tensor(places, device=logits.device)
     scores = scaled(logits.index_select(0, at), wanted)
     keep_filtered(scores, wanted)
-    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    keys = torch.tensor([noise_key(one.seed, one.index) for one in wanted], dtype=torch.int32, device=logits.device)
-    chosen = scores.add_(gumbel(keys, tokens, scores.dtype)).argmax(-1)
+    chosen = scores.add_(_noise(scores, wanted)).argmax(-1)
     if len(places) == len(draws):
         return _integers(chosen)
     return _integers(_best(logits).index_copy_(0, at, chosen))
+
+
+def draw_several(logits: Tensor, draws: Sequence[Draw], count: int) -> list[Rivals]:
+    """Of each draw its token and those that come next, `count` in all. Shares are of the scores with the noise."""
+    scores = scaled(logits, [replace(one, temperature=one.temperature or 1.0) for one in draws])
+    sampled = [(row, one) for row, one in enumerate(draws) if one.temperature > 0]
+    if sampled:
+        wanted = [one for _, one in sampled]
+        at = torch.tensor([row for row, _ in sampled], device=logits.device)
+        part = scores.index_select(0, at)
+        keep_filtered(part, wanted)
+        scores.index_copy_(0, at, part.add_(_noise(part, wanted)))
+    best = scores.topk(min(count, scores.shape[1]))
+    shares = (best.values - scores.logsumexp(-1, keepdim=True)).tolist()
+    return [Rivals(ids, own) for ids, own in zip(best.indices.tolist(), shares, strict=True)]
+
+
+def _noise(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The noise of each draw's tokens: [draws, vocabulary]."""
+    tokens = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    keys = torch.tensor([noise_key(one.seed, one.index) for one in draws], dtype=torch.int32, device=scores.device)
+    return gumbel(keys, tokens, scores.dtype)
 
 
 def _best(logits: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from phalanx_runtime.model.exit import Exit
 from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.paths import Drafted
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
+from phalanx_runtime.rank.sampling import Rivals
 
 
 class SelfDraft(Pageless):
@@ -33,21 +35,21 @@ class SelfDraft(Pageless):
         self._peers = peers
         self._exit = through
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[int]:
-        """The proposals of all drafted paths. Raises PeerLost."""
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+        """The drafted paths. Raises PeerLost."""
 
         def states(small: StepPlan) -> Tensor:
             return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
 
         ahead = Ahead(builder.params, rows, self._model.vocab_size)
         choose = partial(self._choose, ahead)
-        return [token for path in draft(plan, own_pieces(plan), builder.params, states, choose) for token in path]
+        return [one.drafted for one in draft(plan, own_pieces(plan), builder.params, states, choose)]
 
-    def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place]) -> list[int]:
+    def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
         """Drawn on the first rank of the stage, and told to the others."""
         scores = self._peers.gather(self._model.state_scores(states if self._exit is None else self._exit(states)))
         if self._peers.world_size == 1:
             assert scores is not None, "the only rank gathers"
-            return ahead.draw(scores, places)
-        told = None if scores is None else msgspec.msgpack.encode(ahead.draw(scores, places))
-        return msgspec.msgpack.decode(self._peers.broadcast(told), type=list[int])
+            return ahead.draw(scores, places, count)
+        told = None if scores is None else msgspec.msgpack.encode(ahead.draw(scores, places, count))
+        return msgspec.msgpack.decode(self._peers.broadcast(told), type=list[Rivals])

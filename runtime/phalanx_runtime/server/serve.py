@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import wire
+from phalanx_api.speculation import Tree
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.metrics import Tally
 from phalanx_runtime.checkpoint.assets import read_assets
@@ -249,6 +250,7 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path, draft
             itl_target_ms=settings.itl_target_ms,
             speculative_method=settings.speculative_method,
             speculative_tokens=settings.speculative_tokens,
+            speculative_tree=Tree(settings.speculative_tree, settings.speculative_tree_shape),
             speculative_control=settings.speculative_control,
             speculative_draft_dir=drafts.draft_dir,
             speculative_exit=drafts.exit,

@@ -19,6 +19,9 @@ class SpeculationMetrics:
         self._plain = {
             "paths": counter("vllm:spec_decode_num_drafts", "Requests for which tokens were proposed, in each step."),
             "saved": counter("phalanx_speculation_saved_tokens", "Tokens told beyond one for each request and step."),
+            "branched": counter(
+                "phalanx_speculation_branched_tokens", "Accepted tokens that were not the first ones for a place."
+            ),
             "draft_s": counter("phalanx_speculation_draft_seconds", "Time of the ranks in drafts."),
             "verify_s": counter("phalanx_speculation_verify_seconds", "Time of steps beyond what they take without proposals."),
         }

@@ -1,7 +1,7 @@
 """Paged attention that reads the pages in place. `PagedAttention` is the twin, and takes what no kernel knows.
 
 Where the processor multiplies pairs of bf16, one kernel serves a whole step of that dtype, decoding requests and prompt chunks.
-Elsewhere, and in float, decoding is compiled and chunks go the way of the twin.
+Elsewhere, and in float, decoding is compiled and chunks go the way of the twin. So do trees everywhere.
 """
 
 import ctypes
@@ -32,12 +32,13 @@ def attends(library: Library, page: int, head_dim: int, dtype: torch.dtype) -> b
 
 
 def runs_of(batch: StepBatch) -> Tensor:
-    """The step's runs as the kernel reads them: [runs, 4] of start, size, length and the address of the page numbers."""
+    """The step's runs as the kernel reads them: [runs, 4] of start, size, length and the address of the page numbers. Trees are
+    none."""
     runs = []
     for band in batch.bands:
         first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
         runs += [(band.start + i, 1, length, first + i * step) for i, length in enumerate(band.lengths)]
-    runs += [(chunk.start, chunk.size, chunk.length, chunk.table.data_ptr()) for chunk in batch.chunks]
+    runs += [(chunk.start, chunk.size, chunk.length, chunk.table.data_ptr()) for chunk in batch.chunks if not chunk.parents]
     return torch.tensor(runs, dtype=torch.int64)
 
 
@@ -77,9 +78,13 @@ class NativeAttention(PagedAttention):
             dim**-0.5 if form.scale is None else form.scale,
             form.softcap or 0.0,
         )
-        decoded = sum(band.size for band in batch.bands)
+        decoded, in_trees = sum(band.size for band in batch.bands), 0
+        for chunk in batch.chunks:
+            if chunk.parents:
+                self._prefill(q, k, v, cache, chunk, form, out.view(q.shape))
+                in_trees += chunk.size
         self.num_decoded += decoded
-        self.num_prefilled += q.shape[0] - decoded
+        self.num_prefilled += q.shape[0] - decoded - in_trees
         return out
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
