@@ -155,8 +155,8 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     folder = save_target(root / "model")
     told: dict[str, Callable[[], dict[str, Any]]] = {
         "ngram": dict,
-        "draft": lambda: {"speculative_draft_dir": str(save_draft(folder, root / "draft"))},
-        "self_draft": lambda: {"speculative_exit": str(save_exit(folder, root / "exit.safetensors"))},
+        "draft": lambda: {"speculative_draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
+        "self_draft": lambda: {"speculative_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.03))},
     }
     plain = undisturbed(folder)
     wrong = 0

@@ -12,7 +12,7 @@ import torch
 
 from bench.mover import Mover
 from phalanx_api import moves, wire
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import CHAIN, Speculation, Tree, TreeShape
 from phalanx_runtime.core.speculator import Speculating
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, Group, running_group
@@ -30,29 +30,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ways(folder: Path) -> dict[str, dict[str, Any]]:
     """What the ranks of a group are told."""
-    twin, noisy = save_draft(folder, folder.parent / "twin", noise=0.0), save_draft(folder, folder.parent / "noisy")
+    twin, noisy = save_draft(folder, folder.parent / "twin", noise=0.0), save_draft(folder, folder.parent / "noisy", noise=0.08)
     return {
         "twin": {"speculative_method": "draft", "speculative_draft_dir": str(twin)},
         "noisy": {"speculative_method": "draft", "speculative_draft_dir": str(noisy)},
-        "layers": {"speculative_method": "self_draft", "speculative_exit": str(save_exit(folder, folder.parent / "exit"))},
+        "layers": {
+            "speculative_method": "self_draft",
+            "speculative_exit": str(save_exit(folder, folder.parent / "exit", noise=0.03)),
+        },
         "nothing": {},
     }
 
 
-def counts(groups: Sequence[Group]) -> tuple[int, int]:
-    """Tokens proposed and accepted in these groups."""
+def counts(groups: Sequence[Group]) -> tuple[int, int, int]:
+    """Tokens proposed and accepted in these groups, and of these the ones that were not the first of their place."""
     told = [group.loop.speculation for group in groups if group.loop is not None]
-    return sum(sum(one.proposed) for one in told), sum(sum(one.accepted) for one in told)
+    return (
+        sum(sum(one.proposed) for one in told),
+        sum(sum(one.accepted) for one in told),
+        sum(one.branched for one in told),
+    )
 
 
-def run(folder: Path, ways: Sequence[dict[str, Any]], requests: list[wire.Request], pods: int = 1) -> tuple[int, int]:
-    """Moves all requests to and fro between two groups, and compares with the undisturbed; tokens proposed and accepted."""
+def run(
+    folder: Path, ways: Sequence[dict[str, Any]], requests: list[wire.Request], pods: int = 1, tree: Tree = CHAIN
+) -> tuple[int, int, int]:
+    """Moves all requests to and fro between two groups, and compares with the undisturbed; tokens proposed and accepted, and of
+    these the ones that were not the first of their place."""
     with ExitStack() as stack:
         groups = []
         for way in ways:
             method = way.get("speculative_method", "none")
             drafts = frozenset({method} - {"none"})
-            rules = replace(RULES, speculating=Speculating(method, 3, is_adaptive=False, drafts=drafts))
+            rules = replace(
+                RULES, speculating=Speculating(method, 6 if tree.widths else 3, is_adaptive=False, drafts=drafts, tree=tree)
+            )
             build = Build(torch.float64, num_pages=120, speculative=way)
             groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))
         router = Mover([group.channel for group in groups])
@@ -65,14 +77,14 @@ def run(folder: Path, ways: Sequence[dict[str, Any]], requests: list[wire.Reques
 def test_the_pages_of_the_same_draft_come_along(folder: Path, ways: dict[str, Any], pods: int) -> None:
     """The draft is the target itself: behind a move it is right as before, which it is only if its own pages came too."""
     requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
-    proposed, accepted = run(folder, [ways["twin"], ways["twin"]], requests, pods)
+    proposed, accepted, _ = run(folder, [ways["twin"], ways["twin"]], requests, pods)
     assert proposed == accepted > 30
 
 
 @pytest.mark.parametrize("other", ["noisy", "nothing", "layers"])
 def test_groups_of_other_drafts_take_each_others_requests(folder: Path, ways: dict[str, Any], other: str) -> None:
     kinds = ("greedy", "seeded", "schema", "penalised")
-    proposed, accepted = run(
+    proposed, accepted, _ = run(
         folder,
         [ways["noisy" if other == "layers" else "twin"], ways[other]],
         [make_request(kind, **KINDS[kind]) for kind in kinds],
@@ -83,5 +95,14 @@ def test_groups_of_other_drafts_take_each_others_requests(folder: Path, ways: di
 
 def test_self_drafts_move_as_their_pages_do(folder: Path, ways: dict[str, Any]) -> None:
     requests = [make_request(kind, **sampling) for kind, sampling in KINDS.items()]
-    proposed, accepted = run(folder, [ways["layers"], ways["layers"]], requests)
+    proposed, accepted, _ = run(folder, [ways["layers"], ways["layers"]], requests)
     assert 0 < accepted < proposed
+
+
+@pytest.mark.parametrize("shape", ["best_first", "static"])
+def test_branches_that_are_not_in_their_places_yet_stay_behind(folder: Path, ways: dict[str, Any], shape: TreeShape) -> None:
+    """What was accepted from a branch just before a move is computed again by the other group."""
+    requests = [make_request(kind, **sampling) for kind, sampling in KINDS.items()]
+    way = ways["noisy" if shape == "best_first" else "layers"]
+    proposed, accepted, branched = run(folder, [way, way], requests, tree=Tree([3, 2], shape))
+    assert 0 < branched < accepted < proposed

@@ -16,6 +16,7 @@ from phalanx_api.speculation import Method, Speculation, Tree, TreeShape
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.model.source import Level
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.oracle import Oracle
@@ -23,6 +24,7 @@ from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, Watched, serve
 from tests.runtime.test_sampling_equality import FIELDS, ROOMY, assert_equal, requests
 from tests.runtime.test_speculation_equality import GROUPS, REPEATING, repeating
+from tests.runtime.tiny import save_tiny
 
 LIMITS: dict[str, tuple[Limits, int]] = {
     "together": (ROOMY, 200),
@@ -176,3 +178,16 @@ def test_a_stop_token_inside_a_branch_ends_the_request_there(folder: Path, plain
         [served], watched = run(folder, [asked], made, rules("draft", "static", (2, 2, 2, 2), 14))
         assert (served.tokens, served.finish) == (expected.tokens, expected.finish)
         assert watched.num_accepted > 1
+
+
+@pytest.mark.parametrize(("family", "level"), [("mistral", "fused"), ("qwen2", "transformers")], ids=["window", "any model"])
+def test_windows_and_models_of_any_kind_see_their_own_branch_alone(tmp_path: Path, family: str, level: Level) -> None:
+    """A window is of positions: behind a tree it begins where it would behind the branch alone."""
+    folder = save_tiny(tmp_path / "model", family, **({"sliding_window": 7} if family == "mistral" else {}))
+    asked = [one for one, name in zip(requests(), FIELDS, strict=True) if name in ("greedy", "seeded", "penalties")]
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200, level=level), Rules())
+    oracle = Oracle({one.sampling.seed: served.tokens for one, served in zip(asked, whole, strict=True)})
+    made = Build(torch.float64, num_pages=200, level=level, proposer=oracle)
+    served, watched = run(folder, asked, made, rules("draft", "static", (2, 2, 2, 2), 14))
+    assert [one.tokens for one in served] == [one.tokens for one in whole]
+    assert watched.num_branched > 3
