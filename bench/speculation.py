@@ -5,9 +5,10 @@
 
 Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
 where there are more requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and
-the row tells the median of the rounds' ratios. Times are those of the decoding steps, of an engine without HTTP. In bf16 a step
-with proposals may round otherwise, so texts may part; --dtype float32 counts texts that differ. One thread is measured by its
-own time on the processor, so that neighbours hardly count.
+the row tells the median of the rounds' ratios: of tokens per second behind the last step with prompt tokens, and of the time of
+all steps. Times are those of an engine without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and
+their ends with them; --dtype float32 counts texts that differ. One thread is measured by its own time on the processor, so that
+neighbours hardly count.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,22 +33,30 @@ from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculator import Speculating
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank_spec import RankReady
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one engine made of one set of prompts. Seconds and tokens of steps without prompt tokens."""
+    """What one engine made of one set of prompts. Seconds, tokens, draws and counts are of the steps behind the last one with
+    prompt tokens: until then each engine decodes in other steps."""
 
     tokens: list[list[int]]
+    whole_s: float = 0.0
+    """Of all steps."""
     decode_s: float = 0.0
     decoded: int = 0
-    steps: int = 0
+    draws: int = 0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     @property
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.decoded / self.decode_s if self.decode_s else 0.0
+
+    def begin(self) -> None:
+        """Forgets what was decoded beside prompts."""
+        self.decode_s, self.decoded, self.draws = 0.0, 0, 0
 
 
 class Engine:
@@ -71,11 +81,12 @@ class Engine:
         """All prompts at once, to their end."""
         first = self._handle + 1
         outcome = Outcome([[] for _ in prompts])
-        before = self.scheduler.speculator.counts()
+        before, preemptions = self.scheduler.speculator.counts(), self.scheduler.num_preemptions
         for prompt in prompts:
             self._handle += 1
             sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens, seed=self._handle)
-            self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
+            refused = self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
+            assert refused is None, f"a prompt is no request for this model: {refused}"
         while not self.scheduler.is_idle():
             began = self._clock()
             plan = self.scheduler.schedule(began)
@@ -84,12 +95,17 @@ class Engine:
             self._runner.start(plan)
             result = self._runner.finish()
             frame = self.scheduler.commit(result, self._clock() - computing)
-            if not plan.admitted and len(plan.draws) == len(plan.rows) and all(index for _, index in plan.draws):
-                outcome.decode_s += self._clock() - began
-                outcome.decoded += len(frame.tokens)
-                outcome.steps += 1
+            took_s = self._clock() - began
+            outcome.whole_s += took_s
+            outcome.decode_s += took_s
+            outcome.decoded += len(frame.tokens)
+            outcome.draws += len(plan.draws)
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
                 outcome.tokens[handle - first].append(token)
+            if plan.admitted or len(plan.draws) < len(plan.rows) or not all(index for _, index in plan.draws):
+                outcome.begin()
+                before = self.scheduler.speculator.counts()
+        assert self.scheduler.num_preemptions == preemptions, "requests were preempted: --cache-mb is too small for this row"
         outcome.counts = _since(before, self.scheduler.speculator.counts())
         return outcome
 
@@ -118,15 +134,17 @@ def encoded(folder: Path, texts: Sequence[str], count: int, is_chat: bool) -> li
 def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
     """One line of the table."""
     ratio = median(ours.speed / plain.speed for plain, ours in pairs)
+    whole = median(plain.whole_s / ours.whole_s for plain, ours in pairs)
     plain = median(plain.speed for plain, _ in pairs)
-    proposed = [sum(part) for part in zip(*(ours.counts.proposed for _, ours in pairs), strict=False)]
-    accepted = [sum(part) for part in zip(*(ours.counts.accepted for _, ours in pairs), strict=False)]
+    proposed = [sum(part) for part in zip_longest(*(ours.counts.proposed for _, ours in pairs), fillvalue=0)]
+    accepted = [sum(part) for part in zip_longest(*(ours.counts.accepted for _, ours in pairs), fillvalue=0)]
     shares = " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked)
-    decodes = sum(ours.decoded - ours.counts.saved for _, ours in pairs)
+    decodes = sum(ours.draws for _, ours in pairs)
     mean = sum(ours.decoded for _, ours in pairs) / decodes if decodes else 0.0
     proposals = sum(proposed) / decodes if decodes else 0.0
     differ = sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True))
-    return f"| {kind} | {batch} | {proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {differ} |"
+    numbers = f"{proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {whole:.2f} | {differ}"
+    return f"| {kind} | {batch} | {numbers} |"
 
 
 def sampling_of(fields: dict[str, Any]) -> wire.Sampling:
@@ -135,8 +153,8 @@ def sampling_of(fields: dict[str, Any]) -> wire.Sampling:
     return wire.Sampling(**{"max_tokens": 1, "seed": 0, "temperature": 0.0, **fields, "grammar": grammar})
 
 
-def load(args: argparse.Namespace, method: Method) -> ModelRunner:
-    """The model on one rank of this process, with what drafts for it by this method."""
+def load(args: argparse.Namespace, method: Method) -> tuple[ModelRunner, RankReady]:
+    """The model on one rank of this process, with what drafts for it by this method, and what it tells of itself."""
     return load_alone(
         args.model,
         dtype=args.dtype,
@@ -146,7 +164,7 @@ def load(args: argparse.Namespace, method: Method) -> ModelRunner:
         speculative_draft_dir=str(args.draft_model or ""),
         speculative_exit=str(args.exit or ""),
         speculative_ratio=args.ratio,
-    )[0]
+    )[:2]
 
 
 def main() -> None:
@@ -168,12 +186,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache-mb", type=int, default=1024)
+    parser.add_argument("--cache-mb", type=int, default=2048)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens that a step may hold")
     args = parser.parse_args()
-    limits = Limits(2048, 64, 512)
     method: Method = args.method
-    plain = load(args, "none")
-    drafting = load(args, method) if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
+    plain, ready = load(args, "none")
+    limits = Limits(min(2048, ready.max_model_len), 64, args.budget)
+    drafting = load(args, method)[0] if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
     drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
@@ -181,9 +200,10 @@ def main() -> None:
     engines = [Engine(plain, limits, Speculating(), clock, sampling), Engine(drafting, limits, drafts, clock, sampling)]
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(
-        "| kind | requests | proposed a step | tokens a step | accepted by position | plain tok/s | speed | texts that differ |"
+        "| kind | requests | proposed a step | tokens a step | accepted by position | plain tok/s | speed | with prompts "
+        "| texts that differ |"
     )
-    print("|---" * 8 + "|")
+    print("|---" * 9 + "|")
     for batch in args.batches:
         for kind in args.kinds:
             prompts = encoded(args.model, KINDS[kind], max(batch, len(KINDS[kind])), is_chat)
