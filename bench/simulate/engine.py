@@ -61,7 +61,8 @@ class Engine:
         self.is_stepping = False
         self.victims: list[Job] = []
         """Requests that the latest step preempted."""
-        self._step = 0
+        self.step = 0
+        """How many steps have ended."""
         self._times = np.zeros(HISTORY)
         """When each step ended, as a ring."""
         self._phases = [0] * PAGE
@@ -83,11 +84,11 @@ class Engine:
     @property
     def context_tokens(self) -> int:
         """Tokens in the pages of running requests."""
-        return self._context + len(self.decodes) * self._step + sum(job.computed for job in self.prefills)
+        return self._context + len(self.decodes) * self.step + sum(job.computed for job in self.prefills)
 
     def context_of(self, job: Job) -> int:
         """Tokens of a decode in its pages."""
-        return job.base + self._step - job.since_step
+        return job.base + self.step - job.since_step
 
     def submit(self, job: Job) -> None:
         """Takes a request in."""
@@ -120,12 +121,12 @@ class Engine:
         """Ends the step that was begun: tokens come at this time."""
         self.is_stepping = False
         done = Stepped()
-        self._times[self._step % HISTORY] = now
-        self._step += 1
-        while self._ends and self._ends[0][0] <= self._step:
+        self._times[self.step % HISTORY] = now
+        self.step += 1
+        while self._ends and self._ends[0][0] <= self.step:
             _, number = heapq.heappop(self._ends)
             job = self.decodes.get(number)
-            if job is not None and job.since_step + job.output_tokens - job.generated <= self._step:
+            if job is not None and job.since_step + job.output_tokens - job.generated <= self.step:
                 self._leave(job)
                 job.ended_s = job.last_s
                 done.ended.append(job)
@@ -179,7 +180,7 @@ class Engine:
 
     def _take_pages(self) -> None:
         """A page for each decode that needs one, from the latest requests if there is no other."""
-        while (needed := self._phases[self._step % PAGE]) > self.pages.free:
+        while (needed := self._phases[self.step % PAGE]) > self.pages.free:
             victim = self.latest()
             if victim is None:
                 return
@@ -222,7 +223,7 @@ class Engine:
 
     def _decode(self, job: Job) -> None:
         """From the next step that begins on, each step computes the last token and draws another."""
-        job.base, job.since_step = job.tokens - 1, self._step + self.is_stepping
+        job.base, job.since_step = job.tokens - 1, self.step + self.is_stepping
         self.decodes[job.number] = job
         self._phases[(job.since_step - job.base) % PAGE] += 1
         self._context += job.base - job.since_step
@@ -233,7 +234,7 @@ class Engine:
         del self.decodes[job.number]
         self._phases[(job.since_step - job.base) % PAGE] -= 1
         self._context -= job.base - job.since_step
-        steps = np.arange(job.since_step, self._step)
+        steps = np.arange(job.since_step, self.step)
         grown = -(-(job.base + len(steps)) // PAGE) - -(-job.base // PAGE)
         self.pages.end(job, job.own_pages + grown)
         job.saw(self._times[steps % HISTORY])

@@ -17,7 +17,8 @@ class Figures:
     """Of one run. Seconds but for shares and counts.
 
     goodput: share of requests whose first token came within max(2 s, 3 times its time alone), and whose others came within 0.1 s
-    each on average. gap: the longest pause between two tokens of a stream.
+    each on average. gap: the longest pause between two tokens of a stream. group_s: seconds for which groups were held, those too
+    that started or were being emptied. changes: of the number of groups. drain: the longest time that one took to be emptied.
     """
 
     goodput: float
@@ -33,6 +34,10 @@ class Figures:
     pingpong: int
     stall_p99: float
     tokens_per_s: float
+    group_s: float = 0.0
+    changes: int = 0
+    drain: float = 0.0
+    replays: int = 0
 
 
 def alone_s(prompt_tokens: int, shape: Shape) -> float:
@@ -52,7 +57,8 @@ def figures(world: World, shape: Shape) -> Figures:
     tpot = np.array([(job.last_s - (job.first_s or 0.0)) / max(1, job.output_tokens - 1) for job in jobs])
     bound = np.array([max(TTFT_S, TTFT_TIMES * alone_s(job.prompt_tokens, shape)) for job in jobs])
     prompt = sum(job.prompt_tokens for job in jobs)
-    long = max(job.last_s for job in jobs) - min(job.at_s for job in jobs)
+    first, last = min(job.at_s for job in jobs), max(job.last_s for job in jobs)
+    operator = world.operator
     return Figures(
         goodput=float(np.mean((ttft <= bound) & (tpot <= TPOT_S))),
         ttft_p50=float(np.percentile(ttft, 50)),
@@ -66,5 +72,9 @@ def figures(world: World, shape: Shape) -> Figures:
         failed_moves=world.counts.failed_moves,
         pingpong=world.counts.pingpong,
         stall_p99=float(np.percentile(world.counts.stalls_s, 99)) if world.counts.stalls_s else 0.0,
-        tokens_per_s=sum(job.output_tokens for job in jobs) / long,
+        tokens_per_s=sum(job.output_tokens for job in jobs) / (last - first),
+        group_s=operator.group_seconds(first, last) if operator is not None else len(world.engines) * (last - first),
+        changes=len(operator.changes) if operator is not None else 0,
+        drain=max(operator.drains_s, default=0.0) if operator is not None else 0.0,
+        replays=world.counts.replays,
     )

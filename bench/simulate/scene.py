@@ -84,11 +84,11 @@ class Policy(Protocol):
         """A group told what it has in hand."""
         ...
 
-    def started(self, job: Job, group: int) -> None:
+    def started(self, job: Job, group: int, now: float) -> None:
         """The first token of a request came."""
         ...
 
-    def ended(self, job: Job, group: int) -> None:
+    def ended(self, job: Job, group: int, now: float) -> None:
         """A request left a group: it ended, moved, or was taken back."""
         ...
 
@@ -127,7 +127,7 @@ class Plain:
         """Nothing waits."""
         return []
 
-    def started(self, job: Job, group: int) -> None:
+    def started(self, job: Job, group: int, now: float) -> None:
         """Nothing."""
 
     def taken_back(self, scene: Scene) -> list[tuple[Job, int]]:
@@ -137,7 +137,7 @@ class Plain:
     def reported(self, group: int, load: wire.Load, now: float) -> None:
         """Nothing."""
 
-    def ended(self, job: Job, group: int) -> None:
+    def ended(self, job: Job, group: int, now: float) -> None:
         """Nothing."""
 
     def tick(self, now: float, engines: Sequence[Engine]) -> list[Wish]:

@@ -1,14 +1,20 @@
-"""The loads and fleets of balancing.md 4.3, and who runs on each."""
+"""The loads and fleets of balancing.md 4.3, and who runs on each.
 
-import json
+A  conversations (Azure)                    B  long prompts that share beginnings (Mooncake)
+C  long answers in bursts, few pages        D  A with a group of half the speed
+E  A with reports of different age          S  A at a rate that goes up and down, with an operator that follows it
+"""
+
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from bench.replay import Arrival
 from bench.simulate.engine import Shape
+from bench.simulate.machines import ITL_TARGET_S, SCARCE_TOKENS, TOKENS, TTFT_TARGET_S, Machine, as_heavy
 from bench.simulate.policies.chwbl import BoundedHash
 from bench.simulate.policies.dynamo import OverlapAndLoad
 from bench.simulate.policies.llmd import Scorers
@@ -16,22 +22,24 @@ from bench.simulate.policies.llumnix import Freeness
 from bench.simulate.policies.lmetric import NewTokensTimesBatch
 from bench.simulate.policies.others import LeastRequests, RoundRobin, TwoChoices
 from bench.simulate.policies.ours import Ours
+from bench.simulate.scaling import Scaling
 from bench.simulate.scene import Policy
-from bench.simulate.traffic import azure, jittered, mooncake, reasoning, sped_up
+from bench.simulate.traffic import azure, jittered, mooncake, reasoning, shifted, sped_up, twice, waves
 from bench.simulate.world import Setting
-from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy
 
+LETTERS = "ABCDES"
 GROUPS = 8
-ANALYTIC = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=142, context_s=0.068e-6, attention_s=0.0)
-"""A 32B model on one H200: 3 ms, 17 ms of weights, 0.12 ms a prompt token, 0.068 us a token of context (balancing.md 4.3)."""
-TOKENS, SCARCE_TOKENS = 200_000, 120_000
 REASONING_RATE = 7.2
 """Requests a second at which their tokens just fit into the pages of eight groups."""
 STALE_S = (0.05, 0.25, 1.0, 5.0)
-TTFT_TARGET_S, ITL_TARGET_S = 2.0, 0.1
+WAVE, WAVE_S = (1.0, 4.5), 1200.0
+"""Between so many times its own rate the Azure trace goes, and how long up and down take together."""
+FEWEST, MEAN = 2, 6
+"""Groups that the scaled fleet has at least, and those of a fixed one that costs about as much."""
 
-MakePolicy = Callable[[Shape], Policy]
+MakePolicy = Callable[[Shape, int], Policy]
+"""A policy for so many groups of this shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,24 @@ class Run:
     arrivals: Callable[[], list[Arrival]]
 
 
-def _ours(shape: Shape, mode: str = "Migrate", has_ledger: bool = True) -> Policy:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is played: where traces are, on which machine, which seed and part, how long a group takes to start."""
+
+    traces: Path
+    machine: Machine
+    seed: int = 0
+    share: float = 1.0
+    start_s: float = 60.0
+
+
+def _ours(shape: Shape, groups: int, mode: str = "Migrate", has_ledger: bool = True) -> Policy:
     policy = BalancePolicy(mode=mode, ttft_target_s=TTFT_TARGET_S, itl_target_s=ITL_TARGET_S)  # type: ignore[arg-type]
-    return Ours(shape, GROUPS, policy, has_ledger)
+    return Ours(shape, groups, policy, has_ledger)
 
 
 def _plain(kind: Callable[[], Policy]) -> MakePolicy:
-    return lambda shape: kind()
+    return lambda shape, groups: kind()
 
 
 PEERS: Mapping[str, MakePolicy] = {
@@ -68,34 +87,29 @@ OURS: Mapping[str, MakePolicy] = {"phalanx, no moves": partial(_ours, mode="Rout
 EVERYONE = {**PEERS, **OURS}
 
 
-def shape_of(model: StepModel, tokens: int) -> Shape:
-    """A group with pages for so many tokens."""
-    return Shape(model, tokens // 16)
-
-
-def read_model(path: Path | None) -> StepModel:
-    """The cost function: the analytic one, or the coefficients that a calibration wrote, in the order of `StepModel`."""
-    if path is None:
-        return ANALYTIC
-    told = json.loads(path.read_text())["step_model"]
-    return StepModel(told[0], told[1], int(told[2]), *told[3:])
-
-
-def runs(traces: Path, model: StepModel, seed: int, share: float, names: str) -> list[Run]:
-    """The cells of these workloads (letters) for one seed; `share`: how much of each load is played."""
+def runs(choice: Choice, names: str) -> list[Run]:
+    """The cells of these workloads (letters)."""
+    seed, share = choice.seed, choice.share
     chance = random.Random(seed)
     jitter, burst = chance.getrandbits(32), chance.getrandbits(32)
-    compute = Setting(GROUPS, shape_of(model, TOKENS), seed=seed)
-    scarce = Setting(GROUPS, shape_of(model, SCARCE_TOKENS), seed=seed)
+    compute = Setting(GROUPS, choice.machine.shape(TOKENS), seed=seed)
+    scarce = Setting(GROUPS, choice.machine.shape(SCARCE_TOKENS), seed=seed)
 
     def azure_at(speed: float) -> Callable[[], list[Arrival]]:
-        return lambda: sped_up(shifted(azure(traces), seed, share, 19_366), speed)
+        return lambda: heavy(sped_up(shifted(azure(choice.traces), seed, share, 19_366), speed))
 
     def mooncake_at() -> list[Arrival]:
-        return sped_up(shifted(jittered(mooncake(traces), random.Random(jitter)), seed, share, 12_031), 0.65)
+        return heavy(sped_up(shifted(jittered(mooncake(choice.traces), random.Random(jitter)), seed, share, 12_031), 0.65))
 
     def bursts() -> list[Arrival]:
-        return reasoning(REASONING_RATE, int(20_000 * share), random.Random(burst))
+        return heavy(reasoning(REASONING_RATE, int(20_000 * share), random.Random(burst)), SCARCE_TOKENS)
+
+    def up_and_down() -> list[Arrival]:
+        every = twice(heavy(shifted(azure(choice.traces), seed, 1.0, 19_366)))
+        return waves(list(islice(every, int(len(every) * share))), *WAVE, WAVE_S)
+
+    def heavy(arrivals: list[Arrival], tokens: int = TOKENS) -> list[Arrival]:
+        return as_heavy(arrivals, choice.machine, tokens)
 
     cells = {
         "A": [Run("A", name, make, compute, azure_at(4.5)) for name, make in EVERYONE.items()],
@@ -107,14 +121,16 @@ def runs(traces: Path, model: StepModel, seed: int, share: float, names: str) ->
             for old in STALE_S
             for name, make in (("phalanx", _ours), ("phalanx without its ledger", partial(_ours, has_ledger=False)))
         ],
+        "S": [Run("S", name, _ours, setting, up_and_down) for name, setting in _fleets(compute, choice.start_s).items()],
     }
     return [run for name in names for run in cells[name]]
 
 
-def shifted(arrivals: object, seed: int, share: float, length: int) -> list[Arrival]:
-    """A part of a trace that begins elsewhere for each seed, from time 0 on: round the end to its beginning."""
-    every = list(arrivals)  # type: ignore[call-overload]
-    wanted = max(1, int(min(length, len(every)) * share))
-    first = random.Random(seed).randrange(len(every)) if seed else 0
-    turned = every[first:] + [replace(one, at_s=one.at_s + every[-1].at_s + 0.1) for one in every[:first]]
-    return [replace(one, at_s=one.at_s - turned[0].at_s) for one in turned[:wanted]]
+def _fleets(compute: Setting, start_s: float) -> dict[str, Setting]:
+    """Fixed fleets, and one that follows the load."""
+    scaling = Scaling(FEWEST, GROUPS, start_s, TTFT_TARGET_S, ITL_TARGET_S)
+    return {
+        f"phalanx, {GROUPS} groups": compute,
+        f"phalanx, {MEAN} groups": replace(compute, groups=MEAN),
+        f"phalanx, {FEWEST} to {GROUPS} groups": replace(compute, groups=FEWEST, scaling=scaling),
+    }

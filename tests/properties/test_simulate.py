@@ -18,11 +18,12 @@ from bench.simulate.cache import PAGE
 from bench.simulate.engine import Engine, Shape
 from bench.simulate.figures import Figures, figures
 from bench.simulate.jobs import Job
+from bench.simulate.machines import ANALYTIC
 from bench.simulate.plots import PANELS, WIDTH, picture
 from bench.simulate.scene import Policy
 from bench.simulate.shown import T_95
-from bench.simulate.traffic import reasoning
-from bench.simulate.workloads import ANALYTIC, EVERYONE, shifted
+from bench.simulate.traffic import reasoning, shifted
+from bench.simulate.workloads import EVERYONE
 from bench.simulate.world import Setting, World
 from phalanx_api.cost import StepWork
 
@@ -53,18 +54,18 @@ def shared_prefixes(count: int, seed: int) -> list[Arrival]:
 
 @pytest.mark.parametrize("name", EVERYONE)
 def test_every_policy_serves_every_request_wholly(name: str) -> None:
-    bursts = played(EVERYONE[name](SMALL), reasoning(5.0, 150, random.Random(1)), SMALL)
+    bursts = played(EVERYONE[name](SMALL, 8), reasoning(5.0, 150, random.Random(1)), SMALL)
     told = figures(bursts, SMALL)
     assert told.preemptions > 0 or told.moves > 0
     large = Shape(ANALYTIC, total_pages=4000)
-    assert figures(played(EVERYONE[name](large), shared_prefixes(150, 2), large), large).hit_share > 0.2
+    assert figures(played(EVERYONE[name](large, 8), shared_prefixes(150, 2), large), large).hit_share > 0.2
 
 
 def test_ours_moves_where_pages_are_scarce() -> None:
     arrivals = reasoning(5.0, 120, random.Random(3))
-    world = played(EVERYONE["phalanx"](SMALL), arrivals, SMALL)
+    world = played(EVERYONE["phalanx"](SMALL, 8), arrivals, SMALL)
     assert world.counts.moves > 0
-    still = played(EVERYONE["phalanx, no moves"](SMALL), arrivals, SMALL)
+    still = played(EVERYONE["phalanx, no moves"](SMALL, 8), arrivals, SMALL)
     assert still.counts.moves == 0
     assert figures(world, SMALL).preemptions < figures(still, SMALL).preemptions
 

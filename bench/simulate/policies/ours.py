@@ -1,6 +1,6 @@
 """Phalanx: `phalanx_router.route` chooses, `phalanx_router.balance` moves, as they run in the router."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import cast
@@ -11,8 +11,8 @@ from bench.simulate.jobs import Job
 from bench.simulate.report import stream_of
 from bench.simulate.scene import Scene, Send, Wish
 from phalanx_api import wire
-from phalanx_api.summary import BalancePolicy
-from phalanx_router.balance.balancer import Balancer
+from phalanx_api.summary import BalancePolicy, GroupSummary, Histogram, RouterSummary
+from phalanx_router.balance.balancer import Balancer, Decision
 from phalanx_router.balance.records import Proposal, StreamView
 from phalanx_router.route.cost import Newcomer
 from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
@@ -20,6 +20,7 @@ from phalanx_router.route.ledger import Sent
 from phalanx_router.route.look import Lookout, Told
 from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
+from phalanx_router.traffic import TrafficBook
 
 OUTPUT_TOKENS = 4096
 """What requests allow at most: nobody says beforehand how long an answer will be."""
@@ -29,22 +30,93 @@ class Ours:
     """One router. `mode` as in `BalancePolicy`; `has_ledger` off forgets what was sent since the last report."""
 
     def __init__(self, shape: Shape, groups: int, mode: BalancePolicy, has_ledger: bool = True) -> None:
-        served = wire.Served("model", "layout", PAGE * shape.token_bytes)
-        self._told = [Told(f"g{i}", f"g{i}", served=served, page_size=PAGE) for i in range(groups)]
+        self._served = wire.Served("model", "layout", PAGE * shape.token_bytes)
+        self._told: dict[int, Told] = {}
         self._lookout = Lookout()
         self._balancer = Balancer(mode)
+        self._last = Decision()
         self._has_ledger = has_ledger
         self._copy_bytes_per_s = shape.copy_bytes_per_s
         self._queue = RequestQueue()
+        self._traffic = TrafficBook()
         self._handles = count(1)
         self._jobs: dict[int, Job] = {}
+        self._waiting: dict[int, Job] = {}
         self._came: dict[int, float] = {}
         self._sat: dict[int, Sat] = {}
+        for group in range(groups):
+            self.opened(group)
+
+    def opened(self, group: int) -> None:
+        """Its leader is linked."""
+        self._told[group] = Told(f"g{group}", f"g{group}", served=self._served, page_size=PAGE)
+
+    def closed(self, group: int) -> None:
+        """Its link is gone."""
+        del self._told[group]
+
+    def follow(self, policy: BalancePolicy) -> None:
+        """Newcomers go elsewhere than to the groups that it names."""
+        self._balancer.policy = policy
+        for told in self._told.values():
+            told.draining = told.group in policy.empty
+
+    def crossing(self, streams: Callable[[int], int]) -> Hashable:
+        """Hotspots, saturation, and what is emptied."""
+        hotspots = frozenset((hotspot.group, hotspot.cause) for hotspot in self._last.hotspots)
+        return hotspots, self._last.is_saturated, frozenset(self._emptied(streams))
+
+    def summary(self, streams: Callable[[int], int], now: float) -> RouterSummary:
+        """As the router sums itself up."""
+        views = zip(self._told, self._look(now), strict=True)
+        return RouterSummary(
+            router="router",
+            groups=[self._group(self._told[group], view, streams(group)) for group, view in views],
+            traffic=self._traffic.windows(now),
+            queued=len(self._waiting),
+            queued_tokens=sum(job.tokens for job in self._waiting.values()),
+            held=0,
+            idle_s=0.0 if self._jobs else now - (self._traffic.last_s or 0.0),
+            ttft=self._traffic.ttft(now),
+            itl=Histogram(),
+            hotspots=self._last.hotspots,
+            fleet_saturated=self._last.is_saturated,
+            policy=self._balancer.policy.number,
+            emptied=sorted(self._emptied(streams)),
+        )
+
+    def _emptied(self, streams: Callable[[int], int]) -> set[str]:
+        filled = {told.group for group, told in self._told.items() if streams(group)}
+        return set(self._balancer.policy.empty) - filled
+
+    @staticmethod
+    def _group(told: Told, view: GroupView, streams: int) -> GroupSummary:
+        return GroupSummary(
+            group=view.group,
+            revision=view.revision,
+            state=view.state,
+            draining=view.draining,
+            streams=streams,
+            running=view.running,
+            waiting=view.waiting,
+            pressure=view.pressure,
+            backlog_s=view.backlog_s,
+            itl_s=view.itl_s if view.running else 0.0,
+            speed=view.speed,
+            live_tokens=view.context_tokens,
+            total_pages=view.total_pages,
+            page_size=view.page_size,
+            step_model=told.load.step_model if told.load is not None else [],
+        )
 
     def arrived(self, job: Job, scene: Scene) -> list[Send]:
         """Into the queue, from which `route.dispatch` takes what can go."""
-        self._jobs[job.number] = job
-        self._queue.add(Waiting(job.number, Newcomer(job.tokens, OUTPUT_TOKENS), self._came.setdefault(job.number, scene.now)))
+        if job.number not in self._came:
+            self._came[job.number] = scene.now
+            self._traffic.begin(job.prompt_tokens, scene.now)
+        self._jobs[job.number] = self._waiting[job.number] = job
+        newcomer = Newcomer(job.tokens, OUTPUT_TOKENS)
+        self._queue.add(Waiting(job.number, newcomer, self._came[job.number], has_begun=job.first_s is not None))
         return self.woken(scene)
 
     def woken(self, scene: Scene) -> list[Send]:
@@ -55,9 +127,11 @@ class Ours:
             if one is None:
                 break
             self._queue.remove(one.waiting.ticket)
+            del self._waiting[one.waiting.ticket]
             job, group = self._jobs[one.waiting.ticket], int(one.choice.key[1:])
             job.handle = next(self._handles)
-            self._sat[job.number] = Sat(one.waiting, one.choice.key, scene.now)
+            if job.first_s is None:
+                self._sat[job.number] = Sat(one.waiting, one.choice.key, scene.now)
             if self._has_ledger:
                 self._enter(job, group, one.choice.hit_tokens, scene.now)
             sends.append(Send(job, group))
@@ -79,7 +153,7 @@ class Ours:
         return [self._balancer.guard.burdened(view, scene.now) for view in self._look(scene.now)]
 
     def _look(self, now: float) -> list[GroupView]:
-        return self._lookout.look(self._told, now)
+        return self._lookout.look(list(self._told.values()), now)
 
     def _roads(self, now: float) -> list[GroupView]:
         """The views with what transfers reach between these groups."""
@@ -90,18 +164,23 @@ class Ours:
         sent = Sent(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated)
         self._told[group].ledger.dispatch(job.handle, sent, now)
 
-    def started(self, job: Job, group: int) -> None:
+    def started(self, job: Job, group: int, now: float) -> None:
         """It is not taken back any more."""
         self._sat.pop(job.number, None)
+        self._traffic.started(now - job.at_s, job.missed, now)
 
     def reported(self, group: int, load: wire.Load, now: float) -> None:
         """Into the view."""
         self._told[group].report(load, now)
 
-    def ended(self, job: Job, group: int) -> None:
+    def ended(self, job: Job, group: int, now: float) -> None:
         """Out of the ledger."""
         self._sat.pop(job.number, None)
-        self._told[group].ledger.ended(job.handle)
+        if group in self._told:
+            self._told[group].ledger.ended(job.handle)
+        if job.ended_s is not None:
+            del self._jobs[job.number]
+            self._traffic.ended(job.output_tokens, now)
 
     def tick(self, now: float, engines: Sequence[Engine]) -> list[Wish]:
         """What `balance` proposes."""
@@ -111,8 +190,8 @@ class Ours:
             engine = engines[int(key[1:])]
             return [stream_of(job, key, engine.context_of(job)) for job in engine.decodes.values()]
 
-        decision = self._balancer.tick(views, streams, now)
-        return [self._wish(proposal, engines) for proposal in decision.proposals]
+        self._last = self._balancer.tick(views, streams, now)
+        return [self._wish(proposal, engines) for proposal in self._last.proposals]
 
     def rescue(self, job: Job, group: int, now: float, engines: Sequence[Engine]) -> Wish | None:
         """Where `balance` would take it."""

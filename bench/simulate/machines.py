@@ -1,0 +1,88 @@
+"""Which machine a group is: the analytic one of balancing.md 4.3, or the one that `bench.step_fit` measured.
+
+Loads are made for the analytic one. On another they come at the rate at which they are as many groups' worth of work, as the
+operator reckons it (`decide.demand`), and a step may hold as many tokens as take as long there as 1,024 do here: so that what the
+tables compare is how policies do under a load of the same weight.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from bench.replay import Arrival
+from bench.simulate.engine import Shape
+from bench.simulate.traffic import sped_up
+from bench.step_grid import read_model
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.summary import Traffic
+from phalanx_operator.decide.demand import Ability, Load, Targets, busy_groups
+
+ANALYTIC = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=142, context_s=0.068e-6, attention_s=0.0)
+"""A 32B model on one H200: 3 ms, 17 ms of weights, 0.12 ms a prompt token, 0.068 us a token of context (balancing.md 4.3)."""
+TOKENS, SCARCE_TOKENS = 200_000, 120_000
+"""What the pages of a group hold; where they are to be scarce."""
+STEP_TOKENS = 1024
+LEAST_STEP_TOKENS = 32
+COPY_BYTES_PER_S = 1e9
+"""What copies of pages reach between groups that were measured on CPUs: a network of 10 Gbit/s."""
+TTFT_TARGET_S, ITL_TARGET_S = 2.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a group is made of, and what is known of it: whose steps they are, and how well the function foretells them."""
+
+    model: StepModel = ANALYTIC
+    step_tokens: int = STEP_TOKENS
+    token_bytes: int = 262_144
+    copy_bytes_per_s: float = 25e9
+    about: str = "the analytic cost function of a 32B model on one H200"
+
+    def shape(self, tokens: int) -> Shape:
+        """A group with pages for so many tokens."""
+        return Shape(
+            self.model,
+            tokens // 16,
+            max_num_batched_tokens=self.step_tokens,
+            token_bytes=self.token_bytes,
+            copy_bytes_per_s=self.copy_bytes_per_s,
+        )
+
+
+def read_machine(path: Path | None) -> Machine:
+    """The analytic machine, or that of a file that `bench.step_fit` wrote. Raises ValueError for another file."""
+    if path is None:
+        return Machine()
+    model, told = read_model(path), json.loads(path.read_text())
+    try:
+        token_bytes, held = told["page_bytes"] // told["page_size"], told["errors"]["held_out"]
+        about = (
+            f"{told['model']} on {told['device']}, {told['threads']} threads: {held['num_points']} steps held out are "
+            f"foretold within {held['median']:.1%} (median), {held['p95']:.1%} (p95)"
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not tell how it was measured: {error!r}") from error
+    full_s = ANALYTIC.predict(StepWork(STEP_TOKENS, 0, 0))
+    room = max(LEAST_STEP_TOKENS, model.prefill_within(full_s, 0, 0))
+    return Machine(model, min(room, 8192), token_bytes, COPY_BYTES_PER_S, about)
+
+
+def as_heavy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> list[Arrival]:
+    """The load at the rate at which it is as much work for this machine as it was for the analytic one."""
+    usual = Machine()
+    return (
+        sped_up(arrivals, _busy(arrivals, usual, tokens) / _busy(arrivals, machine, tokens))
+        if machine != usual
+        else list(arrivals)
+    )
+
+
+def _busy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> float:
+    """Groups' worth of work in one such request a second. No cache holds any of it."""
+    prompts, outputs = [one.input_tokens for one in arrivals], [one.output_tokens for one in arrivals]
+    squared = fmean(prompt * prompt for prompt in prompts)
+    shape = Traffic(60.0, len(arrivals), fmean(prompts), squared, fmean(prompts), fmean(outputs))
+    ability = Ability(machine.model, 1.0, tokens, machine.step_tokens)
+    return busy_groups(Load(1.0, shape, 0.0, 0.0), ability, Targets(TTFT_TARGET_S, ITL_TARGET_S))

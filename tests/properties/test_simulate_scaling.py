@@ -1,0 +1,80 @@
+"""Groups come and go in the simulated fleet as the operator's own decisions have it, and no request is lost by that."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from bench.replay import Arrival
+from bench.simulate.engine import Shape
+from bench.simulate.figures import figures
+from bench.simulate.policies.others import RoundRobin
+from bench.simulate.policies.ours import Ours
+from bench.simulate.scaling import Scaling
+from bench.simulate.world import Setting, World
+from phalanx_api.cost import StepModel
+from phalanx_api.summary import BalancePolicy
+
+SHAPE = Shape(StepModel(fixed_s=0.2, token_s=0.001, knee_tokens=0, context_s=1e-6, attention_s=0.0), total_pages=4000)
+RULES = Scaling(least=1, most=6, start_s=20.0, ttft_s=4.0, itl_s=1.0)
+
+
+def played(arrivals: list[Arrival], scaling: Scaling | None, groups: int) -> World:
+    """The world after all requests ended."""
+    world = World(Setting(groups, SHAPE, scaling=scaling), Ours(SHAPE, groups, BalancePolicy(mode="Migrate")), arrivals)
+    world.run()
+    figures(world, SHAPE)  # raises where a request has not all its tokens
+    for engine in world.engines:
+        assert (engine.pages.held, engine.pages.reserved, engine.has_work) == (0, 0, False)
+    return world
+
+
+def arrivals(*parts: tuple[float, float], seed: int = 0) -> list[Arrival]:
+    """Requests at so many a second for so many seconds, part by part."""
+    chance, at_s, until_s, made = random.Random(seed), 0.0, 0.0, []
+    for rate, seconds in parts:
+        at_s, until_s = until_s, until_s + seconds
+        while (at_s := at_s + chance.expovariate(rate)) < until_s:
+            made.append(Arrival(at_s, chance.randrange(200, 800), chance.randrange(20, 100)))
+    return made
+
+
+def test_groups_follow_the_load_up_and_down_and_victims_are_emptied_by_moves() -> None:
+    load = arrivals((0.5, 120), (5.0, 300), (0.5, 500))
+    world, fixed = played(load, RULES, 1), played(load, None, 6)
+    assert world.operator is not None
+    counts = [count for _, count, _ in world.operator.changes]
+    assert max(counts) >= 3 and counts[-1] < max(counts)
+    assert len(world.operator.drains_s) >= 1 and world.counts.moves > 0 and world.counts.replays == 0
+    told = figures(world, SHAPE)
+    assert told.group_s < 0.8 * figures(fixed, SHAPE).group_s
+    assert (told.changes, told.drain) == (len(counts), max(world.operator.drains_s))
+    assert figures(fixed, SHAPE).changes == 0
+
+
+def test_a_flood_is_answered_by_panic_and_new_groups_serve_after_their_start() -> None:
+    world = played(arrivals((0.5, 100), (8.0, 100)), RULES, 1)
+    assert world.operator is not None
+    at_s, count, why = world.operator.changes[0]
+    assert 100 < at_s < 118 and count >= 3 and "last 6 s" in why
+    first = [min(job.first_s for job in world.jobs if job.first_s and job.first_s > at_s)]
+    assert first and all(engine.step > 0 for engine in world.engines[:count])
+    assert world.engines[1].pages.evicted == 0 and world.operator.group_seconds(0.0, at_s) == pytest.approx(at_s)
+
+
+def test_a_steady_load_does_not_flap() -> None:
+    world = played(arrivals((2.0, 900), seed=3), RULES, 2)
+    assert world.operator is not None
+    up = [later > former for (_, former, _), (_, later, _) in pairwise(world.operator.changes)]
+    assert len(world.operator.changes) <= 3 and sum(a != b for a, b in pairwise(up)) <= 1, world.operator.changes
+
+
+def test_what_is_left_when_a_group_goes_is_begun_anew_elsewhere() -> None:
+    hurried = Scaling(least=1, most=6, start_s=20.0, ttft_s=4.0, itl_s=1.0, drain_s=0)
+    world = played(arrivals((5.0, 200), (0.8, 600), seed=1), hurried, 4)
+    assert world.counts.replays > 0
+
+
+def test_a_policy_that_cannot_follow_is_refused() -> None:
+    with pytest.raises(TypeError, match="RoundRobin cannot follow"):
+        World(Setting(1, SHAPE, scaling=RULES), RoundRobin(), [])
