@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from phalanx_api.cost import StepWork
 from phalanx_router.route.view import GroupView
 
 EPSILON = 0.03
+LASTS_S = 2.0
+"""Prompts that take so long to compute count wholly in the time of a step; of those that are done sooner, their part."""
 STEP_WEIGHT = 0.3
 """How much the time of a step counts beside the pages when a target is chosen."""
 
@@ -48,7 +51,13 @@ def joined(view: GroupView, context: int) -> GroupView:
 
 def strain(view: GroupView, itl_scale_s: float | None) -> float:
     """How much a group has to bear. Without a scale the time of a step does not count."""
-    return max(view.pressure, view.itl_s / itl_scale_s if itl_scale_s else 0.0)
+    return max(view.pressure, lasting_itl_s(view) / itl_scale_s if itl_scale_s else 0.0)
+
+
+def lasting_itl_s(view: GroupView) -> float:
+    """The time of a step as it stays: a prompt that is nearly computed makes no group worth leaving."""
+    lasting = min(1.0, view.backlog_s / LASTS_S) * view.prompt_tokens_per_step
+    return view.speed * view.model.predict(StepWork(int(lasting), view.running, view.context_tokens))
 
 
 def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:
@@ -62,7 +71,7 @@ def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:
 
 def median_itl_s(views: Sequence[GroupView]) -> float:
     """The median time of a step; 0 without groups."""
-    return median(view.itl_s for view in views) if views else 0.0
+    return median(lasting_itl_s(view) for view in views) if views else 0.0
 
 
 def appeal(view: GroupView, itl_s: float) -> float:
