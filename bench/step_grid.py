@@ -1,8 +1,8 @@
 """Which steps are timed to fit the step-time function, and how well it foretells those that the fit has not seen. No engine here.
 
-A point is one step: so many decodes, each with so much context, and a prompt chunk beside them. A quarter of the points is held
-out; the fit is `StepFit`, as in the engine, fed with the other points in a random order. The time of a point is the lower
-quartile of its rounds: other programs only make a step longer.
+A point is one step: so many decodes, each with so much context, and a prompt chunk beside them. The fit is `StepFit`, as in the
+engine, fed with points in a random order. Each point is held out once: of four fits each knows three quarters of them, and
+foretells the rest. The time of a point is the lower quartile of its rounds: other programs only make a step longer.
 """
 
 import json
@@ -21,7 +21,7 @@ PROMPTS = (16, 64, 256, 1024, 4096)
 STARTS = (0, 512, 4096)
 MIXED_BATCHES, MIXED_CONTEXTS, MIXED_PROMPTS = (4, 16, 64), (32, 512), (16, 64, 256)
 """Prompt chunks beside decodes."""
-HELD_OUT = 0.25
+FOLDS = 4
 TIMES_LEARNT = 4
 """How often the fit is given each point, so that the first ones, which it forgets, are few beside all."""
 MEDIAN_BOUND, P95_BOUND = 0.05, 0.10
@@ -83,12 +83,11 @@ def typical_s(walls: Sequence[float]) -> float:
     return percentile(walls, 25)
 
 
-def split(points: Sequence[Point], chance: random.Random) -> tuple[list[Point], list[Point]]:
-    """Points to fit, and points held out."""
+def folds(points: Sequence[Point], chance: random.Random) -> list[list[Point]]:
+    """The points in as many parts as are held out in turn."""
     shuffled = list(points)
     chance.shuffle(shuffled)
-    held_out = round(HELD_OUT * len(shuffled))
-    return shuffled[held_out:], shuffled[:held_out]
+    return [shuffled[place::FOLDS] for place in range(FOLDS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The function, and how it does on the points that it was fitted to and on those held out."""
+    """The function of all points and how it does on them, and how those do that did not know a point."""
 
     model: StepModel
     fitted: Errors
@@ -118,22 +117,36 @@ class Fitted:
 def fit(times_s: dict[Point, list[float]], seed: int = 0) -> Fitted:
     """Fits the times of each point, one in each round. Raises ValueError for too few points."""
     chance = random.Random(seed)
-    train, held_out = split(sorted(times_s, key=lambda point: (point.decodes, point.context, point.prompt, point.start)), chance)
-    samples = [(point.work, typical_s(times_s[point])) for point in train for _ in range(TIMES_LEARNT)]
+    points = sorted(times_s, key=lambda point: (point.decodes, point.context, point.prompt, point.start))
+    held_out: list[float] = []
+    for fold in folds(points, chance):
+        known = [point for point in points if point not in fold]
+        held_out += errors_of(learnt(known, times_s, chance), fold, times_s)
+    model = learnt(points, times_s, chance)
+    return Fitted(model, summed_up(errors_of(model, points, times_s)), summed_up(held_out))
+
+
+def learnt(points: Sequence[Point], times_s: dict[Point, list[float]], chance: random.Random) -> StepModel:
+    """The function by these points. Raises ValueError for too few."""
+    samples = [(point.work, typical_s(times_s[point])) for point in points for _ in range(TIMES_LEARNT)]
     chance.shuffle(samples)
     learner = StepFit()
     for work, wall_s in samples:
         learner.add(work, wall_s)
     model = learner.model()
-    if model is None or not held_out:
+    if model is None:
         raise ValueError(f"{len(times_s)} points are too few to fit and to hold some out")
-    return Fitted(model, errors_of(model, train, times_s), errors_of(model, held_out, times_s))
+    return model
 
 
-def errors_of(model: StepModel, points: Sequence[Point], times_s: dict[Point, list[float]]) -> Errors:
-    """How far the function is from the times of these points."""
+def errors_of(model: StepModel, points: Sequence[Point], times_s: dict[Point, list[float]]) -> list[float]:
+    """How far the function is from the time of each of these points."""
     took_s = {point: typical_s(times_s[point]) for point in points}
-    errors = [abs(model.predict(point.work) - took_s[point]) / took_s[point] for point in points]
+    return [abs(model.predict(point.work) - took_s[point]) / took_s[point] for point in points]
+
+
+def summed_up(errors: Sequence[float]) -> Errors:
+    """What these errors come to."""
     return Errors(len(errors), percentile(errors, 50), percentile(errors, 95), max(errors))
 
 

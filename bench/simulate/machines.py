@@ -1,8 +1,8 @@
 """Which machine a group is: the analytic one of balancing.md 4.3, or the one that `bench.step_fit` measured.
 
-Loads are made for the analytic one. On another they come at the rate at which they are as many groups' worth of work, as the
-operator reckons it (`decide.demand`), and a step may hold as many tokens as take as long there as 1,024 do here: so that what the
-tables compare is how policies do under a load of the same weight.
+Loads, targets and the beat of balancing are made for the analytic one. A machine that was measured keeps the proportions of its
+costs, and its times are divided by one number, so that a full step takes as long as there. Loads come to it at the rate at which
+they are as many groups' worth of work, as the operator reckons it (`decide.demand`).
 """
 
 import json
@@ -18,15 +18,15 @@ from bench.step_grid import read_model
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Traffic
 from phalanx_operator.decide.demand import Ability, Load, Targets, busy_groups
+from phalanx_router.route.speed import scaled
 
 ANALYTIC = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=142, context_s=0.068e-6, attention_s=0.0)
 """A 32B model on one H200: 3 ms, 17 ms of weights, 0.12 ms a prompt token, 0.068 us a token of context (balancing.md 4.3)."""
 TOKENS, SCARCE_TOKENS = 200_000, 120_000
 """What the pages of a group hold; where they are to be scarce."""
 STEP_TOKENS = 1024
-LEAST_STEP_TOKENS = 32
 COPY_BYTES_PER_S = 1e9
-"""What copies of pages reach between groups that were measured on CPUs: a network of 10 Gbit/s."""
+"""What copies of pages reach between groups that were measured, before their times are divided."""
 TTFT_TARGET_S, ITL_TARGET_S = 2.0, 0.1
 
 
@@ -56,17 +56,18 @@ def read_machine(path: Path | None) -> Machine:
     if path is None:
         return Machine()
     model, told = read_model(path), json.loads(path.read_text())
+    full = StepWork(STEP_TOKENS, 0, STEP_TOKENS, STEP_TOKENS**2 / 2)
+    faster = model.predict(full) / ANALYTIC.predict(full)
     try:
         token_bytes, held = told["page_bytes"] // told["page_size"], told["errors"]["held_out"]
         about = (
-            f"{told['model']} on {told['device']}, {told['threads']} threads: {held['num_points']} steps held out are "
-            f"foretold within {held['median']:.1%} (median), {held['p95']:.1%} (p95)"
+            f"the steps of {told['model']} on {told['threads']} thread(s) of {told['device']}, times divided by {faster:.1f}; "
+            f"of {held['num_points']} steps, each held out once, the function is off by {held['median']:.1%} (median), "
+            f"{held['p95']:.1%} (p95)"
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not tell how it was measured: {error!r}") from error
-    full_s = ANALYTIC.predict(StepWork(STEP_TOKENS, 0, 0))
-    room = max(LEAST_STEP_TOKENS, model.prefill_within(full_s, 0, 0))
-    return Machine(model, min(room, 8192), token_bytes, COPY_BYTES_PER_S, about)
+    return Machine(scaled(model, 1 / faster), STEP_TOKENS, token_bytes, faster * COPY_BYTES_PER_S, about)
 
 
 def as_heavy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> list[Arrival]:

@@ -7,6 +7,7 @@ from bench.simulate.engine import Engine
 from bench.simulate.jobs import Job
 from phalanx_api import wire
 from phalanx_router.balance.records import StreamView
+from phalanx_router.route.speed import scaled
 
 FOLLOWED = 1 / 20
 FAR_STEPS = 200
@@ -35,8 +36,6 @@ class Reporter:
         """What the group has in hand now. Its fitted step model is its true one, times how slow it has been lately."""
         engine, pages, model = self.engine, self.engine.pages, self.engine.shape.model
         self._sequence += 1
-        fixed, token, knee, context, attention, error = astuple(model)
-        slow = self._speed
         missing = [job.tokens - pages.hit_blocks(job) * pages.block_tokens for job in engine.waiting]
         return wire.Load(
             len(engine.waiting),
@@ -46,7 +45,7 @@ class Reporter:
             pages.total,
             preemptions=engine.preemptions,
             pages_evicted=pages.evicted * pages.block_pages,
-            step_model=[fixed * slow, token * slow, knee, context * slow, attention * slow, error],
+            step_model=list(astuple(scaled(model, self._speed))),
             sequence=self._sequence,
             last_handle=self.last_handle,
             reserved_pages=pages.reserved,

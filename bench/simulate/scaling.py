@@ -15,7 +15,7 @@ from phalanx_api.inference_service import InferenceService, parse
 from phalanx_api.status import Status
 from phalanx_api.summary import BalancePolicy, RouterSummary
 from phalanx_operator.decide import autoscaler, plan
-from phalanx_operator.decide.actions import Action, CreateGroup, DeleteGroup, DrainGroup, KeepGroup, SetReplicas
+from phalanx_operator.decide.actions import Action, CreateGroup, DeleteGroup, DrainGroup, KeepGroup, Plan, SetReplicas
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.draining import is_awaited
 from phalanx_operator.decide.fleet import Heard, merge
@@ -151,7 +151,7 @@ class SimulatedOperator:
             if not any(is_changed):
                 return
 
-    def _plan(self, now_s: float) -> plan.Plan:
+    def _plan(self, now_s: float) -> Plan:
         service, now = self._service, _time(now_s)
         heard = [Heard("router", now_s - self._heard[0], self._heard[1])] if self._heard is not None else []
         fleet = merge(heard, 1, 3 * TICK_S)
@@ -199,7 +199,7 @@ class SimulatedOperator:
     def _of(self, name: str) -> _Group:
         return self._groups[int(name[1:])]
 
-    def _tell(self, todo: plan.Plan, now_s: float) -> None:
+    def _tell(self, todo: Plan, now_s: float) -> None:
         """Grants the policy, with what is to be emptied."""
         snapshot, now = self._snapshot(), _time(now_s)
         awaited = is_awaited(snapshot.groups, todo.empty, plan.wanted_replicas(self._service), now)

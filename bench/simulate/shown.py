@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from bench.simulate.figures import Figures
@@ -59,7 +59,14 @@ Relation = tuple[str, float, float, bool]
 
 def relations(all_cells: Mapping[str, Cells]) -> list[Relation]:
     """What is to hold, with the two numbers and whether it does."""
-    rules = {"A": _of_a, "B": partial(_of_best, "B"), "C": _of_c, "D": partial(_of_best, "D"), "E": _of_e, "S": _of_s}
+    rules: dict[str, Callable[[Cells], list[Relation]]] = {
+        "A": _of_a,
+        "B": partial(_of_best, "B"),
+        "C": _of_c,
+        "D": partial(_of_best, "D"),
+        "E": _of_e,
+        "S": _of_s,
+    }
     found = [relation for name, cells in all_cells.items() for relation in rules[name](cells)]
     ours = [one for cells in all_cells.values() for policy, each in cells.items() if policy.startswith("phalanx") for one in each]
     moves, returned = sum(one.moves for one in ours), sum(one.pingpong for one in ours)

@@ -1,9 +1,9 @@
 """How long a step takes: one function for the engine's token budget, routers, the operator and simulators, and its online fit.
 
-    t = fixed + token * max(knee, p + B) + context * C + attention * sum(p_i * c_i)
+    t = fixed + token * max(knee, p + B) + row * B + context * C + attention * sum(p_i * c_i)
 
-p prompt tokens and B decodes are computed in the step; C is the sum of context lengths; a prompt chunk of p_i tokens has mean
-context c_i. Below the knee a step costs what reading the weights costs. Seconds everywhere.
+p prompt tokens and B decodes are computed in the step, and a token is drawn for each decode; C is the sum of context lengths; a
+prompt chunk of p_i tokens has mean context c_i. Below the knee a step costs what reading the weights costs. Seconds everywhere.
 
 The fit is least squares of relative errors with forgetting. Coefficients are never negative. The knee is one of KNEES: each
 candidate has sums of its own, and the one that predicts best is used. Every step is predicted before it is learnt, so `error`
@@ -21,8 +21,9 @@ FORGET = 0.995
 """Weight of a step relative to the next one: the last 200 steps count."""
 CLIP = 3.0
 """A longer multiple of the predicted time counts as this one: pauses of the machine are no property of the model."""
-SCALES = (1.0, 1e-2, 1e-4, 1e-6)
+SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-2)
 """Brings the features near 1, so that the ridge weighs on all alike."""
+NUM = len(SCALES)
 RIDGE = 1e-9
 SHORTEST_S = 1e-6
 HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
@@ -48,12 +49,13 @@ class StepModel:
     context_s: float
     attention_s: float
     error: float = 0.0
+    row_s: float = 0.0
 
     def predict(self, work: StepWork) -> float:
         """Seconds that this step takes."""
         tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)
         linear = self.fixed_s + self.token_s * tokens + self.context_s * work.context_tokens
-        return linear + self.attention_s * work.prefill_context
+        return linear + self.attention_s * work.prefill_context + self.row_s * work.decodes
 
     def prefill_within(self, limit_s: float, decodes: int, context_tokens: int) -> int:
         """How many prompt tokens fit beside these decodes into a step of this many seconds; 0 when the decodes alone take longer.
@@ -130,13 +132,13 @@ class _Candidate:
     def __init__(self, knee: int) -> None:
         self.knee = knee
         self.error = 0.0
-        self._sums = [[0.0] * 4 for _ in range(4)]
-        self._moments = [0.0] * 4
-        self._scaled = [0.0] * 4
+        self._sums = [[0.0] * NUM for _ in range(NUM)]
+        self._moments = [0.0] * NUM
+        self._scaled = [0.0] * NUM
 
     def learn(self, work: StepWork, wall_s: float, believed: bool) -> None:
         tokens = max(self.knee, work.prefill_tokens + work.decodes)
-        raw = (1.0, tokens, work.context_tokens, work.prefill_context)
+        raw = (1.0, tokens, work.context_tokens, work.prefill_context, work.decodes)
         features = [scale * value for scale, value in zip(SCALES, raw, strict=True)]
         predicted_s = sum(a * x for a, x in zip(self._scaled, features, strict=True))
         if believed:
@@ -145,7 +147,7 @@ class _Candidate:
         weight = 1.0 / (wall_s * wall_s)
         for row, sums in enumerate(self._sums):
             x = weight * features[row]
-            for column in range(4):
+            for column in range(NUM):
                 sums[column] = FORGET * sums[column] + x * features[column]
             self._moments[row] = FORGET * self._moments[row] + x * wall_s
         self._solve(sweeps=4)
@@ -155,9 +157,9 @@ class _Candidate:
         for _ in range(sweeps):
             for row, sums in enumerate(self._sums):
                 own = sums[row]
-                others = sum(sums[column] * self._scaled[column] for column in range(4)) - own * self._scaled[row]
+                others = sum(sums[column] * self._scaled[column] for column in range(NUM)) - own * self._scaled[row]
                 self._scaled[row] = max(0.0, (self._moments[row] - others) / (own + RIDGE)) if own > 0 else 0.0
 
     def model(self) -> StepModel:
-        fixed, token, context, attention = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
-        return StepModel(fixed, token, self.knee, context, attention, self.error)
+        fixed, token, context, attention, row = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
+        return StepModel(fixed, token, self.knee, context, attention, self.error, row)

@@ -194,7 +194,7 @@ def _model(numbers: Sequence[float]) -> StepModel | None:
     if len(numbers) < 5 or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
         return None
     fixed_s, token_s, knee, context_s, attention_s = numbers[:5]
-    return StepModel(fixed_s, token_s, int(knee), context_s, attention_s)
+    return StepModel(fixed_s, token_s, int(knee), context_s, attention_s, row_s=numbers[6] if len(numbers) > 6 else 0.0)
 
 
 def middle_model(groups: Iterable[SeenGroup]) -> StepModel | None:

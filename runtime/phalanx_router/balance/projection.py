@@ -55,9 +55,9 @@ def strain(view: GroupView, itl_scale_s: float | None) -> float:
 
 
 def lasting_itl_s(view: GroupView) -> float:
-    """The time of a step as it stays: a prompt that is nearly computed makes no group worth leaving."""
+    """The time between tokens as it stays: a prompt that is nearly computed makes no group worth leaving."""
     lasting = min(1.0, view.backlog_s / LASTS_S) * view.prompt_tokens_per_step
-    return view.speed * view.model.predict(StepWork(int(lasting), view.running, view.context_tokens))
+    return view.speed * view.model.predict(StepWork(int(lasting), view.running, view.context_tokens)) / view.speedup
 
 
 def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:

@@ -65,6 +65,7 @@ def together(models: Sequence[StepModel]) -> StepModel:
         sum(model.context_s for model in models) / count,
         sum(model.attention_s for model in models) / count,
         best.error,
+        sum(model.row_s for model in models) / count,
     )
 
 
@@ -82,4 +83,5 @@ def scaled(model: StepModel, factor: float) -> StepModel:
         token_s=model.token_s * factor,
         context_s=model.context_s * factor,
         attention_s=model.attention_s * factor,
+        row_s=model.row_s * factor,
     )

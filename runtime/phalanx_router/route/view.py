@@ -92,7 +92,7 @@ class GroupView:
     def grown_itl_s(self, context_tokens: int) -> float:
         """The same with one more request, of so many tokens."""
         model, tokens = self.model, int(self.prompt_tokens_per_step) + self.running
-        more_s = model.context_s * context_tokens + (model.token_s if tokens >= model.knee_tokens else 0.0)
+        more_s = model.row_s + model.context_s * context_tokens + (model.token_s if tokens >= model.knee_tokens else 0.0)
         return self.itl_s + self.speed * more_s / self.speedup
 
     @cached_property

@@ -155,6 +155,17 @@ def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
     assert world.balancer.guard.burdened(group("a"), 1.0) == group("a")
 
 
+@pytest.mark.parametrize(("queued", "gives"), [(0, False), (60_000, True)])
+def test_streams_leave_a_group_whose_prompts_make_its_steps_long_only_if_these_last(queued: int, gives: bool) -> None:
+    """Its steps take 0.12 s with prompts and 0.02 s without; 60,000 queued tokens last for some 7 s."""
+    world = hot_world(BalancePolicy(budgets=FREE, itl_target_s=0.1), count=8)
+    world.fields = {name: {"total_pages": 10_000} for name in world.names}
+    world.fields["a"] |= {"prompt_tokens_per_step": 1000.0, "queued_prompt_tokens": queued, "room": 1000}
+    decision = first_moves(world)
+    assert [hotspot.cause for hotspot in decision.hotspots] == ["decode"]
+    assert bool(decision.proposals) == gives
+
+
 def test_a_very_slow_group_gives_away_though_it_has_room() -> None:
     world = hot_world(count=6)
     world.fields = {"a": {"speed": 2.5}}
