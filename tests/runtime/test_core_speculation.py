@@ -2,7 +2,9 @@
 
 import math
 import random
-from collections.abc import Sequence
+import sys
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import msgspec
@@ -17,10 +19,15 @@ from phalanx_runtime.core.acceptance import Shares, add_tree, draft_grade, looku
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.candidates import looked_up
 from phalanx_runtime.core.depths import MARGIN, Offer, StepCosts, choose_depths
-from phalanx_runtime.core.lookup import AT_ONCE, LONGEST, PLACES, Lookup
+from phalanx_runtime.core.lookup import AT_ONCE, LATEST, LONGEST, PLACES, Lookup
+from phalanx_runtime.core.making import Chunk, Making
+from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.proposing import Proposing
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.request import make_request as new_request
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating
+from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating, Speculator
 from phalanx_runtime.core.trees import OWN, places
 from phalanx_runtime.core.verify_cost import VerifyCost
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
@@ -47,6 +54,7 @@ def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:
 
 def find(lookup: Lookup, tokens: Sequence[int], count: int) -> tuple[list[int], int]:
     """The best place alone; nothing and 0 where there is none."""
+    lookup.enter(tokens, 1 << 30)
     return next(iter(lookup.find(tokens, count)), ([], 0))
 
 
@@ -55,7 +63,7 @@ def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], c
     """However the tokens came: it looked before at some lengths, or not."""
     lookup = Lookup()
     for length in sorted(stops):
-        lookup.find(tokens[:length], count)
+        lookup.enter(tokens[:length], 1 << 30)
     tokens = tokens[max([0, *(stop for stop in stops if stop <= len(tokens))]) :] and tokens
     assert find(lookup, tokens, count) == slow_find(tokens, count)
     several = lookup.find(tokens, count, PLACES)
@@ -69,7 +77,81 @@ def test_a_text_that_repeats_is_proposed_beyond_its_end() -> None:
 
 def test_a_long_prompt_is_entered_over_several_looks() -> None:
     lookup, tokens = Lookup(), [at % 50 for at in range(2 * AT_ONCE + 100)]
-    assert [bool(lookup.find(tokens, 4)) for _ in range(3)] == [False, False, True]
+    looks = [(lookup.enter(tokens, AT_ONCE), bool(lookup.find(tokens, 4))) for _ in range(4)]
+    assert looks == [(AT_ONCE, False), (AT_ONCE, False), (98, True), (0, True)]
+
+
+def test_a_lookup_of_a_very_long_text_stays_small_and_knows_its_latest_tokens() -> None:
+    chance = random.Random(3)
+    phrase, tokens = [chance.randrange(50_000) for _ in range(40)], [chance.randrange(50_000) for _ in range(6 * LATEST)]
+    lookup = Lookup()
+    tracemalloc.start()
+    for length in range(LATEST // 2, len(tokens), LATEST // 2):
+        lookup.enter(tokens[:length], 1 << 30)
+        text = [*tokens[:length], *phrase, *tokens[length : length + LATEST // 4], *phrase[:20]]
+        assert lookup.enter(text, 1 << 30) <= 2 * LATEST
+        assert lookup.find(text, 4)[0] == (phrase[20:24], 20)
+        tokens[: len(text)] = text
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < (256 << 10) + 2 * sys.getsizeof(tokens), "beside the text itself"
+
+
+def speculated(speculating: Speculating, requests: Sequence[Request], num_pages: int, running: int = 0) -> list[Chunk]:
+    """What one step proposes behind the last tokens of requests that have their pages."""
+    limits = Limits(100_000, len(requests), 400)
+    speculator = Speculator(limits, PagePool(num_pages, 4), speculating)
+    making = Making(1, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
+    speculator.propose(making, None, running, False)
+    return making.chunks
+
+
+def running_request(tokens: list[int], method: Method, pages: int = 0, missing_from: int | None = None) -> Request:
+    """One with an output token. `pages`: those that it has beside the ones for its tokens."""
+    asked = make_request(tokens[:-1], 10_000, delivered=tokens[-1:])
+    request = new_request(1, 1, asked, 100_000)
+    request.proposing = Proposing(method, 4, missing_from=missing_from)
+    request.computed, request.pages = len(tokens) - 1, [0] * (-(-len(tokens) // 4) + pages)
+    return request
+
+
+def test_a_step_enters_no_more_for_many_long_prompts_than_for_one() -> None:
+    requests = [running_request([at % 50 for at in range(AT_ONCE // 2 + 2)], "ngram", pages=2) for _ in range(4)]
+    setting = Speculating("ngram", 4, False)
+    assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 0, 0]
+    assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 4, 4]
+
+
+def test_a_request_without_a_page_for_proposals_leaves_others_what_drafts_may_catch_up_with() -> None:
+    """Each is to be caught up with by more than half of what a step may."""
+
+    def wants(pages: int) -> Request:
+        return running_request([7] * 300, "draft", pages, missing_from=0)
+
+    setting = Speculating("draft", 4, False, DRAFTS)
+    both = speculated(setting, [wants(2), wants(2)], 1)
+    assert [(chunk.depth, len(chunk.behind)) for chunk in both] == [(4, 299), (0, 0)]
+    second = speculated(setting, [wants(0), wants(2)], 1, running=9)
+    assert [(chunk.depth, len(chunk.behind)) for chunk in second] == [(0, 0), (4, 299)]
+
+
+class Counted(list[float]):
+    """Chances that count how often they are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[float]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_proposals_are_ordered_once_whatever_drafts_cost_and_not_at_all_where_none_can_pay() -> None:
+    chances = Counted(0.9**at for at in range(1, 17))
+    paying = choose_depths([Offer(chances, True)], StepCosts(1.0, lambda count: 0.001 * count, 0.001), 1, 100)
+    assert len(paying.taken[0]) == 16 and chances.reads == 2, "for their sum, and for their order"
+    chances.reads = 0
+    assert choose_depths([Offer(chances, True)], StepCosts(1.0, lambda count: 0.0), 10_000, 100).taken == [[]]
+    assert chances.reads == 1
 
 
 def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:

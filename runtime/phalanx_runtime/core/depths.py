@@ -16,6 +16,8 @@ MARGIN = 1.03
 """By how much a step must promise to be faster."""
 BELIEVED_CHANCE = 0.4
 """Before steps were measured: a chance that is thought to pay."""
+_Ranked = tuple[float, int, int, int]
+"""Chance, position and offer of a proposal, and the passes of a draft that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,13 @@ def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int
     if costs is None:
         return _by_chance(offers, room)
     best, counts, passes = MARGIN * decodes / costs.plain_s, [0] * len(offers), 0
+    most = decodes + sum(sum(offer.chances) for offer in offers)
+    ordered: list[_Ranked] = []
     for longest in range(_most_levels(offers) + 1):
-        speed, found = _within(offers, costs, decodes, room, longest)
+        if most / (costs.plain_s + longest * costs.pass_s) <= best:
+            break  # not even if all cost nothing: so under load
+        ordered = ordered or _in_order(offers)
+        speed, found = _within(ordered, len(offers), costs, decodes, room, longest)
         if speed > best:
             best, counts, passes = speed, found, longest
     return Choice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
@@ -83,12 +90,16 @@ def _most_levels(offers: Sequence[Offer]) -> int:
     return max((max(offer.levels, default=-1) + 1 if offer.levels else len(offer.chances) for offer in drafts), default=0)
 
 
-def _within(offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, longest: int) -> tuple[float, list[int]]:
+def _within(
+    ordered: Sequence[_Ranked], offers: int, costs: StepCosts, decodes: int, room: int, longest: int
+) -> tuple[float, list[int]]:
     """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
     fixed_s = costs.plain_s + longest * costs.pass_s
-    depths, tokens, count = [0] * len(offers), float(decodes), 0
+    depths, tokens, count = [0] * offers, float(decodes), 0
     speed = tokens / fixed_s
-    for chance, _, at in _in_order(offers, longest):
+    for chance, _, at, passes in ordered:
+        if passes > longest:
+            continue
         seconds = fixed_s + costs.extra_s(count + 1)
         more = (tokens + chance) / seconds
         if count >= room or more <= speed or seconds > costs.limit_s:
@@ -101,17 +112,16 @@ def _within(offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, 
 def _by_chance(offers: Sequence[Offer], room: int) -> Choice:
     counts = [0] * len(offers)
     longest = _most_levels(offers)
-    for chance, _, at in _in_order(offers, longest)[: max(room, 0)]:
+    for chance, _, at, _ in _in_order(offers)[: max(room, 0)]:
         counts[at] += chance >= BELIEVED_CHANCE
     return Choice([offer.taken(count, longest) for offer, count in zip(offers, counts, strict=True)])
 
 
-def _in_order(offers: Sequence[Offer], longest: int) -> list[tuple[float, int, int]]:
-    """Chance, position and offer of each proposal, the likeliest first; of equal ones those of lower positions."""
+def _in_order(offers: Sequence[Offer]) -> list[_Ranked]:
+    """All proposals, the likeliest first; of equal ones those of lower positions."""
     found = [
-        (chance, position, at)
+        (chance, position, at, 1 + (offer.levels[position] if offer.levels else position) if offer.is_drafted else 0)
         for at, offer in enumerate(offers)
         for position, chance in enumerate(offer.chances)
-        if not offer.is_drafted or (offer.levels[position] if offer.levels else position) < longest
     ]
     return sorted(found, key=lambda one: (-one[0], one[1], one[2]))

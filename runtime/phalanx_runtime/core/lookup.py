@@ -4,10 +4,11 @@
                        ^ there                ^ now
 
 Places are found by the two tokens before them, the latest first, and the one wins whose tokens before it agree the longest; a
-tree takes several. A token is entered once, when the request next looks, in time that does not depend on the length; so is a
-look.
+tree takes several. A place is entered once, in time that does not depend on the length; so is a look. Only the latest
+tokens are: a request takes 64 KiB, and 4 bytes a place, at most 192 KiB in all.
 """
 
+from array import array
 from collections.abc import Sequence
 
 SHORTEST = 2
@@ -16,45 +17,64 @@ LONGEST = 32
 """Tokens that are compared at most."""
 PLACES = 8
 """Places that one look compares."""
-AT_ONCE = 2048
-"""Tokens that are entered in one look: a long prompt is entered over several steps, which go on without proposals."""
+AT_ONCE = 4096
+"""Places that one step enters for all requests, about a millisecond: long prompts are entered over several steps, which go on
+without proposals for them."""
+LATEST = 1 << 14
+"""Tokens of a long text that are entered. Once twice as many are, it begins anew with so many."""
+BUCKETS = 1 << 14
+"""Places are found by a hash of the two tokens before them."""
+TRIES = 64
+"""Places of one hash that a look goes through."""
 
 
 class Lookup:
     """The places of one request's tokens. Tokens are only ever appended."""
 
-    __slots__ = ("_before", "_entered", "_latest")
+    __slots__ = ("_before", "_entered", "_first", "_latest")
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[int, int], int] = {}
-        """The latest place behind two tokens."""
-        self._before: list[int] = [0, 0]
-        """For each place the one before it behind the same two tokens; 0: none."""
-        self._entered = SHORTEST
+        self._latest = array("I")
+        """By hash the latest place; 0: none. Empty until something is entered."""
+        self._before = array("I")
+        """For each place from the first on the one before it with the same hash; 0: none."""
+        self._first = self._entered = SHORTEST
+
+    def enter(self, tokens: Sequence[int], most: int) -> int:
+        """How many places it entered now, at most so many: those before the end, for what follows them is known."""
+        end = len(tokens)
+        if not self._latest or end - self._first > 2 * LATEST:
+            self._first = self._entered = max(SHORTEST, end - LATEST)
+            self._latest, self._before = array("I", [0]) * BUCKETS, array("I")
+        first = self._entered
+        self._entered = max(first, min(end, first + most))
+        for place in range(first, self._entered):
+            at = _hash(tokens[place - 2], tokens[place - 1])
+            self._before.append(self._latest[at])
+            self._latest[at] = place
+        return self._entered - first
 
     def find(self, tokens: Sequence[int], count: int, places: int = 1) -> list[tuple[list[int], int]]:
         """For so many places `count` tokens that may come next, and how many tokens agree there; the most first, of equal ones
-        the latest. Fewer where there are fewer."""
-        self._enter(tokens)
+        the latest. Fewer where there are fewer, none while some are to be entered."""
         end = len(tokens)
         if self._entered < end or end <= SHORTEST or count < 1:
             return []
-        place, found = self._latest.get((tokens[-2], tokens[-1]), 0), list[tuple[int, int]]()
-        while place and len(found) < PLACES:
-            found.append((_agree(tokens, place), place))
-            place = self._before[place]
+        before, last = tokens[-2], tokens[-1]
+        place, found = self._latest[_hash(before, last)], list[tuple[int, int]]()
+        for _ in range(TRIES):
+            if not place or len(found) == PLACES:
+                break
+            if tokens[place - 1] == last and tokens[place - 2] == before:
+                found.append((_agree(tokens, place), place))
+            place = self._before[place - self._first]
         found.sort(key=lambda one: (-one[0], -one[1]))
         return [(_following(tokens, at, count), same) for same, at in found[:places]]
 
-    def _enter(self, tokens: Sequence[int]) -> None:
-        """Enters the places before the end: what follows them is known."""
-        first = self._entered
-        last = min(len(tokens), first + AT_ONCE)
-        for place in range(first, last):
-            key = (tokens[place - 2], tokens[place - 1])
-            self._before.append(self._latest.get(key, 0))
-            self._latest[key] = place
-        self._entered = max(first, last)
+
+def _hash(before: int, last: int) -> int:
+    """Of two tokens."""
+    return (before * 40_503 + last) % BUCKETS
 
 
 def _agree(tokens: Sequence[int], place: int) -> int:

@@ -70,6 +70,8 @@ class Making:
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
+    _described: tuple[int, int] = (0, 0)
+    """Chunks and tokens, without proposals, of which `plain` is the work."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +89,14 @@ class Making:
         request.in_flight = True
         return chunk
 
-    def describe(self, with_proposals: bool = True) -> StepWork:
-        """What the step computes."""
+    def describe_plain(self) -> StepWork:
+        """What the step computes without proposals, as of now; found once for the same chunks."""
+        chunks = len(self.chunks), sum(chunk.count for chunk in self.chunks)
+        if chunks != self._described:
+            self._described, self.plain = chunks, self._describe(with_proposals=False)
+        return self.plain
+
+    def _describe(self, with_proposals: bool) -> StepWork:
         decodes = [chunk for chunk in self.chunks if chunk.is_decode]
         prompts = [(chunk.start, chunk.count) for chunk in self.chunks if not chunk.is_decode]
         proposals = [(chunk.end, chunk.depth) for chunk in decodes if chunk.depth and with_proposals]
@@ -118,8 +126,8 @@ class Making:
                 paths.append(Path(i, chunk.depth, chunk.is_drafted, chunk.behind, parents, chunk.growth))
             if chunk.strays:
                 strays.append((i, chunk.strays))
-        self.work = self.describe()
-        self.plain = self.describe(with_proposals=False)
+        plain = self.describe_plain()
+        self.work = self._describe(with_proposals=True) if any(chunk.depth for chunk in self.chunks) else plain
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.depth for chunk in self.chunks]
         return StepPlan(
             self.step, self.admitted, rows, starts, counts, pages, tokens, self.draws, self.copies, paths, cuts, strays

@@ -18,7 +18,7 @@ from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree, sh
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
 from phalanx_runtime.core.depths import Offer, StepCosts, choose_all, choose_depths
-from phalanx_runtime.core.lookup import PLACES
+from phalanx_runtime.core.lookup import AT_ONCE, PLACES
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import Growth
@@ -59,6 +59,14 @@ class _Offered:
     is_drafted: bool
 
 
+@dataclass(slots=True)
+class _Left:
+    """What one step may still do beside its own work: places that lookups enter, tokens that a draft model catches up with."""
+
+    places: int
+    tokens: int
+
+
 class Speculator:
     """Proposes for the requests of one engine, and learns what became of it."""
 
@@ -71,8 +79,6 @@ class Speculator:
         self._cost = VerifyCost()
         self._barren = 0
         """Steps since the last proposal, in which some were offered."""
-        self._may_catch_up = 0
-        """Tokens that drafts may compute in this step beside their own."""
         self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
@@ -98,8 +104,8 @@ class Speculator:
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
-        self._may_catch_up = self._limits.max_num_batched_tokens
-        offered = [one for one in map(self._offer, making.chunks) if one is not None]
+        left = _Left(AT_ONCE, self._limits.max_num_batched_tokens)
+        offered = [one for chunk in making.chunks if (one := self._offer(chunk, left)) is not None]
         if not offered:
             return
         room = self._room(making, has_prompts)
@@ -111,7 +117,7 @@ class Speculator:
                 taken[oldest] = [0]
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
-                self._take(making, one, found, nodes, running)
+                self._take(making, one, found, nodes, running, left)
 
     def draft_s(self, making: Making) -> float:
         """How long the drafts of a step take."""
@@ -175,7 +181,7 @@ class Speculator:
             self._branched,
         )
 
-    def _offer(self, chunk: Chunk) -> _Offered | None:
+    def _offer(self, chunk: Chunk, left: _Left) -> _Offered | None:
         """What could be proposed behind a decode."""
         request = chunk.request
         proposing = request.proposing
@@ -186,12 +192,13 @@ class Speculator:
             return None
         share, widths = share_of(proposing.shares, self._shares), proposing.tree.widths
         if proposing.method == "ngram":
+            left.places -= proposing.lookup.enter(request.tokens, left.places)
             lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
             fitting = [(tokens[: self._num_fitting(request, tokens)], agreed) for tokens, agreed in lines]
             one = looked_up(share, most, (), fitting[:1])
             tree = looked_up(share, most, widths, fitting) if widths else one
-        elif self._lost or not self._catches_up(chunk, proposing):
-            return None
+        elif self._lost or _num_missing(chunk, proposing) > left.tokens:
+            return None  # a longer one goes on without proposals
         else:
             one = drafted(share, most, ())
             tree = drafted(share, most, widths) if widths else one
@@ -203,14 +210,6 @@ class Speculator:
             return len(tokens)
         return self._fitting(request.row, tokens, request.num_output)
 
-    def _catches_up(self, chunk: Chunk, proposing: Proposing) -> bool:
-        """Whether a draft model may compute in this step what came without it. A longer request goes on without proposals."""
-        missing = 0 if proposing.missing_from is None else chunk.start - proposing.missing_from
-        if missing > self._may_catch_up:
-            return False
-        self._may_catch_up -= missing
-        return True
-
     def _room(self, making: Making, has_prompts: bool) -> int:
         """How many proposals the step may hold."""
         left = self._limits.max_num_batched_tokens - making.num_tokens
@@ -221,7 +220,7 @@ class Speculator:
         """What the step costs, and how long it may take; None while nothing was measured."""
         if model is None:
             return None
-        costs, limits = self._cost.costs(model, making.describe(with_proposals=False), has_trees), self._limits
+        costs, limits = self._cost.costs(model, making.describe_plain(), has_trees), self._limits
         if limits.itl_target_s is None:
             return costs
         left_s = limits.itl_target_s / limits.plans_in_flight - costs.plain_s
@@ -243,9 +242,14 @@ class Speculator:
         found = choose_depths(branching, self._costs(making, model, has_prompts, has_trees=True), decodes, room)
         return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
 
-    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int) -> None:
+    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int, left: _Left) -> None:
         """Puts proposals into the step, as many as there are pages for."""
         chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
+        proposing = request.proposing
+        assert proposing is not None, "it was offered"
+        missing = _num_missing(chunk, proposing) if one.is_drafted else 0
+        if missing > left.tokens:
+            return
         chunk.num_pages = pool.pages_for(chunk.end) if chunk.strays else len(request.pages)
         more = pool.pages_for(chunk.end + depth) - len(request.pages)
         if more > 0 and pool.free_pages - more >= running:
@@ -253,8 +257,7 @@ class Speculator:
         depth = min(depth, len(request.pages) * pool.page_size - chunk.end)
         if depth < 1:
             return
-        proposing = request.proposing
-        assert proposing is not None, "it was offered"
+        left.tokens -= missing
         self._barren, proposing.last_step = 0, making.step
         nodes = nodes[:depth]
         chunk.depth, chunk.parents, chunk.grades = depth, part(found.parents, nodes), [found.grades[node] for node in nodes]
@@ -262,8 +265,13 @@ class Speculator:
         chunk.is_drafted = one.is_drafted
         if chunk.is_drafted and proposing.tree.shape == "best_first" and not is_chain(chunk.parents):
             chunk.growth = Growth(proposing.tree.widths, chunk.num_levels)
-        if chunk.is_drafted and proposing.missing_from is not None:
+        if missing:
             chunk.behind = request.tokens[proposing.missing_from : chunk.start]
+
+
+def _num_missing(chunk: Chunk, proposing: Proposing) -> int:
+    """Tokens before the chunk that a draft model may not have computed."""
+    return 0 if proposing.missing_from is None else chunk.start - proposing.missing_from
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
