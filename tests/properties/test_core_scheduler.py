@@ -267,7 +267,7 @@ def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
             assert run.scheduler.num_preemptions > 0
             assert any(plan.cuts for plan in run.runner.plans)
             assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.95
-            assert bool(run.runner.num_branched > 5) == bool(speculating.tree.widths), "branches other than the first were drawn"
+            assert bool(run.runner.num_branched > 3) == bool(speculating.tree.widths), "branches other than the first were drawn"
             assert bool(any(plan.strays for plan in run.runner.plans)) == bool(speculating.tree.widths)
             counts = run.scheduler.speculator.counts()
             assert counts.branched == run.runner.num_branched
