@@ -1,6 +1,7 @@
 """Conditions of an InferenceService: their types, their reasons, and how one is set.
 
-True is good in all of them but `Stalled`, which is absent unless a person must act (kstatus).
+True is good in all of them but those of kstatus, which are absent unless they are true: `Reconciling` while groups come, go or
+are replaced, `Stalled` while a person must act.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ ConditionType = Literal[
     "Ready",
     "Available",
     "Progressing",
+    "Reconciling",
     "Stalled",
+    "RouterReady",
     "CapacityAvailable",
     "ModelCached",
     "ScalingActive",
@@ -37,18 +40,22 @@ class Reason(StrEnum):
     """The API server refused a child; the message has its words."""
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    QUOTA_EXCEEDED = "QuotaExceeded"
     POD_FAILING = "PodFailing"
     ROLLING_OUT = "RollingOut"
     GROUPS_NOT_READY = "GroupsNotReady"
     ROUTER_NOT_READY = "RouterNotReady"
     SERVING = "Serving"
     NO_READY_GROUP = "NoReadyGroup"
+    HOLDING = "Holding"
+    """No group runs, by policy: the first request is held until one does."""
     ROLLING = "Rolling"
     SCALING = "Scaling"
     COMPLETE = "Complete"
     PAUSED = "Paused"
     SURGE_UNSCHEDULABLE = "SurgeUnschedulable"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    ROLLED_BACK = "RolledBack"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     SCHEDULED = "Scheduled"
     UNSCHEDULABLE = "Unschedulable"

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from phalanx_api import inference_service as api
-from phalanx_api.schema import structural
+from phalanx_api.schema import OPTIONAL, structural
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
@@ -50,6 +50,8 @@ def schema() -> dict[str, Any]:
     spec, status = structural(api.Spec), structural(Status)
     for parent in _PARENTS:
         _fill_default(spec["properties"][parent])
+    _unmark(spec)
+    _unmark(status)
     return {
         "type": "object",
         "description": "A language model, served by groups of pods behind one address.",
@@ -70,13 +72,22 @@ def schema() -> dict[str, Any]:
 def _fill_default(node: dict[str, Any]) -> None:
     """Gives an object its default: all defaults inside it, for the API server checks it by the object's rules as it stands.
 
-    An object with required fields is not there unless somebody writes it.
+    An object with required fields, or one that is optional, is not there unless somebody writes it.
     """
     children = node["properties"]
     for child in children.values():
-        if "properties" in child and "required" not in child:
+        if "properties" in child and "required" not in child and OPTIONAL not in child:
             _fill_default(child)
     node["default"] = {name: copy.deepcopy(child["default"]) for name, child in children.items() if "default" in child}
+
+
+def _unmark(node: dict[str, Any]) -> None:
+    """Takes off the marks of optional objects, which are no words of schemas."""
+    node.pop(OPTIONAL, None)
+    inner = (node.get("items"), node.get("additionalProperties"), *node.get("properties", {}).values())
+    for child in inner:
+        if isinstance(child, dict):
+            _unmark(child)
 
 
 def definition() -> dict[str, Any]:

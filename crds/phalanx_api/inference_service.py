@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from phalanx_api.autoscaling import MAX_GROUPS, Autoscaling
+from phalanx_api.extra_args import ExtraArgs
 from phalanx_api.group import GroupShape
 from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
@@ -66,6 +67,7 @@ class Cache(Record):
     model_config = Record.model_config | rules(
         rule("(self.type == 'Shared') == has(self.claimName)", "claimName goes with type Shared, which needs it", ".claimName"),
         rule("(self.type == 'NodeLocal') == has(self.size)", "size goes with type NodeLocal, which needs it", ".size"),
+        rule("self.type == 'Shared' || !self.readOnly", "readOnly goes with type Shared only", ".readOnly"),
         rule(
             "self.type == 'NodeLocal' || !has(self.storageClassName)",
             "storageClassName goes with type NodeLocal only",
@@ -74,9 +76,12 @@ class Cache(Record):
     )
     type: Literal["None", "NodeLocal", "Shared"]
     """NodeLocal: a claim of its own for each pod, as long as the pod lives. Shared: one claim for all pods, which all nodes can
-    mount for writing. None: the pod's own disk, as long as the pod lives."""
+    mount. None: the pod's own disk, as long as the pod lives."""
     claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
     """Shared: a PersistentVolumeClaim in the namespace of the service."""
+    read_only: bool = False
+    """Shared: the claim is mounted for reading only (ReadOnlyMany). What is in it is served, and nothing is downloaded:
+    `phalanx-runtime fetch` fills it, or a service that had it for writing."""
     storage_class_name: str | None = Field(
         default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
     )
@@ -90,6 +95,8 @@ class Cache(Record):
             raise ValueError("claimName goes with type Shared, which needs it")
         if (self.type == "NodeLocal") != (self.size is not None):
             raise ValueError("size goes with type NodeLocal, which needs it")
+        if self.type != "Shared" and self.read_only:
+            raise ValueError("readOnly goes with type Shared only")
         if self.type != "NodeLocal" and self.storage_class_name is not None:
             raise ValueError("storageClassName goes with type NodeLocal only")
         return self
@@ -227,6 +234,15 @@ class Speculative(Record):
         return self
 
 
+class Probes(Record):
+    """How long the HTTP process of a pod has; loading the model is no part of it, see `spec.restartPolicy.startupSeconds`."""
+
+    startup_seconds: int | None = Field(default=None, ge=1, le=86_400)
+    """Until it answers for the first time, the download of the image aside; then its container starts again. 600 otherwise."""
+    liveness_seconds: int | None = Field(default=None, ge=6, le=3600)
+    """For how long it may not answer until its container starts again; 60 otherwise."""
+
+
 class Engine(Record):
     """Settings of the runtime; each is a flag of `phalanx-runtime serve`, and unset ones keep its defaults."""
 
@@ -244,6 +260,15 @@ class Engine(Record):
     """Share of a device's memory that weights and KV cache may take, such as "0.90"."""
     speculative: Speculative | None = None
     """Who proposes tokens, where a request does not say; without it nobody."""
+    prefix_caching: bool | None = None
+    """Whether pages of prompts and outputs are kept for requests that begin alike; they are otherwise."""
+    scheduling_policy: Literal["fcfs", "priority", "deadline", "fair"] | None = None
+    """In which order a group serves requests, and the last of which loses its pages when they run out; fcfs otherwise."""
+    extra_args: ExtraArgs = ()
+    """More flags of `phalanx-runtime serve`, each word an item; docs/reference.md has them. A flag that the runtime does not know
+    ends each start of a group, and the status says so."""
+    probes: Probes | None = None
+    """When the kubelet starts a container again."""
 
 
 class ApiKeys(Record):

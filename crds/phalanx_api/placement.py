@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
+from phalanx_api.affinity import Affinity
 from phalanx_api.schema import Record, rule, rules
 
 _LABEL = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
@@ -65,6 +66,8 @@ class Placement(Record):
     )
     """Labels that nodes must have."""
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32)
+    affinity: Affinity | None = None
+    """Nodes and other pods to keep to or away from, as in a pod. What the other fields ask for holds beside it."""
     topology: Topology = Field(default_factory=Topology)
     spread_groups: Wish = "None"
     """Groups of the service keep away from one another's nodes."""

@@ -38,8 +38,12 @@ def rules(*these: JsonDict) -> ConfigDict:
     return ConfigDict(json_schema_extra=with_rules(*these))
 
 
+OPTIONAL = "may be absent"
+"""Marks, in what `structural` gives, an object that is None unless somebody writes it."""
+
+
 def structural(model: type[BaseModel]) -> dict[str, Any]:
-    """The structural schema of a model."""
+    """The structural schema of a model, optional objects marked."""
     whole = model.model_json_schema(by_alias=True)
     return copy.deepcopy(_inline(whole, whole.get("$defs", {})))  # shared parts would become anchors in YAML
 
@@ -50,7 +54,9 @@ def _inline(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]
     if ref := node.pop("$ref", None):
         node = _inline(definitions[ref.rsplit("/", 1)[1]], definitions) | node
     if "anyOf" in node and "x-kubernetes-int-or-string" not in node:
-        kinds = [kind for kind in node.pop("anyOf") if kind != {"type": "null"}]
+        kinds = [kind for kind in node["anyOf"] if kind != {"type": "null"}]
+        if len(kinds) < len(node.pop("anyOf")):
+            node[OPTIONAL] = True
         if len(kinds) != 1:
             raise TypeError(f"a field of several types has no structural schema: {kinds}")
         node = _inline(kinds[0], definitions) | node

@@ -72,6 +72,16 @@ class RebalancingStatus(Record):
     """More than half of the groups are: nothing but more of them helps."""
 
 
+class RollbackStatus(Record):
+    """A revision that was given up because its groups did not come to serve, with `rollout.onFailure: Rollback`."""
+
+    revision: str = Field(max_length=63)
+    to: str = Field(max_length=63)
+    """The revision that groups are of again."""
+    since: str = Field(max_length=64)
+    message: str = Field(default="", max_length=512)
+
+
 MAX_AVOIDED = 16
 
 
@@ -95,6 +105,8 @@ class Status(Record):
     """Groups that exist and stay."""
     ready_replicas: int = 0
     """Groups of which every pod is ready."""
+    available_replicas: int = 0
+    """Groups that are ready, stay, and are linked to a router: new requests may go there."""
     updated_replicas: int = 0
     """Groups of the newest revision that stay."""
     draining_replicas: int = 0
@@ -116,6 +128,7 @@ class Status(Record):
     gang: str = Field(default="", max_length=32)
     """Who places the pods of groups that are made now."""
     recovery: RecoveryStatus | None = None
+    rollback: RollbackStatus | None = None
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     conditions: tuple[Condition, ...] = Field(
         default=(),

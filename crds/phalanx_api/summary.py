@@ -164,6 +164,7 @@ class BalancePolicy(msgspec.Struct, frozen=True):
 
     `empty`: groups to take streams off (drain, scale-in, rollout, a node that is drained), the most urgent first.
     `max_held`: requests that each router holds, for `hold_s` at most, while there is no group; 0: none, for no group will come.
+    `canary`: the newest revision, to which `canary_percent` of the new requests go while groups of others serve; empty: no share.
     """
 
     number: int = 0
@@ -175,6 +176,8 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     empty: list[str] = []
     max_held: int = 0
     hold_s: float = 0.0
+    canary: str = ""
+    canary_percent: int = 0
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -56,6 +56,12 @@ class Rollout(Record):
     """Replace no group for its revision. Groups that are lost or added are of the newest one all the same."""
     progress_deadline_seconds: int = Field(default=3600, ge=1, le=604_800)
     """How long a group of the newest revision may take to be ready; then the rollout stops, and `Stalled` says so."""
+    on_failure: Literal["Pause", "Rollback"] = "Pause"
+    """What follows when that time is over. Pause: groups that serve stay as they are. Rollback: groups are of the last revision
+    again that was rolled out whole with this setting, until the spec changes."""
+    canary_weight: int | None = Field(default=None, ge=0, le=100)
+    """While groups of an older and of the newest revision serve: share of the new requests, in percent, that routers send to the
+    newest. Without it they go wherever they cost least. What one of the two cannot take goes to the other."""
     restart_id: str = Field(default="", max_length=128)
     """Any change replaces every group, one after another; what it says is up to you. In a new service it starts nothing."""
 

@@ -25,6 +25,7 @@ from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import Offers
 from phalanx_operator.reconcile import Reconciler
+from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.settings import Settings
@@ -89,7 +90,8 @@ def _assemble(
     neighbours = Neighbours(settings.lease_namespace, settings.prometheus_namespace)
     hands = Hands(kube, children, images, lambda: secrets.token_hex(32), neighbours=neighbours)
     asking = Asking(kube, http, lambda key: loop.wake(key))
-    loop = Loop(Reconciler(kube, children, hands, Notes(kube, identity), metrics, asking, Offers(kube)).reconcile, metrics)
+    notes, offers, refusals = Notes(kube, identity), Offers(kube), Refusals(kube)
+    loop = Loop(Reconciler(kube, children, hands, notes, metrics, asking, offers, refusals).reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake)
         for namespace in settings.namespaces or (None,)

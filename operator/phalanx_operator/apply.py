@@ -22,6 +22,7 @@ from phalanx_operator.decide.actions import (
     KeepChildren,
     KeepGang,
     KeepGroup,
+    KeepRevision,
     MarkLeader,
     NoteRestarts,
     RestartGroup,
@@ -96,6 +97,8 @@ class Hands:
                     log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
                 case KeepChildren():
                     await self._shared.keep(service, snapshot, action.groups)
+                case KeepRevision():
+                    await self._shared.keep_revision(service, action.revision)
                 case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid), is_going):
                     done.append(action)
                 case DrainGroup() | KeepGroup() if await self._note(action, service, now):
@@ -114,6 +117,10 @@ class Hands:
                 case EndPod():
                     await self._end_pod(action, service)
         return done
+
+    async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
+        """The service as it was in a former revision; None when nobody knows. Raises: a KubeError."""
+        return await self._shared.recall(service, revision)
 
     async def _write_replicas(self, replicas: int, snapshot: Snapshot, subresource: str | None) -> None:
         """Writes `spec.replicas`, unless somebody wrote anything meanwhile (Conflict)."""

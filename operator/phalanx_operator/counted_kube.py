@@ -58,10 +58,10 @@ class CountedKube:
         with self._counted("delete", resource):
             await self._inner.delete(resource, namespace, name, uid, grace_s=grace_s)
 
-    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         """See KubeClient."""
         with self._counted("list", resource):
-            return await self._inner.list_page(resource, namespace, selector, after)
+            return await self._inner.list_page(resource, namespace, selector, after, fields=fields)
 
     async def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
         """See KubeClient."""

@@ -93,9 +93,10 @@ class HttpKube:
         } | ({} if grace_s is None else {"gracePeriodSeconds": grace_s})
         await self._json("DELETE", resource.path(namespace, name), body=options)
 
-    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         """See KubeClient."""
-        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {}) | ({"continue": after} if after else {})
+        chosen = {"labelSelector": selector, "fieldSelector": fields, "continue": after}
+        query = {"limit": str(PAGE)} | {name: value for name, value in chosen.items() if value}
         answer = await self._json("GET", resource.path(namespace), query=query)
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata["resourceVersion"], metadata.get("continue") or "")

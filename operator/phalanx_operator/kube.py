@@ -37,6 +37,8 @@ PROMETHEUS_RULES = Resource("monitoring.coreos.com/v1", "prometheusrules")
 SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
+CORE_EVENTS = Resource("v1", "events")
+"""The same events, as they can be selected by what they are about."""
 LEASES = Resource("coordination.k8s.io/v1", "leases")
 RESOURCES = {
     ("apps/v1", "StatefulSet"): STATEFUL_SETS,
@@ -101,8 +103,8 @@ class KubeClient(Protocol):
         """
         ...
 
-    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
-        """One page of the objects with these labels; `after` is the former page's `next_page`."""
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
+        """One page of the objects with these labels and fields; `after` is the former page's `next_page`."""
         ...
 
     def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:

@@ -5,16 +5,16 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx_api import inference_service as api
 from phalanx_api.conditions import Condition, Reason, find_condition
 from phalanx_api.inference_service import FieldError, InferenceService
-from phalanx_api.status import Status
+from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator import observe
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Routers, Target, address_of
-from phalanx_operator.decide import admission, autoscaler, plan
+from phalanx_operator.decide import admission, autoscaler, plan, rollback
 from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import (
     Action,
@@ -40,6 +40,7 @@ from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import ASK_AGAIN_S, RETRY_S, Offers
+from phalanx_operator.refusals import Refusals
 from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
@@ -66,6 +67,7 @@ class Reconciler:
     metrics: Metrics
     routers: Routers
     offers: Offers
+    refusals: Refusals
     now: Callable[[], str] = utc_now
     clock: Callable[[], float] = time.monotonic
     minds: dict[Key, Mind] = field(default_factory=dict)
@@ -100,13 +102,17 @@ class Reconciler:
         self.minds.pop(key, None)
         self.granted.pop(key, None)
         self.turns.forget(key)
+        self.refusals.forget(key)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
         """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
         now = self.now()
-        current = revision(service)
         fleet = self.routers.fleet(key, _targets(snapshot))
         snapshot = plan.assessed(service, snapshot, fleet, now)
+        refused = await self.refusals.of(key, snapshot.groups, now)
+        groups = tuple(replace(group, refused=refused.get(group.uid, "")) for group in snapshot.groups)
+        snapshot = replace(snapshot, groups=groups)
+        service, current, back, no_way_back = await self._followed(service, snapshot, now)
         free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))
         mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
         served = await self.offers.served(service.namespace) if gangs.asks(service) else frozenset()
@@ -120,14 +126,14 @@ class Reconciler:
         elif gang.kind != "Fallback":
             turn = FREE
         kind = snapshot.status.gang if served is None else gang.kind
-        seen = Seen(snapshot, fleet, scaling, kind, turn, self.hands.ungated(key))
+        seen = Seen(snapshot, fleet, scaling, kind, turn, self.hands.ungated(key), back, no_way_back)
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
         self._take_turn(key, service, gang, todo.actions)
         try:
             done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
-            self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)
+            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
             said = decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now(), wanted=desired.replicas)
@@ -138,13 +144,24 @@ class Reconciler:
                 await self._write(snapshot, said, done)
             raise
         except KubeError:
-            self._tell(key, service, snapshot, to_empty(snapshot.groups, ()), todo.is_urgent)
+            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
             raise
-        self._tell(key, service, snapshot, todo.empty, todo.is_urgent)
+        self._tell(key, service, seen, todo.empty, todo.is_urgent)
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         await self._write(snapshot, todo.status, done)
         return todo.again_s
+
+    async def _followed(
+        self, service: InferenceService, snapshot: Snapshot, now: str
+    ) -> tuple[InferenceService, str, RollbackStatus | None, str]:
+        """The service as it is followed, its revision, that it is the one before, if so, or why it is not, if it should be."""
+        current = revision(service)
+        back = rollback.given_up(snapshot, current, service.spec.rollout, now)
+        if back is None:
+            return service, current, None, ""
+        former = await self.hands.recall(service, back.to)
+        return (former, back.to, back, "") if former else (service, current, None, rollback.NO_RECORD)
 
     def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> Turn:
         """Whether the service may make a group now. One that is given up waits no more, and what follows it waits a while."""
@@ -163,14 +180,15 @@ class Reconciler:
             if isinstance(action, CreateGroup) and gang.kind == "Fallback":
                 self.turns.take(service.spec.resources.accelerator.resource_name, key, action.name, self.clock())
 
-    def _tell(self, key: Key, service: InferenceService, snapshot: Snapshot, empty: Sequence[str], urgent: bool) -> None:
-        """Asks the routers that are ready, with the policy as it is now."""
-        targets = _targets(snapshot)
+    def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], urgent: bool) -> None:
+        """Asks the routers that are ready, with the policy as it is now. A revision that is given up gets no share."""
+        snapshot = seen.snapshot
+        targets, canary = _targets(snapshot), "" if seen.back else revision(service)
         now = self.now()
         awaited = is_awaited(snapshot.groups, empty, plan.wanted_replicas(service), now)
         former, at = self.granted.get(key, Granted()), parsed(now)
         now_s = at.timestamp() if at else 0.0
-        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited)
+        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited, revision=canary)
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:

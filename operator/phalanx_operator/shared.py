@@ -10,9 +10,9 @@ from collections.abc import Callable
 from phalanx_api.inference_service import InferenceService
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.kube import SECRETS, Json, KubeClient, resource_of
+from phalanx_operator.kube import CONFIG_MAPS, SECRETS, Json, KubeClient, resource_of
 from phalanx_operator.observe import Children, owner_uid
-from phalanx_operator.render import disruption, monitoring, network, router, services
+from phalanx_operator.render import disruption, former, monitoring, names, network, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.store import Key
@@ -64,6 +64,18 @@ class Shared:
         await (self._keep(service, budget, is_missing=False) if groups > 1 else self._drop(service, budget))
         for body in monitoring.objects(service):
             await self._keep_monitor(service, body)
+
+    async def keep_revision(self, service: InferenceService, revision: str) -> None:
+        """Keeps what this revision is. Raises: a KubeError."""
+        await self._keep(service, former.record(service, revision), is_missing=False)
+
+    async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
+        """The service as it was in a former revision; None when that is not kept, or not understood. Raises: a KubeError."""
+        try:
+            found = await self._client.get(CONFIG_MAPS, service.namespace, names.former(service.name))
+            return former.recalled(service, found, revision) if owner_uid(found["metadata"]) == service.uid else None
+        except (Gone, ValueError):
+            return None
 
     async def _keep(self, service: InferenceService, body: Json, is_missing: bool) -> None:
         if self._is_due(service, body, _digest(body), is_missing):

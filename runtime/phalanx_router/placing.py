@@ -16,6 +16,7 @@ from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.route.admit import drain_s, refusal
+from phalanx_router.route.canary import share
 from phalanx_router.route.choose import Choice
 from phalanx_router.route.cost import UNKNOWN_OUTPUT
 from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
@@ -249,7 +250,18 @@ class Placing:
         links = self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
         if run.has_started:
             return links
-        return {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)}
+        return self._shared(run, {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)})
+
+    def _shared(self, run: Run, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
+        """Those of the revision that the request's lot falls on, while the newest one has a share."""
+        policy = self.waking.policy()
+        if not policy.canary:
+            return links
+        if run.lot is None:
+            run.lot = self._draw()
+        revisions = {key: link.revision for key, link in links.items()}
+        kept = share(revisions, policy.canary, policy.canary_percent, run.lot, run.excluded)
+        return {key: link for key, link in links.items() if key in kept}
 
     def _excluded_of(self, waiting: Waiting) -> frozenset[str]:
         """Groups that failed or refused it; for one that is computed alone also those that have another such of this router.
@@ -266,8 +278,12 @@ class Placing:
         """Looked at once for all requests that the same groups can take, until the next is sent."""
         run = self._runs[waiting.ticket]
         kind = _kind(run)
+        links = None
+        if self.waking.policy().canary:
+            links = self._eligible(run)
+            kind = f"{kind} {sorted(links)}"
         if kind not in self._seen:
-            self._seen[kind] = self._look(list(self._eligible(run).values()))
+            self._seen[kind] = self._look(list((self._eligible(run) if links is None else links).values()))
         return self._seen[kind]
 
     def _views_of_all(self) -> list[GroupView]:

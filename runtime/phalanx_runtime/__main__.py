@@ -1,16 +1,18 @@
-"""`phalanx-runtime`: serves a model from this pod, converts one, or fits an exit to one."""
+"""`phalanx-runtime`: serves a model from this pod, fetches or converts one, or fits an exit to one."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 import msgspec
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.fetch_spec import FetchSettings
 from phalanx_runtime.fit_spec import FitSettings, FitSpec
 from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
 
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match settings:
         case ConvertSettings():
             return _convert(settings)
+        case FetchSettings():
+            return _fetch(settings)
         case FitSettings():
             return _fit_exit(settings)
         case ServeSettings():
@@ -36,6 +40,19 @@ def _convert(settings: ConvertSettings) -> int:
         print(f"phalanx-runtime convert: {error}", file=sys.stderr)
         return 1
     print(settings.folder)
+    return 0
+
+
+def _fetch(settings: FetchSettings) -> int:
+    from phalanx_runtime.checkpoint.locate import locate
+
+    told, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
+    try:
+        found = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=told)
+    except ModelError as error:
+        print(f"phalanx-runtime fetch: {error}", file=sys.stderr)
+        return 1
+    print(found.dir)
     return 0
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
-from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, METHODS, TREE_SHAPES, Method, TreeShape
+from phalanx_api.speculation import METHODS, TREE_SHAPES, Method, TreeShape
 from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
+from phalanx_runtime.fetch_spec import FetchSettings, add_fetch_flags, fetch_settings
 from phalanx_runtime.fit_spec import FitSettings, add_flags, fit_settings
+from phalanx_runtime.flag_types import depth, milliseconds, natural, port, positive, seconds, share, widths
 from phalanx_runtime.rank_spec import Control, DType, ModelImpl, Quantization
 
 
@@ -86,6 +88,8 @@ class ServeSettings:
     """Share of the layers that draft; default: what the exit was fitted for, else 0.4. More agree more often, and take longer."""
     download_dir: Path
     """Where models are downloaded and converted to."""
+    cached_only: bool
+    """Only models that are there already are served, as they were when last fetched: the folder may be read-only."""
     host: str
     port: int
     nnodes: int
@@ -132,14 +136,17 @@ def read_settings(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
-) -> ServeSettings | ConvertSettings | FitSettings:
+) -> ServeSettings | ConvertSettings | FetchSettings | FitSettings:
     """What the flags say. When one cannot be used, the parser's `error`: it exits with code 2, the name and the value."""
     parser = make_parser(parser_class)
     flags = parser.parse_args(arguments)
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
+    folder, hf_token = _default_download_dir(environment), environment.get("HF_TOKEN") or None
+    if flags.command == "fetch":
+        return fetch_settings(flags, folder, hf_token)
     if flags.command == "fit-exit":
-        return fit_settings(flags, _default_download_dir(environment), environment.get("HF_TOKEN") or None)
+        return fit_settings(flags, folder, hf_token)
     _check(parser, flags)
     return ServeSettings(
         model=flags.model,
@@ -171,7 +178,8 @@ def read_settings(
         speculative_draft_model=flags.speculative_draft_model,
         speculative_exit=flags.speculative_exit,
         speculative_ratio=flags.speculative_ratio,
-        download_dir=flags.download_dir or _default_download_dir(environment),
+        download_dir=flags.download_dir or folder,
+        cached_only=flags.cached_only,
         host=flags.host,
         port=flags.port,
         nnodes=flags.nnodes,
@@ -182,7 +190,7 @@ def read_settings(
         group=environment.get(labels.ENV_GROUP) or socket.gethostname(),
         group_key=environment.get(labels.ENV_GROUP_KEY, ""),
         revision_hash=environment.get(labels.ENV_REVISION, ""),
-        hf_token=environment.get("HF_TOKEN") or None,
+        hf_token=hf_token,
         api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
         shutdown_timeout=flags.shutdown_timeout,
     )
@@ -197,41 +205,42 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("model", metavar="MODEL", help="folder, .gguf file, org/name, or a URI of file, hf, s3, gs or oci (docs/models.md)")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
-    add("--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="ranks that share each layer")
-    add("--pipeline-parallel-size", "-pp", type=_positive, default=1, metavar="N", help="stages that the layers are cut into")
+    add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N", help="ranks that share each layer")
+    add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="N", help="stages that the layers are cut into")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto", help="of weights and KV cache")
     add("--quantization", "-q", choices=["int8"], help="round the weights of linears; default: as they are")
     add("--model-impl", choices=["auto", "fused", "transformers"], default="auto", help="which code computes the model")
-    add("--max-model-len", type=_positive, metavar="N", help="tokens of prompt and output of one request")
-    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step")
-    add("--max-num-queued-reqs", type=_positive, default=1024, metavar="N", help="requests that may wait; more are told 429")
-    add("--max-num-queued-tokens", type=_positive, metavar="N", help="tokens to compute that may wait; default: no such bound")
-    add("--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens in one step")
-    add("--page-size", type=_positive, default=16, metavar="N", help="tokens in a page of the KV cache")
-    add("--kv-cache-memory-bytes", type=_positive, metavar="B", help="KV cache of each rank; default: what the device leaves")
-    add("--gpu-memory-utilization", type=_share, default=0.9, metavar="SHARE", help="of a GPU's memory")
+    add("--max-model-len", type=positive, metavar="N", help="tokens of prompt and output of one request")
+    add("--max-num-seqs", type=positive, default=64, metavar="N", help="requests in one step")
+    add("--max-num-queued-reqs", type=positive, default=1024, metavar="N", help="requests that may wait; more are told 429")
+    add("--max-num-queued-tokens", type=positive, metavar="N", help="tokens to compute that may wait; default: no such bound")
+    add("--max-num-batched-tokens", type=positive, default=512, metavar="N", help="tokens in one step")
+    add("--page-size", type=positive, default=16, metavar="N", help="tokens in a page of the KV cache")
+    add("--kv-cache-memory-bytes", type=positive, metavar="B", help="KV cache of each rank; default: what the device leaves")
+    add("--gpu-memory-utilization", type=share, default=0.9, metavar="SHARE", help="of a GPU's memory")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="share pages of equal beginnings")
     add("--prefix-eviction-policy", choices=POLICY_NAMES, default="adaptive", help="which cached page goes first")
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help="in which order requests are served")
-    add("--long-prefill-token-threshold", type=_natural, default=0, metavar="N", help="most tokens of one prompt in a step")
-    add("--itl-target-ms", type=_milliseconds, metavar="MS", help="how long a step with running streams should take at most")
+    add("--long-prefill-token-threshold", type=natural, default=0, metavar="N", help="most tokens of one prompt in a step")
+    add("--itl-target-ms", type=milliseconds, metavar="MS", help="how long a step with running streams should take at most")
     add("--speculative-method", choices=METHODS, default="none", help="who proposes tokens for a step to verify")
-    add("--speculative-tokens", type=_depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
-    add("--speculative-tree", type=_widths, default=[], metavar="N,N", help="tokens for one place, by level; default: chains")
+    add("--speculative-tokens", type=depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
+    add("--speculative-tree", type=widths, default=[], metavar="N,N", help="tokens for one place, by level; default: chains")
     add("--speculative-tree-shape", choices=TREE_SHAPES, default="best_first", help="who chooses the branches of a tree")
     add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
     add("--speculative-draft-model", metavar="MODEL", help="the model that drafts: folder, .gguf file, org/name, or a URI")
     add("--speculative-exit", metavar="FILE", help="what fit-exit made, for drafts by the first layers: a file, or a URI")
-    add("--speculative-ratio", type=_share, metavar="SHARE", help="of the layers, which draft; default: as fitted, else 0.4")
+    add("--speculative-ratio", type=share, metavar="SHARE", help="of the layers, which draft; default: as fitted, else 0.4")
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
+    add("--cached-only", action="store_true", help="serve what is there already; the folder may be read-only")
     add("--host", default="127.0.0.1", help="address of the HTTP server")
-    add("--port", type=_port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
-    add("--nnodes", type=_positive, default=1, metavar="N", help="pods of the group")
-    add("--node-rank", type=_natural, default=0, metavar="I", help="index of this pod; 0 leads")
+    add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any")
+    add("--nnodes", type=positive, default=1, metavar="N", help="pods of the group")
+    add("--node-rank", type=natural, default=0, metavar="I", help="index of this pod; 0 leads")
     add("--master-addr", default="127.0.0.1", metavar="HOST", help="where the other pods reach the leader")
     add(
         "--master-port",
-        type=_port,
+        type=port,
         default=labels.RENDEZVOUS_PORT,
         metavar="PORT",
         help="where pods meet; ranks take the next ones",
@@ -239,12 +248,14 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--token-file", type=Path, metavar="FILE", help="token of the service, proved by routers, pods and ranks")
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="who brings one of these may use the door")
     add("--api-keys-file", type=Path, metavar="FILE", help="keys with names: JSON, or lines of `name key [priority]`")
-    add("--shutdown-timeout", type=_seconds, default=20.0, metavar="S", help="how long open streams may go on after SIGTERM")
+    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="how long open streams may go on after SIGTERM")
     convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
     convert.add_argument("gguf", type=Path, metavar="GGUF")
     convert.add_argument("folder", type=Path, metavar="DIR")
+    fetch = commands.add_parser("fetch", help="download a model, for caches that groups only read")
+    add_fetch_flags(fetch.add_argument)
     fit = commands.add_parser("fit-exit", help="fit the exit by which a model's first layers draft for it")
-    add_flags(fit.add_argument, _share, _positive, _seconds)
+    add_flags(fit.add_argument, share, positive, seconds)
     return parser
 
 
@@ -330,68 +341,3 @@ def _read_keys(parser: argparse.ArgumentParser, given: Sequence[str], file: Path
     if bounded:
         parser.error(f"--api-keys-file: {bounded[0]} has a quota, which only a router keeps")
     return keys
-
-
-def _natural(text: str) -> int:
-    value = int(text) if text.isdecimal() else -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return value
-
-
-def _depth(text: str) -> int:
-    value = _positive(text)
-    if value > MAX_DEPTH:
-        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_DEPTH}")
-    return value
-
-
-def _widths(text: str) -> list[int]:
-    widths = [_positive(part) for part in text.split(",")]
-    if len(widths) > MAX_DEPTH or max(widths) > MAX_WIDTH:
-        raise argparse.ArgumentTypeError(
-            f"{text} has more than {MAX_DEPTH} levels, or more than {MAX_WIDTH} tokens for one place"
-        )
-    return widths
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in milliseconds above 0")
-    return value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
-    return value
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
-    return value

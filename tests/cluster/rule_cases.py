@@ -20,6 +20,15 @@ def cached(**fields: Any) -> dict[str, Any]:
     return {"model": {"uri": "hf://org/name", "cache": fields}}
 
 
+def near(kind: str, **fields: Any) -> dict[str, Any]:
+    """A spec with one requirement on nodes, or on the labels of other pods."""
+    requirement = {"matchExpressions": [{"key": "a", **fields}]}
+    wish = "requiredDuringSchedulingIgnoredDuringExecution"
+    if kind == "nodes":
+        return {"placement": {"affinity": {"nodeAffinity": {wish: {"nodeSelectorTerms": [requirement]}}}}}
+    return {"placement": {"affinity": {"podAffinity": {wish: [{"topologyKey": "b", "labelSelector": requirement}]}}}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (scaled(targets={}), "at least one of ttftP95Ms"),
     ({"autoscaling": {"targets": TARGETS}}, "maxReplicas"),
@@ -59,11 +68,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"maxUnavailable": 0}}, "spec.rollout.maxUnavailable: .*must not both be 0"),
     ({"rollout": {"maxUnavailable": "0%", "maxSurge": "0%"}}, "spec.rollout.maxUnavailable: .*must not both be 0"),
     ({"rollout": {"maxSurge": "half"}}, "spec.rollout.maxSurge"),
+    ({"engine": {"extraArgs": ["--node-rank", "1"]}}, "spec.engine.extraArgs: .*flags that the operator or another field sets"),
+    ({"engine": {"extraArgs": ["--nnode", "1"]}}, "spec.engine.extraArgs: .*not even abbreviated"),
+    ({"engine": {"extraArgs": ["--itl-target-ms=5"]}}, "spec.engine.extraArgs: .*a flag and its value are two items"),
+    ({"engine": {"schedulingPolicy": "lifo"}}, "spec.engine.schedulingPolicy"),
+    ({"rollout": {"onFailure": "Pray"}}, "spec.rollout.onFailure"),
+    ({"rollout": {"canaryWeight": 101}}, "spec.rollout.canaryWeight"),
+    ({"engine": {"probes": {"livenessSeconds": 5}}}, "spec.engine.probes.livenessSeconds"),
+    ({"engine": {"probes": {"startupSeconds": 0}}}, "spec.engine.probes.startupSeconds"),
+    (near("nodes", operator="In"), "values: .*values go with the operators In and NotIn"),
+    (near("nodes", operator="Exists", values=["a"]), "values: .*values go with the operators In and NotIn"),
+    (near("nodes", operator="Gt", values=["a"]), "values: .*Gt and Lt need exactly one value, an integer"),
+    (near("nodes", operator="Near", values=["a"]), "operator"),
+    (near("pods", operator="NotIn"), "values: .*values go with the operators In and NotIn"),
+    (near("pods", operator="Gt", values=["1"]), "operator"),
     ({"restartPolicy": {"mode": "Always"}}, "spec.restartPolicy.mode"),
     ({"placement": {"gang": {"mode": "Kueue"}}}, "spec.placement.queueName: .*gang mode Kueue needs queueName"),
     ({"placement": {"gang": {"timeoutSeconds": 0}}}, "timeoutSeconds"),
     (cached(type="Shared"), "spec.model.cache.claimName: .*claimName goes with type Shared"),
     (cached(type="NodeLocal"), "spec.model.cache.size: .*size goes with type NodeLocal"),
+    (cached(type="None", readOnly=True), "spec.model.cache.readOnly: .*readOnly goes with type Shared only"),
     (cached(type="Shared", claimName="a", storageClassName="b"), "storageClassName goes with type NodeLocal only"),
     (
         {"model": {"uri": "pvc://models/x", "cache": {"type": "Shared", "claimName": "a"}}},

@@ -10,7 +10,7 @@ from phalanx_api.summary import BalancePolicy, RouterSummary
 from phalanx_operator.asking import Target
 from phalanx_operator.decide.fleet import Fleet, Heard, merge
 from phalanx_operator.errors import Conflict, Gone
-from phalanx_operator.kube import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.kube import CORE_EVENTS, DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
 from phalanx_operator.observe import Children
 from phalanx_operator.store import Key
 from tests.control.builders import pod_body
@@ -47,13 +47,15 @@ class FakeRouters:
 class FakeKube:
     """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call.
 
-    `unknown`: kinds whose CRDs are not there. `schedulers`: API versions of PodGroups that are.
+    `unknown`: kinds whose CRDs are not there. `schedulers`: API versions of PodGroups that are. `told_of_groups`: events of the
+    controller of StatefulSets.
     """
 
     def __init__(self) -> None:
         self.objects: dict[Where, Json] = {}
         self.unknown = {"servicemonitors", "prometheusrules"}
         self.schedulers: set[str] = set()
+        self.told_of_groups: list[Json] = []
         self.calls: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
@@ -132,8 +134,10 @@ class FakeKube:
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         body["metadata"]["deletionGracePeriodSeconds"] = 315 if grace_s is None else grace_s
 
-    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         self._record("list", resource, after, write=False)
+        if resource == CORE_EVENTS:
+            return Page([event for event in self.told_of_groups if event["involvedObject"]["uid"] in fields], "1", "")
         if resource.plural == "podgroups" and resource.api_version not in self.schedulers:
             raise Gone("404 page not found")
         there = [(w[2], body) for w, body in self.objects.items() if w[0] == resource.plural and namespace in (None, w[1])]

@@ -54,6 +54,15 @@ def test_models_are_downloaded_to_the_claim(cache: dict[str, Any], source: dict[
     assert container["args"][container["args"].index("--download-dir") + 1] == "/var/cache/phalanx-models"
 
 
+def test_a_claim_that_is_filled_already_is_only_read() -> None:
+    pod = pod_of(**SHARED, readOnly=True)
+    assert {"name": "model-cache", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in pod["volumes"]
+    container = pod["containers"][0]
+    assert {"name": "model-cache", "mountPath": "/var/cache/phalanx-models", "readOnly": True} in container["volumeMounts"]
+    assert "--cached-only" in container["args"]
+    assert "--cached-only" not in pod_of(**SHARED)["containers"][0]["args"]
+
+
 def test_without_a_cache_they_go_to_the_pods_own_disk() -> None:
     pod = pod_of(type="None")
     assert "model-cache" not in str(pod)

@@ -152,12 +152,12 @@ class Silent(FakeKube):
 
     is_silent, asked = True, 0
 
-    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str) -> Page:
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         if resource.plural == "podgroups":
             self.asked += 1
             if self.is_silent:
                 raise Retry("the server is currently unable to handle the request")
-        return await super().list_page(resource, namespace, selector, after)
+        return await super().list_page(resource, namespace, selector, after, fields=fields)
 
 
 async def test_while_nobody_says_which_schedulers_there_are_no_group_is_made_and_all_else_goes_on() -> None:

@@ -167,7 +167,7 @@ async def test_a_watch_that_fails_each_time_makes_no_storm_of_lists() -> None:
 
 async def test_an_api_server_that_is_away_is_asked_again_more_and_more_slowly() -> None:
     class Away(FakeKube):
-        async def list_page(self, *_: Any) -> Any:
+        async def list_page(self, *_: Any, **__: Any) -> Any:
             raise Retry("away")
 
     made = Follower(Away())

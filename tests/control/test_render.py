@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import yaml
 
+from phalanx_api import labels
+from phalanx_api.crd import schema
+from phalanx_api.extra_args import RESERVED
 from phalanx_api.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, names, network, pods, router, services
 from phalanx_operator.render.network import Neighbours
@@ -12,6 +15,8 @@ from phalanx_operator.render.objects import Images
 from phalanx_operator.render.overlay import merged
 from phalanx_operator.render.pods import Making
 from phalanx_operator.render.revision import revision
+from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
+from phalanx_runtime.settings import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
 
@@ -95,6 +100,93 @@ def test_a_successor_keeps_away_from_nodes_where_groups_died() -> None:
     assert nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"], "what it must have, it must"
     wished = nodes["preferredDuringSchedulingIgnoredDuringExecution"][0]["preference"]["matchExpressions"]
     assert wished == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1"]}]
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("-")}
+
+
+def test_no_flag_that_the_operator_sets_may_be_given_beside_it() -> None:
+    everything = {
+        "prefixCaching": False,
+        "schedulingPolicy": "fair",
+        **SPECS["hub"]["engine"],
+        "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},
+    }
+    cached = {"uri": "hf://o/m", "revision": "a", "cache": {"type": "Shared", "claimName": "c", "readOnly": True}}
+    wide = {"tensor": 2, "pipeline": 2}
+    args = container(engine=everything, model=cached, parallelism=wide)["args"]
+    args += container(engine={"prefixCaching": True, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
+    assert flags_of(args) <= set(RESERVED)
+    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "--api-key", "--api-keys-file"}, "each is set, or is no group's"
+
+
+def test_more_flags_come_last_and_the_runtime_knows_those_of_our_examples() -> None:
+    more = ["--itl-target-ms", "25", "--long-prefill-token-threshold", "64", "--quantization", "int8"]
+    args = container(engine={"extraArgs": more, "schedulingPolicy": "deadline", "prefixCaching": False})["args"]
+    assert args[-len(more) :] == more
+    words = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
+    parsed = make_parser().parse_args(words)
+    assert (parsed.itl_target_ms, parsed.quantization, parsed.scheduling_policy) == (25.0, "int8", "deadline")
+    assert parsed.enable_prefix_caching is False
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_every_scheduling_policy_of_the_runtime_may_be_asked_for(policy: str) -> None:
+    args = container(engine={"schedulingPolicy": policy})["args"]
+    assert args[args.index("--scheduling-policy") + 1] == policy
+
+
+WISH, RATHER = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def expression(key: str, *values: str) -> dict[str, Any]:
+    return {"key": key, "operator": "In", "values": [*values]}
+
+
+def test_affinity_is_asked_for_beside_what_other_fields_ask_for() -> None:
+    zones = [{"matchExpressions": [expression("zone", zone)]} for zone in ("a", "b")]
+    database = {"labelSelector": {"matchLabels": {"app": "db"}}, "topologyKey": "kubernetes.io/hostname"}
+    anywhere = {"labelSelector": {}, "topologyKey": "zone", "namespaceSelector": {}}
+    service = make_service(
+        resources={"accelerator": {"product": "NVIDIA-H200"}},
+        placement={
+            "spreadGroups": "Preferred",
+            "topology": {"mode": "Required", "key": "example.com/rack"},
+            "affinity": {
+                "nodeAffinity": {WISH: {"nodeSelectorTerms": zones}, RATHER: [{"weight": 5, "preference": zones[0]}]},
+                "podAffinity": {WISH: [anywhere]},
+                "podAntiAffinity": {WISH: [database], RATHER: [{"weight": 7, "podAffinityTerm": database}]},
+            },
+        },
+    )
+    body = pods.group(service, "chat-g-a", Making("r", IMAGES, avoid=("node-1",)))
+    affinity = body["spec"]["template"]["spec"]["affinity"]
+    product = expression("nvidia.com/gpu.product", "NVIDIA-H200")
+    terms = affinity["nodeAffinity"][WISH]["nodeSelectorTerms"]
+    assert [term["matchExpressions"] for term in terms] == [[product, expression("zone", zone)] for zone in ("a", "b")]
+    assert [one["weight"] for one in affinity["nodeAffinity"][RATHER]] == [100, 5]
+    assert [term["topologyKey"] for term in affinity["podAffinity"][WISH]] == ["example.com/rack", "zone"]
+    assert affinity["podAffinity"][WISH][1] == anywhere, "an empty selector selects all, and stays"
+    assert affinity["podAntiAffinity"][WISH] == [database]
+    assert [one["weight"] for one in affinity["podAntiAffinity"][RATHER]] == [100, 7]
+
+
+def test_affinity_alone_is_as_it_was_written() -> None:
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
+    service = make_service(placement={"affinity": {"nodeAffinity": {WISH: terms}}})
+    body = pods.group(service, "chat-g-a", Making("r", IMAGES))
+    assert body["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {WISH: terms}}
+
+
+@pytest.mark.parametrize(
+    ("probes", "startup_s", "liveness_s"),
+    [({}, 600, 60), ({"startupSeconds": 30}, 30, 60), ({"livenessSeconds": 6}, 600, 6), ({"livenessSeconds": 3600}, 600, 3600)],
+)
+def test_probes_last_as_long_as_the_spec_says(probes: dict[str, int], startup_s: int, liveness_s: int) -> None:
+    made = container(engine={"probes": probes})
+    times = {name: made[name]["periodSeconds"] * made[name]["failureThreshold"] for name in ("startupProbe", "livenessProbe")}
+    assert times == {"startupProbe": startup_s, "livenessProbe": liveness_s}
 
 
 def test_golden_shared_objects(golden: Check) -> None:
@@ -217,6 +309,7 @@ def test_names_of_groups_differ_by_service_revision_and_place_and_stay_the_same(
         {"resources": {"cpu": 1}},
         {"engine": {"maxModelLen": 1}},
         {"podTemplate": {"spec": {"tolerations": []}}},
+        {"placement": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "a"}]}}}},
         {"rollout": {"restartId": "1"}},
     ],
     ids=lambda change: next(iter(change)),
@@ -237,6 +330,9 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
         {"engine": {"dtype": "auto"}},
         {"rollout": {"restartId": ""}},
+        {"rollout": {"onFailure": "Rollback", "canaryWeight": 5}},
+        {"engine": {"probes": {}, "speculative": {"method": "None"}}},
+        {"placement": {"gang": {"timeoutSeconds": 5}}},
     ],
     ids=[
         "replicas",
@@ -248,6 +344,9 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         "default accelerator",
         "default dtype",
         "no restart",
+        "how it is rolled out",
+        "empty objects",
+        "patience",
     ],
 )
 def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
@@ -257,6 +356,22 @@ def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
 def test_the_revision_is_pinned() -> None:
     """An operator that computes another revision for the same spec would roll every group at its upgrade."""
     assert revision(make_service()) == "8a1f63378f"
+
+
+def with_defaults(node: dict[str, Any], value: Any) -> Any:
+    """A value as the API server stores it: with the defaults of its schema."""
+    if isinstance(value, dict) and "properties" in node:
+        value = {name: child["default"] for name, child in node["properties"].items() if "default" in child} | value
+        return {name: with_defaults(node["properties"].get(name, {}), one) for name, one in value.items()}
+    return [with_defaults(node.get("items", {}), one) for one in value] if isinstance(value, list) else value
+
+
+def test_defaults_that_the_api_server_writes_down_change_no_revision() -> None:
+    """Else a CRD with more fields, applied before an upgrade, would roll every group."""
+    stored = with_defaults(schema()["properties"]["spec"], make_body()["spec"])
+    assert stored["parallelism"]["tensor"] == 1 and stored["placement"]["gang"]["mode"] == "Auto"
+    assert revision(make_service(**stored)) == revision(make_service())
+    assert "speculative" not in stored["engine"] and "affinity" not in stored["placement"], "what nobody wrote is not there"
 
 
 def test_overlays_merge_as_patches_do() -> None:

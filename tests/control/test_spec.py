@@ -9,9 +9,14 @@ from phalanx_api import pod_template
 from phalanx_api.crd import definition, schema
 from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceService, parse
 from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
+from tests.cluster.rule_cases import near
 from tests.control.builders import make_body, make_service
 
 GOOD = {"itlP95Ms": 50}
+_NEAR = "spec.placement.affinity"
+_MUST = "requiredDuringSchedulingIgnoredDuringExecution"
+NEAR_NODES = f"{_NEAR}.nodeAffinity.{_MUST}.nodeSelectorTerms[0]"
+NEAR_PODS = f"{_NEAR}.podAffinity.{_MUST}[0]"
 
 
 def scaled(**fields: Any) -> dict[str, Any]:
@@ -51,6 +56,25 @@ def scaled(**fields: Any) -> dict[str, Any]:
             {"model": {"uri": "hf://o/m", "cache": {"type": "Shared", "claimName": "c", "storageClassName": "s"}}},
             "spec.model.cache",
             "storageClassName goes with type NodeLocal only",
+        ),
+        (
+            {"model": {"uri": "hf://o/m", "cache": {"type": "NodeLocal", "size": "1Gi", "readOnly": True}}},
+            "spec.model.cache",
+            "readOnly goes with type Shared only",
+        ),
+        ({"engine": {"extraArgs": ["-t", "2"]}}, "spec.engine.extraArgs", "flags that the operator or another field sets"),
+        ({"engine": {"extraArgs": ["--itl-target-ms=5"]}}, "spec.engine.extraArgs", "a flag and its value are two items"),
+        ({"engine": {"schedulingPolicy": "lifo"}}, "spec.engine.schedulingPolicy", "fcfs"),
+        ({"rollout": {"onFailure": "Pray"}}, "spec.rollout.onFailure", "Rollback"),
+        ({"rollout": {"canaryWeight": 101}}, "spec.rollout.canaryWeight", "less than or equal to 100"),
+        ({"engine": {"probes": {"livenessSeconds": 5}}}, "spec.engine.probes.livenessSeconds", "greater than or equal to 6"),
+        (near("nodes", operator="In"), f"{NEAR_NODES}.matchExpressions[0]", "values go with the operators In and NotIn"),
+        (near("nodes", operator="Lt", values=["1", "2"]), f"{NEAR_NODES}.matchExpressions[0]", "Gt and Lt need exactly one"),
+        (near("nodes", operator="Gt", values=["x"]), f"{NEAR_NODES}.matchExpressions[0]", "Gt and Lt need exactly one"),
+        (
+            near("pods", operator="Exists", values=["a"]),
+            f"{NEAR_PODS}.labelSelector.matchExpressions[0]",
+            "values go with the operators In and NotIn",
         ),
         ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),

@@ -10,9 +10,9 @@ from phalanx_api.inference_service import FieldError
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.actions import CreateGroup, InitReplicas, KeepChildren
-from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.fleet import Fleet, SeenGroup
 from phalanx_operator.decide.plan import Seen
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 from phalanx_operator.decide.status import refused, status
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 
@@ -60,7 +60,62 @@ BEHIND = "False/RouterNotReady"
 def test_conditions(snapshot: Snapshot, replicas: int, suspended: bool, ready: str, available: str, progressing: str) -> None:
     found = verdicts(status(snapshot, make_desired(replicas), suspended=suspended, now=NOW))
     shown = {kind: "/".join(verdict) for kind, verdict in found.items()}
-    assert shown == {"Ready": ready, "Available": available, "Progressing": f"True/{progressing}"}
+    moving = {} if progressing == "Complete" else {"Reconciling": f"True/{progressing}"}
+    router = {"RouterReady": "True/Ready" if snapshot.router == SETTLED_ROUTER else BEHIND}
+    assert shown == {"Ready": ready, "Available": available, "Progressing": f"True/{progressing}"} | moving | router
+
+
+def test_a_service_without_groups_that_holds_requests_says_so() -> None:
+    found = verdicts(status(make_snapshot(), make_desired(0, holds=True), suspended=False, now=NOW))
+    assert (found["Available"], found["Ready"]) == (("False", "Holding"), ("True", "ScaledToZero"))
+    behind = verdicts(status(make_snapshot(router=NO_ROUTER), make_desired(0, holds=True), suspended=False, now=NOW))
+    assert behind["Available"] == ("False", "NoReadyGroup"), "nobody is there to hold them"
+    starting = verdicts(status(make_snapshot(), make_desired(1, holds=True), suspended=False, now=NOW))
+    assert starting["Available"] == ("False", "NoReadyGroup")
+
+
+def test_reconciling_is_there_only_while_groups_move() -> None:
+    moving = status(make_snapshot(make_group("a", "old")), make_desired(1), suspended=False, now=NOW)
+    assert verdicts(moving)["Reconciling"] == ("True", "Rolling")
+    late = status(make_snapshot(make_group("a", "old"), status=moving), make_desired(1, late="x"), suspended=False, now=NOW)
+    assert "Reconciling" not in verdicts(late), "it is stalled"
+    rest = status(make_snapshot(make_group("a"), status=moving), make_desired(1), suspended=False, now=NOW)
+    assert "Reconciling" not in verdicts(rest)
+
+
+def known(*names: str, linked: bool = True) -> dict[str, SeenGroup]:
+    """Groups as routers see them."""
+    return {name: SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, linked=linked) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("fleet", "former", "available"),
+    [
+        (Fleet(asked=1, answered=1, groups=known("a", "b", "c", "d")), 0, 1),
+        (Fleet(asked=1, answered=1, groups=known("b")), 1, 0),
+        (Fleet(asked=1, answered=1, groups=known("a", linked=False)), 1, 0),
+        (Fleet(), 1, 0),
+        (Fleet(asked=1), 1, 1),
+        (Fleet(asked=1), 3, 1),
+        (Fleet(asked=1), 0, 0),
+    ],
+    ids=["linked", "unknown to routers", "lost", "no router", "silent", "silent, fewer are ready", "silent from the start"],
+)
+def test_groups_are_available_that_are_ready_stay_and_are_linked(fleet: Fleet, former: int, available: int) -> None:
+    leaving = make_group("c", draining=Draining("t", "why"))
+    groups = (make_group("a"), make_group("b", ready=False), leaving, make_group("d", terminating=True))
+    seen = make_snapshot(*groups, status=Status(available_replicas=former))
+    found = status(seen, make_desired(2), fleet, suspended=False, now=NOW)
+    assert (found.available_replicas, found.ready_replicas) == (available, 1)
+
+
+def test_a_container_that_ended_again_and_again_is_told_with_its_words() -> None:
+    pod = ObservedPod("a-0", 0, "uid-a", node="n", reason="CrashLoopBackOff", message="MODEL /x: no such file or folder")
+    seen = make_snapshot(replace(make_group("a", ready=False), pods=(pod,)))
+    found = status(seen, make_desired(1), suspended=False, now=NOW)
+    ready = find_condition(found.conditions, "Ready")
+    assert ready and ready.message == "pod a-0: CrashLoopBackOff: MODEL /x: no such file or folder"
+    assert found.groups[0].reason == "CrashLoopBackOff: MODEL /x: no such file or folder"
 
 
 def test_the_message_names_the_pod_and_its_trouble() -> None:

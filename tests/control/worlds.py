@@ -11,6 +11,7 @@ from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import Offers
 from phalanx_operator.reconcile import Reconciler
+from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body
 from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters
@@ -31,9 +32,10 @@ class World:
         self.metrics = Metrics()
         self.routers = FakeRouters()
         self.now = NOW
+        offers, refusals = Offers(self.kube, clock=lambda: self.clock), Refusals(self.kube, clock=lambda: self.clock)
         self.reconciler = Reconciler(
-            self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers,
-            Offers(self.kube, clock=lambda: self.clock), now=lambda: self.now, clock=lambda: self.clock,
+            self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers, offers, refusals,
+            now=lambda: self.now, clock=lambda: self.clock,
         )  # fmt: skip
         if spec or kube is None:
             body = make_body(**spec)

@@ -86,6 +86,7 @@ class FakeLeader:
 
     def __init__(self, group: str = "group-a", script: Script | None = None, token: str = TOKEN) -> None:
         self.group = group
+        self.revision = "r1"
         self.script = script or Script()
         self.token = token
         self.port = 0
@@ -180,7 +181,7 @@ class FakeLeader:
                 return
             self._running[connection] = {}
             assets_hash = script.assets.content_hash if script.tell_assets else ""
-            await connection.send(wire.encode(wire.Welcome(script.protocol_version, self.group, "r1", 16, assets_hash)))
+            await connection.send(wire.encode(wire.Welcome(script.protocol_version, self.group, self.revision, 16, assets_hash)))
             await connection.send(wire.encode(self.state))
             parts = [self._step(connection)] + ([] if script.silent else [self._beat(connection)])
             tasks = [asyncio.create_task(part) for part in parts]
@@ -352,7 +353,10 @@ class World:
 
 @asynccontextmanager
 async def running_world(
-    *leaders: FakeLeader, settings: FleetSettings | None = None, ready: int | None = None
+    *leaders: FakeLeader,
+    settings: FleetSettings | None = None,
+    ready: int | None = None,
+    draw: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[World]:
     """A fleet with a link to each leader, of which `ready` (all by default) serve."""
     async with AsyncExitStack() as stack:
@@ -361,7 +365,7 @@ async def running_world(
             stack.push_async_callback(leader.stop)
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
-        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw=lambda: 0.0)
+        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw=draw)
         task = asyncio.create_task(fleet.run(source))
         try:
             world = World(fleet, list(leaders), source, registry)

@@ -113,6 +113,14 @@ class KeepGang:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepRevision:
+    """Keep what this revision is, so that a rollout may go back to it."""
+
+    revision: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteGroup:
     """Delete a group, if it is still the one with this UID."""
 
@@ -130,7 +138,7 @@ class SetReplicas:
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
-Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod | NoteRestarts | KeepGang
+Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod | NoteRestarts | KeepGang | KeepRevision
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from phalanx_operator.decide.admission import Turn
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.groups import live
 from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
+from phalanx_operator.decide.status import is_quota
 
 WAITING = ("Unschedulable", "SchedulingGated")
 MISSING_S = 10.0
@@ -37,6 +38,9 @@ def left_s(groups: Iterable[ObservedGroup], now: str) -> float | None:
 
 
 def _verdict(snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> tuple[Reason, str]:
+    for group in live(snapshot.groups):
+        if is_quota(group.refused):
+            return Reason.QUOTA_EXCEEDED, f"group {group.name}: {group.refused}"
     pods = [pod for group in live(snapshot.groups) for pod in group.pods if not pod.node and pod.reason in WAITING]
     if ungated and any(not pod.node for group in live(snapshot.groups) for pod in group.pods):
         return Reason.GANG_WAITING, ungated  # the scheduler only says that it waits for that
@@ -48,8 +52,8 @@ def _verdict(snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> tuple[R
     for group in live(snapshot.groups):
         missing_s = age_s(group.short_since, now) if group.short_since else None
         if missing_s is not None and missing_s >= MISSING_S:
-            there = f"{len(group.pods)} of {group.size} pods"
-            return Reason.REJECTED, f"group {group.name} has {there}: kubectl describe statefulset {group.name}"
+            words = group.refused or f"kubectl describe statefulset {group.name}"
+            return Reason.REJECTED, f"group {group.name} has {len(group.pods)} of {group.size} pods: {words}"
     if waits.told:
         return Reason.GANG_WAITING, waits.why
     return Reason.SCHEDULED, ""

@@ -36,7 +36,8 @@ class Heard:
 class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
     `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
-    ended for no cause outside, as far as any router knows; `death`: why the last one did. `draft_lost`: why it drafts no more."""
+    ended for no cause outside, as far as any router knows; `death`: why the last one did. `draft_lost`: why it drafts no
+    more. `linked`: a router reaches it."""
 
     name: str
     fresh: bool
@@ -54,6 +55,7 @@ class SeenGroup:
     deaths: int = 0
     death: str = ""
     draft_lost: str = ""
+    linked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         deaths=max(most.deaths, 0),
         death=most.death,
         draft_lost=best.draft_lost,
+        linked=best.state != "dead",
     )
 
 

@@ -16,7 +16,8 @@ class Desired:
     replaced for its revision. held: why no group that serves is given up for another one now, if so; late: because a group of the
     newest revision should be ready by now; stuck: because nobody knows that a successor will come, so that even one that does not
     serve is kept. no_room: why there is no surge although the spec asks for one, if so.
-    spent: of which groups were given up for their restarts, if that was twice or more.
+    spent: of which groups were given up for their restarts, if that was twice or more. holds: routers hold requests while
+    there is no group.
     """
 
     revision: str
@@ -32,6 +33,7 @@ class Desired:
     stuck: str = ""
     no_room: str = ""
     spent: str = ""
+    holds: bool = False
 
 
 def live(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:

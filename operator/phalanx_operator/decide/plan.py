@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from phalanx_api.inference_service import InferenceService
-from phalanx_api.status import RecoveryStatus, Status
+from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
 from phalanx_operator.decide import (
     admission,
     autoscaler,
@@ -15,6 +15,7 @@ from phalanx_operator.decide import (
     lost,
     progress,
     recovery,
+    rollback,
     speculating,
     versions,
 )
@@ -27,6 +28,7 @@ from phalanx_operator.decide.actions import (
     InitReplicas,
     KeepChildren,
     KeepGang,
+    KeepRevision,
     NoteRestarts,
     Plan,
     RestartGroup,
@@ -45,6 +47,8 @@ FIRST_REPLICAS = 1
 """Groups of a service whose manifest does not say."""
 RESYNC_S = 600.0
 LEAST_S = 0.5
+PODS_LOOK_S = 10.0
+"""How soon to look again why a group lacks pods."""
 GANG_LOOK_S = 30.0
 """How soon to look again at groups whose pods wait to be placed together."""
 
@@ -54,7 +58,8 @@ class Seen:
     """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say.
 
     gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does. ungated: why what
-    places the pods of a group together could not be made, if so.
+    places the pods of a group together could not be made, if so. back: that the revision of the spec is given up, and the one
+    before is followed; no_way_back: why it is not, although it should be.
     """
 
     snapshot: Snapshot
@@ -63,6 +68,8 @@ class Seen:
     gang: str = "None"
     turn: Turn = FREE
     ungated: str = ""
+    back: RollbackStatus | None = None
+    no_way_back: str = ""
 
 
 def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
@@ -76,6 +83,7 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), seen.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
     late = progress.late(snapshot.groups, revision, rollout, now)
+    late = "; ".join(words for words in (late, seen.no_way_back) if words) if late else ""
     no_room = progress.no_room(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
     past = followed(service, seen, revision, now)
     waits = _waits(service, seen, past, now)
@@ -93,7 +101,14 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
         stuck=late or (waits.why if waits.is_stuck else ""),
         no_room=no_room,
         spent=past.message if past and past.given_up > 1 and not _whole(snapshot, replicas) else "",
+        holds=_holds(service),
     )
+
+
+def _holds(service: InferenceService) -> bool:
+    """Whether requests wait for a group where none is wanted now."""
+    scaling = service.spec.autoscaling
+    return scaling is not None and scaling.scale_to_zero.enabled and not service.spec.suspend
 
 
 def _whole(snapshot: Snapshot, replicas: int) -> bool:
@@ -148,6 +163,8 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     if not snapshot.has_replicas:
         actions.append(InitReplicas(FIRST_REPLICAS, "the manifest does not say how many groups"))
     actions.append(KeepChildren(desired.replicas, "every service has them"))
+    if service.spec.rollout.on_failure == "Rollback" and rollback.is_whole(snapshot, desired):
+        actions.append(KeepRevision(desired.revision, "a later rollout may go back to it"))
     actions += _noted(snapshot.groups, of_groups)
     actions += [*of_groups, *draining.marks(snapshot.groups, of_groups)]
     actions += lost.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
@@ -227,6 +244,7 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     said = balanced.told(said, fleet, snapshot, now)
     said = versions.told(said, fleet, snapshot, now)
     said = speculating.told(said, service.spec.engine, snapshot, desired.revision, fleet, now)
+    said = rollback.told(said, seen.back, snapshot, now)
     return autoscaler.told(said, service, seen.scaling, snapshot, now)
 
 
@@ -243,6 +261,7 @@ def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Tur
         capacity.left_s(snapshot.groups, now),
         waits.left_s if waits.why else None,
         GANG_LOOK_S if _gangs(snapshot.groups) else None,
+        PODS_LOOK_S if any(group.short_since for group in live(snapshot.groups)) else None,
     ]
     every_s = PANIC_TICK_S if urgent else TICK_S if seen.scaling else RESYNC_S
     return min([every_s, *(max(left, LEAST_S) for left in due if left is not None)])

@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from phalanx_api.autoscaling import ScaleToZero
 from phalanx_api.inference_service import Spec
 from phalanx_api.quantities import parse_bytes
 from phalanx_api.summary import BalancePolicy, Budgets
 
 
-def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = (), *, awaited: bool = False) -> BalancePolicy:
-    """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come."""
+def policy_of(
+    spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = (), *, awaited: bool = False, revision: str = ""
+) -> BalancePolicy:
+    """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come. revision: the newest
+    one, while it is rolled out."""
     routers = max(routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
@@ -31,6 +36,8 @@ def policy_of(spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = 
         empty=list(empty),
         max_held=zero.max_held_requests if holds else 0,
         hold_s=float(zero.hold_timeout_seconds) if holds else 0.0,
+        canary=revision if spec.rollout.canary_weight is not None else "",
+        canary_percent=spec.rollout.canary_weight or 0,
     )
 
 
@@ -40,9 +47,9 @@ class Granted:
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
-    def renewed(self, spec: Spec, routers: int, empty: Sequence[str], now_s: float, *, awaited: bool = False) -> "Granted":
+    def renewed(
+        self, spec: Spec, routers: int, empty: Sequence[str], now_s: float, *, awaited: bool = False, revision: str = ""
+    ) -> "Granted":
         """The policy to tell from now on: the former one, number and all, when nothing changed."""
-        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited)
-        if same == self.policy:
-            return self
-        return Granted(policy_of(spec, routers, max(self.policy.number + 1, int(now_s)), empty, awaited=awaited))
+        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited, revision=revision)
+        return self if same == self.policy else Granted(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))

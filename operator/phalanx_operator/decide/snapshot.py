@@ -88,6 +88,7 @@ class ObservedGroup:
     short_since: since when this operator has seen pods of it missing; empty while none is. tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
     replaced although it serves. gang: who places its pods together.
+    refused: why pods of it cannot be made, if the API server said so.
     restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
     """
 
@@ -111,6 +112,7 @@ class ObservedGroup:
     noted: Restarts | None = None
     recent_restarts: int = 0
     spent: bool = False
+    refused: str = ""
 
     @property
     def serving(self) -> bool:

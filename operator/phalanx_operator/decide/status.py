@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from phalanx_api import labels
-from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, set_condition
+from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, find_condition, set_condition
 from phalanx_api.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
 from phalanx_operator.decide.fleet import Fleet
@@ -43,13 +43,17 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         conditions = set_condition(conditions, "Ready", True, reason=reason, message=message, generation=generation, now=now)
     else:
         conditions = set_condition(conditions, "Ready", False, reason=reason, message=message, generation=generation, now=now)
-    conditions = _set_available(conditions, snapshot.router, serving, generation, now)
+    holds = desired.holds and not desired.replicas
+    conditions = _set_available(conditions, snapshot.router, serving, generation, now, holds=holds)
     conditions = _set_progressing(conditions, desired, settled, bool(behind), generation, now)
+    conditions = _set_reconciling(conditions, settled, generation, now)
+    conditions = _set_router_ready(conditions, snapshot.router, desired, generation, now)
     conditions = _set_stalled(conditions, desired, generation, now)
     return Status(
         observed_generation=generation,
         replicas=len(here),
         ready_replicas=sum(group.ready for group in here),
+        available_replicas=_num_available(snapshot, fleet),
         updated_replicas=len(updated),
         draining_replicas=len(_draining(snapshot)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
@@ -61,6 +65,14 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         groups=_listed(snapshot.groups, fleet, former.groups),
         conditions=conditions,
     )
+
+
+def _num_available(snapshot: Snapshot, fleet: Fleet) -> int:
+    """How many groups that serve a router knows; while no router is heard, no more than were and are ready."""
+    serving = [group for group in staying(snapshot.groups) if group.serving]
+    if fleet.asked and not fleet.answered:
+        return min(snapshot.status.available_replicas, len(serving))
+    return sum(group.name in fleet.groups and fleet.groups[group.name].linked for group in serving)
 
 
 def _set_progressing(
@@ -80,6 +92,32 @@ def _set_progressing(
     return set_condition(conditions, "Progressing", verdict, reason=reason, message=message, generation=generation, now=now)
 
 
+def _set_reconciling(conditions: tuple[Condition, ...], settled: bool, generation: int, now: str) -> tuple[Condition, ...]:
+    """`Reconciling`, only while groups come nearer to what is wanted: with the reason of `Progressing`."""
+    moving = find_condition(conditions, "Progressing")
+    if settled or moving is None or moving.status != "True":
+        return drop_condition(conditions, "Reconciling")
+    reason, message = Reason(moving.reason), moving.message
+    return set_condition(conditions, "Reconciling", True, reason=reason, message=message, generation=generation, now=now)
+
+
+def _set_router_ready(
+    conditions: tuple[Condition, ...], router: ObservedRouter | None, desired: Desired, generation: int, now: str
+) -> tuple[Condition, ...]:
+    """Whether all routers run as wanted."""
+    settled = _has_routers(router, desired)
+    reason, message = (Reason.READY, "") if settled else (Reason.ROUTER_NOT_READY, _count_of_routers(router, desired))
+    return set_condition(conditions, "RouterReady", settled, reason=reason, message=message, generation=generation, now=now)
+
+
+def _has_routers(router: ObservedRouter | None, desired: Desired) -> bool:
+    return router is not None and router.settled and router.wanted == desired.routers
+
+
+def _count_of_routers(router: ObservedRouter | None, desired: Desired) -> str:
+    return f"{router.ready if router else 0} of {desired.routers} routers are ready"
+
+
 def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
     """`Stalled`, only while a person must act."""
     if not desired.late and not desired.spent:
@@ -94,7 +132,7 @@ def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], no
     many groups there should be, if that is known."""
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
     here = staying(snapshot.groups)
-    conditions = snapshot.status.conditions
+    conditions = drop_condition(snapshot.status.conditions, "Reconciling")
     generation = snapshot.generation
     verdicts: list[tuple[ConditionType, bool]] = [("Ready", False), ("Progressing", False), ("Stalled", True)]
     verdicts += [("CapacityAvailable", False)] if len(here) < wanted else []
@@ -113,11 +151,19 @@ def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], no
 
 
 def _set_available(
-    conditions: tuple[Condition, ...], router: ObservedRouter | None, serving: bool, generation: int, now: str
+    conditions: tuple[Condition, ...],
+    router: ObservedRouter | None,
+    serving: bool,
+    generation: int,
+    now: str,
+    *,
+    holds: bool = False,
 ) -> tuple[Condition, ...]:
-    """Whether a client would get an answer now, whatever a rollout does."""
+    """Whether a client would get an answer now, whatever a rollout does. `holds`: it would wait for a group to be made."""
     has_router = router is not None and router.ready > 0
-    reason = Reason.NO_READY_GROUP if not serving else Reason.SERVING if has_router else Reason.ROUTER_NOT_READY
+    reason = Reason.SERVING if has_router else Reason.ROUTER_NOT_READY
+    if not serving:
+        reason = Reason.HOLDING if holds and has_router else Reason.NO_READY_GROUP
     return set_condition(conditions, "Available", serving and has_router, reason=reason, generation=generation, now=now)
 
 
@@ -125,7 +171,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     """The gravest thing that keeps the service from being as wanted, or None."""
     here = staying(snapshot.groups)
     unready = [group for group in here if not group.ready]
-    routers_settled = snapshot.router is not None and snapshot.router.settled and snapshot.router.wanted == desired.routers
+    routers_settled = _has_routers(snapshot.router, desired)
     pods = [pod for group in unready for pod in group.pods if pod.reason]
     pods += [pod for pod in snapshot.router_pods if pod.reason and not routers_settled]
     for reasons, answer in (
@@ -136,6 +182,10 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
         for pod in pods:
             if pod.reason in reasons:
                 return answer, f"pod {pod.name}: {pod.reason}: {pod.message}"
+    for group in here:
+        if group.refused:
+            reason = Reason.QUOTA_EXCEEDED if is_quota(group.refused) else Reason.REJECTED
+            return reason, f"group {group.name}: {group.refused}"
     if desired.spent:
         return Reason.RESTART_BUDGET_SPENT, desired.spent
     there = live(snapshot.groups)
@@ -146,9 +196,13 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
     if not routers_settled:
-        ready = snapshot.router.ready if snapshot.router else 0
-        return Reason.ROUTER_NOT_READY, f"{ready} of {desired.routers} routers are ready"
+        return Reason.ROUTER_NOT_READY, _count_of_routers(snapshot.router, desired)
     return None, ""
+
+
+def is_quota(words: str) -> bool:
+    """Whether that is how the API server says that a quota leaves no room."""
+    return "exceeded quota" in words
 
 
 def _num_old(groups: Sequence[ObservedGroup], desired: Desired) -> int:
@@ -177,7 +231,7 @@ def _reason(group: ObservedGroup, fleet: Fleet) -> str:
     """Why it does not simply serve, if anything says so."""
     if group.draining:
         return group.draining.why[:256]
-    said = [group.lost, *(_words(pod) for pod in group.pods), last_death(group, fleet)]
+    said = [group.lost, group.refused, *(_words(pod) for pod in group.pods), last_death(group, fleet)]
     return "" if group.ready else next((words[:256] for words in said if words), "")
 
 

@@ -31,7 +31,9 @@ def model_source(model: Model) -> ModelSource:
     flags = ("--revision", model.revision) if model.revision else ()
     cache = _cache_volume(model.cache)
     folder = labels.MODEL_CACHE_DIR if cache else labels.CACHE_DIR
-    remote = ModelSource(model.uri, flags=(*flags, "--download-dir", folder), volumes=cache, mounts=_cache_mount(cache))
+    is_fixed = model.cache is not None and model.cache.read_only
+    flags = (*flags, "--download-dir", folder, *(("--cached-only",) if is_fixed else ()))
+    remote = ModelSource(model.uri, flags=flags, volumes=cache, mounts=_cache_mount(cache, is_fixed))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
 
 
@@ -57,7 +59,8 @@ def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:
     if cache is None or cache.type == "None":
         return ()
     if cache.type == "Shared":
-        claim: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+        fixed = {"readOnly": True} if cache.read_only else {}
+        claim: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name} | fixed}
     else:
         storage = {"storageClassName": cache.storage_class_name} if cache.storage_class_name else {}
         spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cache.size}}} | storage
@@ -65,8 +68,9 @@ def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:
     return ({"name": pod_template.MODEL_CACHE_VOLUME} | claim,)
 
 
-def _cache_mount(volume: tuple[Object, ...]) -> tuple[Object, ...]:
-    return ({"name": pod_template.MODEL_CACHE_VOLUME, "mountPath": labels.MODEL_CACHE_DIR},) if volume else ()
+def _cache_mount(volume: tuple[Object, ...], is_fixed: bool) -> tuple[Object, ...]:
+    mount = {"name": pod_template.MODEL_CACHE_VOLUME, "mountPath": labels.MODEL_CACHE_DIR}
+    return (mount | ({"readOnly": True} if is_fixed else {}),) if volume else ()
 
 
 def _with_credentials(source: ModelSource, scheme: str, secret: SecretRef) -> ModelSource:

@@ -26,6 +26,11 @@ def policy(service: str) -> str:
     return f"{service}-policy"
 
 
+def former(service: str) -> str:
+    """The ConfigMap with the last revision that was rolled out whole."""
+    return f"{service}-former"
+
+
 def token_secret(service: str) -> str:
     """The Secret with the token that routers, leaders and ranks prove to one another."""
     return f"{service}-token"

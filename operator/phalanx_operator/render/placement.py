@@ -39,7 +39,24 @@ def _affinity(service: InferenceService, group: str, avoid: tuple[str, ...]) -> 
         "podAffinity": _terms(placement.topology.mode, own, placement.topology.key),
         "podAntiAffinity": _terms(placement.spread_groups, others, HOST),
     }
-    return {kind: part for kind, part in parts.items() if part}
+    asked = placement.affinity.model_dump(mode="json", by_alias=True, exclude_none=True) if placement.affinity else {}
+    both = {kind: _joined(part, asked.get(kind, {})) for kind, part in parts.items()}
+    return {kind: part for kind, part in both.items() if part}
+
+
+def _joined(ours: Object, theirs: Object) -> Object:
+    """What both ask for. Terms of nodes are alternatives, so what we require is added to each of theirs; lists are added up."""
+    joined = ours | theirs
+    for wish in ours.keys() & theirs.keys():
+        one, other = ours[wish], theirs[wish]
+        joined[wish] = _both_nodes(one, other) if isinstance(one, dict) else [*one, *other]
+    return joined
+
+
+def _both_nodes(one: Object, other: Object) -> Object:
+    terms = "nodeSelectorTerms"
+    pairs = [(ours, theirs) for ours in one[terms] for theirs in other[terms]]
+    return {terms: [{"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]} for a, b in pairs]}
 
 
 def _terms(wish: str, selector: Object, topology: str) -> Object:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Engine, InferenceService, Resources
+from phalanx_api.inference_service import Engine, InferenceService, Probes, Resources
 from phalanx_api.quantities import parse_bytes
 from phalanx_api.speculation import METHOD_OF, SHAPE_OF
 from phalanx_api.upkeep import Drain
@@ -14,8 +14,9 @@ from phalanx_operator.render.objects import Images, Object, child, child_labels,
 from phalanx_operator.render.overlay import merged
 
 COMPONENT = "group"
-STARTUP_FAILURES = 600
-"""Seconds that the HTTP process has to come up, at one probe a second; loading the model is not part of it."""
+STARTUP_S, LIVENESS_S = 600, 60
+"""How long the HTTP process has to come up, and how long it may not answer; loading the model is part of neither."""
+_LIVENESS_PROBES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,7 @@ def _container(service: InferenceService, name: str, making: Making, source: Mod
             {"name": "http", "containerPort": labels.HTTP_PORT},
             {"name": "rendezvous", "containerPort": labels.RENDEZVOUS_PORT},
         ],
-        "startupProbe": http_probe("/healthz", period_s=1, failures=STARTUP_FAILURES),
-        "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
-        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
+        **_probes(service.spec.engine.probes or Probes()),
         **_lifecycle(service.spec.drain),
         "resources": _resources(service.spec.resources, service.shape.ranks_per_pod),
         "securityContext": container_security(),
@@ -114,6 +113,17 @@ def _container(service: InferenceService, name: str, making: Making, source: Mod
             {"name": pod_template.SHM_VOLUME, "mountPath": "/dev/shm"},
             *source.mounts,
         ],
+    }
+
+
+def _probes(wanted: Probes) -> Object:
+    """One probe a second until the process is up; then so many that the last one fails when its time is over."""
+    startup_s, liveness_s = wanted.startup_seconds or STARTUP_S, wanted.liveness_seconds or LIVENESS_S
+    every_s = liveness_s // _LIVENESS_PROBES
+    return {
+        "startupProbe": http_probe("/healthz", period_s=1, failures=startup_s),
+        "livenessProbe": http_probe("/healthz", period_s=every_s, failures=-(-liveness_s // every_s)),
+        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
     }
 
 
@@ -152,13 +162,17 @@ def _engine_flags(engine: Engine) -> list[str]:
         "--page-size": engine.page_size,
         "--kv-cache-memory-bytes": kv_bytes,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
+        "--scheduling-policy": engine.scheduling_policy,
         "--speculative-method": speculative and METHOD_OF[speculative.method],
         "--speculative-tokens": speculative and speculative.num_tokens,
         "--speculative-ratio": speculative and speculative.ratio,
         "--speculative-tree": tree and ",".join(map(str, tree.widths)),
         "--speculative-tree-shape": tree and SHAPE_OF[tree.shape],
     }
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    if engine.prefix_caching is not None:
+        words.append("--enable-prefix-caching" if engine.prefix_caching else "--no-enable-prefix-caching")
+    return [*words, *engine.extra_args]
 
 
 def _resources(wanted: Resources, ranks: int) -> Object:

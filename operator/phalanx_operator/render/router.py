@@ -7,6 +7,7 @@ from phalanx_api.inference_service import InferenceService
 from phalanx_operator.decide.policy import policy_of
 from phalanx_operator.render import disruption, names
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
+from phalanx_operator.render.revision import revision
 
 COMPONENT = "router"
 CONTAINER = "router"
@@ -35,7 +36,8 @@ def router_objects(service: InferenceService, images: Images) -> list[Object]:
 
 def _policy(service: InferenceService) -> Object:
     """What routers follow until they hear the operator. It changes under running routers, and rolls none."""
-    text = msgspec.json.encode(policy_of(service.spec, service.spec.router.replicas)).decode()
+    policy = policy_of(service.spec, service.spec.router.replicas, revision=revision(service))
+    text = msgspec.json.encode(policy).decode()
     return child(service, "v1", "ConfigMap", names.policy(service.name), COMPONENT, data={labels.POLICY_KEY: text})
 
 

@@ -53,14 +53,16 @@ def locate(
     hf_token: str | None = None,
     progress: Callable[[str], None] = silent,
     stop: threading.Event | None = None,
+    cached_only: bool = False,
 ) -> LocalModel:
     """The folder of `model`, fetched or converted into `cache_dir` first if need be. Blocks, maybe for minutes.
 
-    `progress` gets a line now and then. Setting `stop` ends the work soon. Raises ModelError with what is wrong.
+    `progress` gets a line now and then. Setting `stop` ends the work soon. With `cached_only` nothing is fetched: what is in
+    `cache_dir` is taken. Raises ModelError with what is wrong.
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    work = Work(progress, stop)
+    work = Work(progress, stop, cached_only=cached_only)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work)
         return _from_hub(hub, rest, revision, cache_dir)
@@ -74,7 +76,15 @@ def locate(
     path = _file_path(model) if separator else Path(model).expanduser()
     if path.exists() or separator or not _REPOSITORY.fullmatch(model):
         return _from_path(path, cache_dir, progress, stop)
-    return locate(f"hf://{model}", revision=revision, cache_dir=cache_dir, hf_token=hf_token, progress=progress, stop=stop)
+    return locate(
+        f"hf://{model}",
+        revision=revision,
+        cache_dir=cache_dir,
+        hf_token=hf_token,
+        progress=progress,
+        stop=stop,
+        cached_only=cached_only,
+    )
 
 
 def _file_path(url: str) -> Path:

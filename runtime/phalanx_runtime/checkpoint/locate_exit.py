@@ -30,10 +30,11 @@ def locate_exit(
     hf_token: str | None = None,
     progress: Callable[[str], None] = silent,
     stop: threading.Event | None = None,
+    cached_only: bool = False,
 ) -> Path:
-    """The file of the exit, fetched into `cache_dir` first if need be. Blocks. Raises ModelError with what is wrong."""
+    """The file of the exit, fetched into `cache_dir` first if need be, or found there. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    work = Work(progress, stop or threading.Event())
+    work = Work(progress, stop or threading.Event(), cached_only=cached_only)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:

@@ -122,11 +122,16 @@ def snapshot(source: Source, folder: Path, label: str, *, file: str | None = Non
     """The files of a source, fetched unless they are there already. With `file`, only that one. Raises ModelError.
 
     A `version` that is known and there needs no source; nor does a label while the source cannot be reached, if it was
-    fetched before.
+    fetched before, or where only the cache counts.
     """
     suffix = f".{quote(file, safe='')}" if file else ""
     if version is not None and (folder / (version + suffix)).is_dir():
         return Snapshot(folder / (version + suffix), version)
+    if source.work.cached_only:
+        missing = (
+            f"there is no copy of {source.where} in {folder}, and only what is there is served: fill it by phalanx-runtime fetch"
+        )
+        return _fetched_before(source, folder, label, suffix, ModelError(missing))
     try:
         listing = source.listing()
     except Unreachable as error:
@@ -160,7 +165,8 @@ def _fetched_before(source: Source, folder: Path, label: str, suffix: str, error
     version = reference.read_text() if reference.is_file() else ""
     if not version or not (folder / (version + suffix)).is_dir():
         raise error
-    source.work.progress(f"{error}; serving what {source.where} was when last fetched, {version}")
+    why = "" if source.work.cached_only else f"{error}; "
+    source.work.progress(f"{why}serving what {source.where} was when last fetched, {version}")
     return Snapshot(folder / (version + suffix), version)
 
 

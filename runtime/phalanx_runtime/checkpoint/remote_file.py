@@ -26,12 +26,14 @@ class Work:
     """Whom a download tells, and what ends it. Setting `stop` ends everything within a second.
 
     backoff_s: first wait after a failure; doubles, up to 10 s. report_every_s: least time between two lines of progress.
+    cached_only: what is in the cache is taken as it is; no source is asked, and nothing is written.
     """
 
     progress: Callable[[str], None]
     stop: threading.Event
     backoff_s: float = 0.5
     report_every_s: float = 5.0
+    cached_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,16 @@ NO_DRAFTS = Drafts()
 
 def find_drafts(settings: ServeSettings, stop: threading.Event) -> Drafts:
     """What the settings ask for, fetched if need be. Blocks. A draft that cannot be had stops no group: it serves without."""
-    cache, token = settings.download_dir, settings.hf_token
+    cache, token, cached_only = settings.download_dir, settings.hf_token, settings.cached_only
     try:
         if settings.speculative_draft_model is not None and settings.node_rank == 0:
             model = settings.speculative_draft_model
-            return Drafts(draft_dir=str(locate(model, cache_dir=cache, hf_token=token, progress=log.info, stop=stop).dir))
+            found = locate(model, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
+            return Drafts(draft_dir=str(found.dir))
         if settings.speculative_exit is not None:
             uri = settings.speculative_exit
-            return Drafts(exit=str(locate_exit(uri, cache_dir=cache, hf_token=token, progress=log.info, stop=stop)))
+            file = locate_exit(uri, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
+            return Drafts(exit=str(file))
     except ModelError as error:
         log.warning("the group starts without speculation", extra={"why": str(error)})
         return Drafts(missing=str(error))

@@ -198,6 +198,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
             hf_token=settings.hf_token,
             progress=log.info,
             stop=stop,
+            cached_only=settings.cached_only,
         )
         drafts[local.dir] = find_drafts(settings, stop)
         return local.dir

@@ -1,0 +1,92 @@
+"""Pods that the controller of StatefulSets may not make: a quota, or a rule of the namespace. Only events say so."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_api.conditions import find_condition
+from phalanx_operator.errors import Denied
+from phalanx_operator.kube import STATEFUL_SETS
+from phalanx_operator.refusals import ASK_AGAIN_S, Refusals
+from tests.control.builders import NOW, make_group
+from tests.control.fake_kube import FakeKube
+from tests.control.worlds import KEY, World
+
+LATER = "2026-01-02T03:04:35Z"
+_FAILED = 'create Pod chat-g-a-0 in StatefulSet chat-g-a failed error: pods "chat-g-a-0" is forbidden: '
+QUOTA = _FAILED + "exceeded quota: few, requested: pods=1, used: pods=3, limited: pods=3"
+POLICY = _FAILED + 'violates PodSecurity "restricted:latest"'
+
+
+def event(uid: str, message: str, at: str = NOW, **fields: Any) -> dict[str, Any]:
+    return {"involvedObject": {"uid": uid}, "reason": "FailedCreate", "message": message, "lastTimestamp": at} | fields
+
+
+@pytest.mark.parametrize(("words", "reason"), [(QUOTA, "QuotaExceeded"), (POLICY, "Rejected")])
+async def test_the_status_has_the_words_of_the_api_server(words: str, reason: str) -> None:
+    world = World(replicas=1)
+    await world.look()
+    (group,) = world.kube.of(STATEFUL_SETS).values()
+    await world.look()
+    world.now = LATER
+    world.kube.told_of_groups = [event(group["metadata"]["uid"], words)]
+    await world.look()
+    ready = find_condition(world.status.conditions, "Ready")
+    assert ready and (ready.status, ready.reason) == ("False", reason)
+    assert words in ready.message
+    assert world.status.groups[0].reason == words[:256]
+    capacity = world.condition("CapacityAvailable")
+    assert capacity == ("False", reason)
+    assert ("Warning", reason) in world.notes()
+    assert world.next_s is not None and world.next_s <= 10, "nothing wakes the operator when the quota is raised"
+    world.kube.told_of_groups = []
+    world.clock += ASK_AGAIN_S
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert world.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None:
+    kube = FakeKube()
+    refusals = Refusals(kube, clock=lambda: 0.0)
+    whole = make_group("a", created=NOW)
+    new = replace(make_group("b", created=NOW), pods=(), short_since=LATER)
+    going = replace(make_group("c", created=NOW), pods=(), short_since=NOW, terminating=True)
+    kube.told_of_groups = [event(one.uid, QUOTA) for one in (whole, new, going)]
+    assert await refusals.of(KEY, [whole, new, going], LATER) == {}
+
+
+async def test_the_latest_word_counts_and_is_asked_for_now_and_then() -> None:
+    kube, clock = FakeKube(), [0.0]
+    refusals = Refusals(kube, clock=lambda: clock[0])
+    group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
+    series = {"lastObservedTime": "2026-01-02T03:04:30Z"}
+    kube.told_of_groups = [
+        event(group.uid, "newest", "2026-01-02T03:04:09Z", series=series),
+        event(group.uid, "older", "2026-01-02T03:04:20Z"),
+    ]
+    assert await refusals.of(KEY, [group], LATER) == {group.uid: "newest"}
+    kube.told_of_groups = []
+    assert await refusals.of(KEY, [group], LATER) == {group.uid: "newest"}, "not asked again at once"
+    clock[0] = ASK_AGAIN_S
+    assert await refusals.of(KEY, [group], LATER) == {}
+
+
+async def test_an_operator_that_may_not_read_events_goes_on_without() -> None:
+    kube = FakeKube()
+    kube.failures["list events"] = Denied("403")
+    group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
+    kube.told_of_groups = [event(group.uid, QUOTA)]
+    assert await Refusals(kube, clock=lambda: 0.0).of(KEY, [group], LATER) == {}
+
+
+async def test_nothing_is_kept_of_a_service_that_is_gone() -> None:
+    kube = FakeKube()
+    refusals = Refusals(kube, clock=lambda: 0.0)
+    group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
+    kube.told_of_groups = [event(group.uid, QUOTA)]
+    await refusals.of(KEY, [group], LATER)
+    refusals.forget(KEY)
+    kube.told_of_groups = []
+    assert await refusals.of(KEY, [group], LATER) == {}, "it is asked anew"

@@ -1,0 +1,92 @@
+"""The share of new requests that the newest revision gets while two of them serve."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_router.route.canary import share
+from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
+
+KEYS = ("a", "b", "c", "d")
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), st.sampled_from(("old", "older", "new"))),
+    st.integers(0, 100),
+    st.floats(0, 1, exclude_max=True),
+    st.sets(st.sampled_from(KEYS)),
+)
+def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_take_it(
+    revisions: dict[str, str], percent: int, lot: float, excluded: set[str]
+) -> None:
+    kept = share(revisions, "new", percent, lot, excluded)
+    able = {key for key in revisions if key not in excluded}
+    assert bool(kept - excluded) == bool(able), "whoever can be answered is"
+    sides = {revisions[key] == "new" for key in kept if able}
+    wanted = lot * 100 < percent
+    if any((revisions[key] == "new") == wanted for key in able):
+        assert sides == {wanted}
+    else:
+        assert len(sides) <= 1
+
+
+@pytest.mark.parametrize(("percent", "count"), [(0, 0), (1, 10), (25, 250), (100, 1000)])
+def test_of_evenly_spread_lots_that_many_go_to_the_newest(percent: int, count: int) -> None:
+    kept = [share({"a": "old", "b": "new"}, "new", percent, number / 1000) for number in range(1000)]
+    assert sum(one == {"b"} for one in kept) == count
+    assert sum(one == {"a"} for one in kept) == 1000 - count
+
+
+def policy(percent: int, number: int = 1) -> BalancePolicy:
+    return BalancePolicy(number=number, canary="new", canary_percent=percent)
+
+
+def leaders() -> tuple[FakeLeader, FakeLeader, FakeLeader]:
+    made = FakeLeader("a"), FakeLeader("b"), FakeLeader("c")
+    made[2].revision = "new"
+    return made
+
+
+async def test_the_newest_revision_gets_its_share_of_new_requests_however_free_it_is() -> None:
+    old, other, new = leaders()
+    chance = random.Random(7)
+    async with running_world(old, other, new, draw=chance.random) as world:
+        world.fleet.balancing.obey(policy(25))
+        for number in range(200):
+            heard = await hear(world.fleet, make_request(id=f"r{number}"))
+            assert heard.tokens == expected([1, 2, 3], 16)
+        assert 25 <= len(new.submitted) <= 75, "50 are expected, give or take four standard deviations"
+        assert len(old.submitted) + len(other.submitted) + len(new.submitted) == 200
+
+
+@pytest.mark.parametrize(("percent", "lot", "taken"), [(0, 0.0, "old"), (100, 0.99, "new")])
+async def test_a_share_of_nothing_and_of_all(percent: int, lot: float, taken: str) -> None:
+    old, other, new = leaders()
+    async with running_world(old, other, new, draw=lambda: lot) as world:
+        world.fleet.balancing.obey(policy(percent))
+        for number in range(6):
+            await hear(world.fleet, make_request(id=f"r{number}"))
+        assert len(new.submitted) == (6 if taken == "new" else 0)
+
+
+async def test_a_revision_that_takes_nothing_leaves_its_share_to_the_other() -> None:
+    old, other, new = leaders()
+    async with running_world(old, other, new, draw=lambda: 0.0) as world:
+        world.fleet.balancing.obey(policy(100))
+        await new.tell(wire.State(False, 1, "loading"))
+        await world.until_ready(2)
+        heard = await hear(world.fleet, make_request())
+        assert heard.tokens == expected([1, 2, 3], 16)
+        assert new.submitted == []
+
+
+async def test_without_a_share_requests_go_where_they_cost_least() -> None:
+    old, other, new = leaders()
+    async with running_world(old, other, new, settings=make_settings()) as world:
+        for number in range(6):
+            await hear(world.fleet, make_request(id=f"r{number}"))
+        assert len(old.submitted) + len(other.submitted) + len(new.submitted) == 6
