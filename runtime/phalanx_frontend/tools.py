@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from phalanx_api import wire
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Text
+from phalanx_frontend.text.grammar import BLANKS_PATTERN
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
@@ -124,7 +125,8 @@ def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, 
     calls = [_call_schema(tool.function.name, key) for tool in called]
     # Each function's schema stands whole under its name; what points to its root then points there.
     own = {tool.function.name: _moved(tool.function.parameters or {"type": "object"}, tool.function.name) for tool in called}
-    schema = json.dumps({"anyOf": calls, "$defs": own}, ensure_ascii=False)
+    bounded = {"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}}
+    schema = json.dumps({**bounded, "anyOf": calls, "$defs": own}, ensure_ascii=False)
     call, between = ("body", '"; "') if format == "llama" else (r'"<tool_call>\n" body "\n</tool_call>"', r'"\n"')
     more = "" if isinstance(choice, NamedChoice) or not parallel else f" ({between} call)*"
     return wire.Grammar("lark", f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")

@@ -77,6 +77,9 @@ def follows(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
         ("llama", "required", True, f"{LLAMA}; {LLAMA}", True),
         ("llama", NAMED, True, LLAMA, True),
         ("llama", NAMED, True, PARIS, False),
+        ("llama", NAMED, True, json.dumps(json.loads(LLAMA), indent=4), True),
+        ("llama", NAMED, True, LLAMA.replace(": ", ":\t\t"), False),
+        ("hermes", "required", True, f"<tool_call>\n{PARIS.replace(chr(32), chr(10) * 3)}\n</tool_call>", False),
     ],
 )
 def test_a_forced_answer_is_calls_and_nothing_else(

@@ -12,7 +12,8 @@ from phalanx_api import wire
 
 INDENTATION = 40
 """Spaces after a line end: ten levels by four."""
-_BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"
+BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"
+"""What may stand between the tokens of JSON."""
 
 
 class GrammarError(ValueError):
@@ -24,7 +25,7 @@ def grammar_source(grammar: wire.Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             try:
-                return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _BLANKS_PATTERN})
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": BLANKS_PATTERN})
             except ValueError as error:
                 raise GrammarError(f"the JSON schema cannot be read: {error}") from error
         case "regex":
