@@ -13,6 +13,7 @@ import pytest
 
 from bench.programs import Program, free_port
 from tests.cluster.service import Answer, stream_all
+from tests.runtime.tiny import save_tiny
 from tests.system.test_hung_rank import BODIES, incarnation, model, ranks_of, readiness, runtime, wait_until
 
 __all__ = ["model"]
@@ -58,3 +59,23 @@ def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
         pods = [runtime(f"pod{pod}", model, *flags, "--node-rank", str(pod)) for pod in range(2)]
         leader, _ = pool.map(stack.enter_context, pods)
         assert [a.text for a in answers(leader)] == [a.text for a in plain]
+
+
+def test_a_mixture_on_two_stages_answers_like_one_rank_and_within_its_grammar(tmp_path: Path, model: Path) -> None:
+    """Through `transformers`, cut by its own list of layers; the second rank draws, and compiles."""
+    (tmp_path / "token").write_text((model.parent / "token").read_text())
+    mixture = save_tiny(tmp_path / "mixture", "mixtral", max_position_embeddings=512)
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    bodies = [{"prompt": f"prompt {i}", "max_tokens": 60, "temperature": i / 2, "seed": i} for i in range(3)]
+    bodies += [{**body, "response_format": form} for body in bodies]
+
+    def told(*flags: str) -> list[str]:
+        with runtime("mixture", mixture, "--dtype", "float64", *flags) as program:
+            posted = [httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60) for body in bodies]
+        assert [one.status_code for one in posted] == [200] * len(bodies), posted[-1].text
+        return [one.json()["choices"][0]["text"] for one in posted]
+
+    texts = told("-pp", "2")
+    assert texts == told()
+    assert all(text.startswith("{") for text in texts[3:])
