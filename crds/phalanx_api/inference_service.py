@@ -18,7 +18,7 @@ from phalanx_api.group import GroupShape
 from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
-from phalanx_api.schema import Record, rule, rules, with_rules
+from phalanx_api.schema import Record, read, rule, rules, with_rules
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH
 from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy, Rollout
 
@@ -369,10 +369,10 @@ class FieldError:
 
 
 def parse(body: Mapping[str, Any]) -> InferenceService | list[FieldError]:
-    """The service that a manifest describes, or what is wrong with it, field by field."""
+    """The service that a manifest describes, or what is wrong with it, field by field. Fields of a later version are not read."""
     metadata = body["metadata"]
     try:
-        spec = Spec.model_validate(body.get("spec", {}))
+        spec = read(Spec, body.get("spec", {}))
     except ValidationError as error:
         return [FieldError(_dotted(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
     return InferenceService(metadata["namespace"], metadata["name"], metadata["uid"], spec)

@@ -1,13 +1,14 @@
 """From pydantic models to structural OpenAPI schemas that the API server accepts: no $ref, no anyOf for optional fields."""
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 
 _CONFIG = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True, use_attribute_docstrings=True)
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Record(BaseModel):
@@ -20,6 +21,27 @@ class OpenRecord(BaseModel):
     """A record of which only some fields are ours; the others pass through unread."""
 
     model_config = _CONFIG | ConfigDict(extra="allow")
+
+
+def read(model: type[Kind], found: Any) -> Kind:
+    """The record that this is, without the fields that only a later version knows. Raises: ValidationError.
+
+    The API server fills in the defaults of a newer CRD before the operator that reads them is replaced; fields that no version
+    knows do not get through it.
+    """
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        strange = [wrong["loc"] for wrong in error.errors() if wrong["type"] == "extra_forbidden"]
+        if not strange:
+            raise
+    known = copy.deepcopy(found)
+    for *path, last in strange:
+        record = known
+        for step in path:
+            record = record[step]
+        del record[last]
+    return model.model_validate(known)
 
 
 def rule(expression: str, message: str, field: str = "") -> JsonDict:

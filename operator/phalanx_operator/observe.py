@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from phalanx_api import labels
+from phalanx_api.schema import read
 from phalanx_api.status import Status
 from phalanx_operator.decide import recovery
 from phalanx_operator.decide.draining import LAST_S
@@ -269,6 +270,6 @@ def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
 def _former_status(body: Json) -> Status:
     """The status as it stands; an empty one when a later version of the operator wrote what this one cannot read."""
     try:
-        return Status.model_validate(body.get("status") or {})
+        return read(Status, body.get("status") or {})
     except ValidationError:
         return Status()

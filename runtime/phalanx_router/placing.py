@@ -19,7 +19,7 @@ from phalanx_router.route.admit import drain_s, refusal
 from phalanx_router.route.canary import share
 from phalanx_router.route.choose import Choice
 from phalanx_router.route.cost import UNKNOWN_OUTPUT
-from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
+from phalanx_router.route.dispatch import Known, Sat, is_open, next_dispatch, requeues
 from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
@@ -253,14 +253,18 @@ class Placing:
         return self._shared(run, {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)})
 
     def _shared(self, run: Run, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
-        """Those of the revision that the request's lot falls on, while the newest one has a share."""
+        """Those of the revision that the request's lot falls on, while the newest one has a share.
+
+        What all groups of that one are too busy for goes to the other: it would keep those behind it from being looked at.
+        """
         policy = self.waking.policy()
         if not policy.canary:
             return links
         if run.lot is None:
             run.lot = self._draw()
         revisions = {key: link.revision for key, link in links.items()}
-        kept = share(revisions, policy.canary, policy.canary_percent, run.lot, run.excluded)
+        closed = {view.key for view in self._views(f"{_kind(run)} {sorted(links)}", links) if not is_open(view)}
+        kept = share(revisions, policy.canary, policy.canary_percent, run.lot, run.excluded, closed)
         return {key: link for key, link in links.items() if key in kept}
 
     def _excluded_of(self, waiting: Waiting) -> frozenset[str]:
@@ -282,8 +286,14 @@ class Placing:
         if self.waking.policy().canary:
             links = self._eligible(run)
             kind = f"{kind} {sorted(links)}"
+        if kind in self._seen:
+            return self._seen[kind]
+        return self._views(kind, self._eligible(run) if links is None else links)
+
+    def _views(self, kind: str, links: Mapping[str, LeaderLink]) -> Sequence[GroupView]:
+        """The groups as they are now, looked at once."""
         if kind not in self._seen:
-            self._seen[kind] = self._look(list((self._eligible(run) if links is None else links).values()))
+            self._seen[kind] = self._look(list(links.values()))
         return self._seen[kind]
 
     def _views_of_all(self) -> list[GroupView]:

@@ -9,6 +9,8 @@ from phalanx_api import pod_template
 from phalanx_api.crd import definition, schema
 from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceService, parse
 from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
+from phalanx_api.schema import read
+from phalanx_api.status import Status
 from tests.cluster.rule_cases import near
 from tests.control.builders import make_body, make_service
 
@@ -100,7 +102,6 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"resources": {"memory": "much"}}, "spec.resources.memory", "pattern"),
         ({"resources": {"cpu": True}}, "spec.resources.cpu", "string"),
         ({"servedNames": []}, "spec.servedNames", "at least 1"),
-        ({"scaling": {}}, "spec.scaling", "Extra inputs"),
         ({"autoscaling": {"targets": GOOD}}, "spec.autoscaling.maxReplicas", "required"),
         (scaled(targets={}), "spec.autoscaling.targets", "at least one of ttftP95Ms"),
         (scaled(minReplicas=5), "spec.autoscaling", "minReplicas must not be greater than maxReplicas"),
@@ -129,6 +130,33 @@ def test_a_wrong_field_is_named(spec: dict[str, Any], field: str, words: str) ->
     errors = parse(make_body(**spec))
     assert isinstance(errors, list)
     assert [(e.field, words in e.message) for e in errors] == [(field, True)], errors
+
+
+def test_fields_of_a_later_version_are_not_read() -> None:
+    """The CRD is applied first: the API server fills in defaults that the operator in place has never heard of."""
+    now: dict[str, Any] = {
+        "replicas": 2,
+        "rollout": {"maxSurge": 1},
+        "autoscaling": {"maxReplicas": 4, "targets": GOOD, "schedules": []},
+    }
+    later: dict[str, Any] = {"replicas": 2, "scaling": {"on": True}, "rollout": {"maxSurge": 1, "pace": "Slow"}}
+    later["autoscaling"] = {"maxReplicas": 4, "targets": GOOD | {"wait": 1}, "schedules": []}
+    body = make_body(**later)
+    found = parse(body)
+    assert isinstance(found, InferenceService), found
+    assert found == parse(make_body(**now))
+    assert body["spec"]["rollout"]["pace"] == "Slow", "what was seen stays as it is"
+
+
+def test_with_fields_of_a_later_version_a_wrong_one_is_named_still() -> None:
+    errors = parse(make_body(scaling={}, rollout={"pace": "Slow", "maxSurge": -1}))
+    assert isinstance(errors, list)
+    assert [error.field for error in errors] == ["spec.rollout.maxSurge"]
+
+
+def test_a_status_with_fields_of_a_later_version_is_read() -> None:
+    """Going back by one release: what was noted there is not forgotten."""
+    assert read(Status, {"availableReplicas": 2, "shards": [1], "groups": []}) == Status(available_replicas=2)
 
 
 def test_scaling_to_zero_allows_a_minimum_of_zero() -> None:

@@ -1,5 +1,6 @@
 """The share of new requests that the newest revision gets while two of them serve."""
 
+import asyncio
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from phalanx_router.route.canary import share
 from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
 
 KEYS = ("a", "b", "c", "d")
+BUSY = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, waiting_prompt_tokens=50_000)
 
 
 @given(
@@ -32,6 +34,24 @@ def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_t
         assert sides == {wanted}
     else:
         assert len(sides) <= 1
+
+
+@pytest.mark.parametrize(
+    ("excluded", "closed", "kept"),
+    [
+        ("", "", "cd"),
+        ("", "c", "cd"),
+        ("", "cd", "ab"),
+        ("c", "d", "ab"),
+        ("", "abcd", "cd"),
+        ("cd", "abcd", "ab"),
+        ("ab", "cd", "cd"),
+    ],
+    ids=["free", "one is busy", "all are busy", "one failed", "both sides are busy", "it failed", "the other failed"],
+)
+def test_a_side_that_is_busy_leaves_its_share_to_the_other(excluded: str, closed: str, kept: str) -> None:
+    revisions = {"a": "old", "b": "old", "c": "new", "d": "new"}
+    assert share(revisions, "new", 5, 0.01, set(excluded), set(closed)) == set(kept)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(0, 0), (1, 10), (25, 250), (100, 1000)])
@@ -82,6 +102,19 @@ async def test_a_revision_that_takes_nothing_leaves_its_share_to_the_other() -> 
         heard = await hear(world.fleet, make_request())
         assert heard.tokens == expected([1, 2, 3], 16)
         assert new.submitted == []
+
+
+async def test_a_canary_with_two_waiting_keeps_no_request_from_the_idle_groups() -> None:
+    old, other, new = leaders()
+    new.load = BUSY
+    async with running_world(old, other, new, draw=lambda: 0.0) as world:
+        world.fleet.balancing.obey(policy(100))
+        await world.until(
+            lambda: any(link.told.load is not None and link.told.load.waiting for link in world.fleet.links.serving())
+        )
+        heard = await asyncio.gather(*(hear(world.fleet, make_request(id=f"r{number}")) for number in range(6)))
+        assert all(each.tokens == expected([1, 2, 3], 16) for each in heard)
+        assert len(old.submitted) + len(other.submitted) == 6 and new.submitted == []
 
 
 async def test_without_a_share_requests_go_where_they_cost_least() -> None:

@@ -1,6 +1,9 @@
 """What the last revision was that was rolled out whole, in a ConfigMap: all that a service needs to go back to it."""
 
+import json
+
 from phalanx_api.inference_service import InferenceService, Spec
+from phalanx_api.schema import read
 from phalanx_operator.render import names
 from phalanx_operator.render.objects import Object, child
 from phalanx_operator.render.revision import PARTS
@@ -25,7 +28,7 @@ def recalled(service: InferenceService, found: Object, revision: str) -> Inferen
     data = found.get("data") or {}
     if data.get(REVISION) != revision:
         return None
-    former = Spec.model_validate_json(data.get(SPEC, ""))
+    former = read(Spec, json.loads(data.get(SPEC, "")))
     parts = {name: getattr(former, name) for name in (*PARTS, "served_names")}
     spec = service.spec.model_copy(update=parts)
     return InferenceService(service.namespace, service.name, service.uid, spec)
