@@ -155,13 +155,20 @@ class Reconciler:
     async def _followed(
         self, service: InferenceService, snapshot: Snapshot, now: str
     ) -> tuple[InferenceService, str, RollbackStatus | None, str]:
-        """The service as it is followed, its revision, that it is the one before, if so, or why it is not, if it should be."""
+        """The service as it is followed, its revision, that it is the one before, if so, or why it is not, if it should be.
+
+        Both where it was the one before until now: then it is not tried again.
+        """
         current = revision(service)
-        back = rollback.given_up(snapshot, current, service.spec.rollout, now)
+        back = rollback.given_up(snapshot, current, service.spec, now)
         if back is None:
             return service, current, None, ""
         former = await self.hands.recall(service, back.to)
-        return (former, back.to, back, "") if former else (service, current, None, rollback.NO_RECORD)
+        if former:
+            return rollback.as_followed(former, is_former=True), back.to, back, ""
+        if snapshot.status.rollback != back:
+            return service, current, None, rollback.NO_RECORD
+        return rollback.as_followed(service, is_former=False), current, back, rollback.NO_RECORD
 
     def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> Turn:
         """Whether the service may make a group now. One that is given up waits no more, and what follows it waits a while."""
@@ -181,14 +188,14 @@ class Reconciler:
                 self.turns.take(service.spec.resources.accelerator.resource_name, key, action.name, self.clock())
 
     def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], urgent: bool) -> None:
-        """Asks the routers that are ready, with the policy as it is now. A revision that is given up gets no share."""
+        """Asks the routers that are ready, with the policy as it is now."""
         snapshot = seen.snapshot
-        targets, canary = _targets(snapshot), "" if seen.back else revision(service)
+        targets = _targets(snapshot)
         now = self.now()
         awaited = is_awaited(snapshot.groups, empty, plan.wanted_replicas(service), now)
         former, at = self.granted.get(key, Granted()), parsed(now)
         now_s = at.timestamp() if at else 0.0
-        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited, revision=canary)
+        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited, revision=revision(service))
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:

@@ -49,6 +49,8 @@ RESYNC_S = 600.0
 LEAST_S = 0.5
 PODS_LOOK_S = 10.0
 """How soon to look again why a group lacks pods."""
+RECORD_LOOK_S = 30.0
+"""How soon to look again for the record of the revision that a service went back to."""
 GANG_LOOK_S = 30.0
 """How soon to look again at groups whose pods wait to be placed together."""
 
@@ -59,7 +61,7 @@ class Seen:
 
     gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does. ungated: why what
     places the pods of a group together could not be made, if so. back: that the revision of the spec is given up, and the one
-    before is followed; no_way_back: why it is not, although it should be.
+    before is followed; no_way_back: why it is not, although it should be. Both: it was followed, and is not known any more.
     """
 
     snapshot: Snapshot
@@ -82,8 +84,8 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
     """The groups that the spec asks for, and how they may be replaced now."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), seen.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
-    late = progress.late(snapshot.groups, revision, rollout, now)
-    late = "; ".join(words for words in (late, seen.no_way_back) if words) if late else ""
+    late = _with(progress.late(snapshot.groups, revision, rollout, now), seen.no_way_back)
+    late = seen.no_way_back if seen.back and seen.no_way_back else late
     no_room = progress.no_room(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
     past = followed(service, seen, revision, now)
     waits = _waits(service, seen, past, now)
@@ -100,9 +102,14 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
         late=late,
         stuck=late or (waits.why if waits.is_stuck else ""),
         no_room=no_room,
-        spent=past.message if past and past.given_up > 1 and not _whole(snapshot, replicas) else "",
+        spent=_with(past.message, seen.no_way_back) if past and past.given_up > 1 and not _whole(snapshot, replicas) else "",
         holds=_holds(service),
     )
+
+
+def _with(words: str, more: str) -> str:
+    """These words, and more if there are any of both."""
+    return f"{words}; {more}" if words and more else words
 
 
 def _holds(service: InferenceService) -> bool:
@@ -124,6 +131,8 @@ def followed(service: InferenceService, seen: Seen, revision: str, now: str) -> 
 
 def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, now: str) -> Turn:
     """What keeps new groups from being made now, if anything."""
+    if seen.back and seen.no_way_back:
+        return Turn(seen.no_way_back, RECORD_LOOK_S, is_stuck=True)
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
         why = f"{past.given_up} groups were given up for their restarts; the next one is made after a pause"
@@ -244,7 +253,7 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     said = balanced.told(said, fleet, snapshot, now)
     said = versions.told(said, fleet, snapshot, now)
     said = speculating.told(said, service.spec.engine, snapshot, desired.revision, fleet, now)
-    said = rollback.told(said, seen.back, snapshot, now)
+    said = rollback.told(said, seen.back, seen.no_way_back, snapshot, now)
     return autoscaler.told(said, service, seen.scaling, snapshot, now)
 
 

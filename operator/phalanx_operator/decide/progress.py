@@ -62,7 +62,8 @@ def no_room(groups: Iterable[ObservedGroup], status: Status, revision: str, roll
     if all(group.revision == revision for group in here):
         return ""
     former = find_condition(status.conditions, "Progressing")
-    if former and former.reason == Reason.SURGE_UNSCHEDULABLE and status.update_revision == revision:
+    told_of = status.rollback.to if status.rollback else status.update_revision
+    if former and former.reason == Reason.SURGE_UNSCHEDULABLE and told_of == revision:
         return former.message
     for group in live(groups):
         if group.revision == revision and group.lost and waiting_s(group, now) is not None:
