@@ -113,7 +113,7 @@ class Speculator:
         if not any(taken) and room > 0:
             self._barren += 1
             oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
-            if self._barren > PROBE_EVERY and _may_take(self._costs(making, model, has_prompts), offered[oldest].is_drafted):
+            if self._barren > PROBE_EVERY and self._may_probe(offered[oldest], self._costs(making, model, has_prompts)):
                 taken[oldest] = [0]
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
@@ -194,7 +194,8 @@ class Speculator:
         if proposing.method == "ngram":
             left.places -= proposing.lookup.enter(request.tokens, left.places)
             lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
-            fitting = [(tokens[: self._num_fitting(request, tokens)], agreed) for tokens, agreed in lines]
+            counts = [self._num_fitting(request, tokens) for tokens, _ in lines]
+            fitting = [(tokens[:count], agreed) for (tokens, agreed), count in zip(lines, counts, strict=True) if count]
             one = looked_up(share, most, (), fitting[:1])
             tree = looked_up(share, most, widths, fitting) if widths else one
         elif self._lost or _num_missing(chunk, proposing) > left.tokens:
@@ -241,6 +242,14 @@ class Speculator:
             return chains, straight.taken
         found = choose_depths(branching, self._costs(making, model, has_prompts, has_trees=True), decodes, room)
         return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
+
+    def _may_probe(self, one: _Offered, costs: StepCosts | None) -> bool:
+        """Whether one proposal that is due is made. Where only the draft takes too long, that is believed less the next time."""
+        if _may_take(costs, one.is_drafted):
+            return True
+        if _may_take(costs, False):
+            self._cost.doubt_passes()
+        return False
 
     def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int, left: _Left) -> None:
         """Puts proposals into the step, as many as there are pages for."""

@@ -28,6 +28,8 @@ FEWEST, MOST = 0.1, 8.0
 """A measured cost of a token counts within these multiples of the predicted one."""
 LONGEST = 2.0
 """A step that takes longer than so many times what it was to take counts as this: pauses of the machine are nobody's cost."""
+DOUBT = 0.9
+"""How much of what a pass of a draft took is still believed, after it kept a probe from being made."""
 LEAST_SHARE = 0.005
 """Of the plain step: what a token costs at least. The fit may not know the cost of tokens yet."""
 
@@ -81,8 +83,8 @@ class VerifyCost:
                 self._off[size] = off if size not in self._off else self._off[size] + FOLLOW * (off - self._off[size])
             return
         if depth:
-            pass_s = draft_s / depth
-            self.pass_s = pass_s if not self.pass_s else self.pass_s + FOLLOW * (pass_s - self.pass_s)
+            pass_s, before = draft_s / depth, self.pass_s
+            self.pass_s = before + FOLLOW * (min(pass_s, LONGEST * before) - before) if before else pass_s
         plain_s = self._plain_s(model, plain)
         expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
         over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
@@ -93,6 +95,10 @@ class VerifyCost:
         if other in self._over:
             seconds, count = self._over[other]
             self._over[other] = FORGET * seconds, FORGET * count
+
+    def doubt_passes(self) -> None:
+        """Passes of the draft took too long for a probe: only a new one tells whether they still do."""
+        self.pass_s *= DOUBT
 
     def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: "_Kind") -> float:
         """What a proposal costs in steps like this one."""
