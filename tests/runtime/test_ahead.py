@@ -1,5 +1,6 @@
 """What drafts and lookups know of a request beside its scores: penalties, bias, bans, allowed tokens, grammar, along the path."""
 
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,29 @@ def test_how_many_tokens_of_a_lookup_may_be_drawn(
     assert drawn.num_fitting(0, tokens, 1) == count
     assert drawn.num_fitting(0, tokens, 1) == count, "the place stays"
     assert drawn.num_fitting(1, tokens, 1) == len(tokens), "a row that is not known here"
+
+
+class Unsearched(list[int]):
+    """Tokens that are not looked through one by one."""
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("looked through")
+
+
+def test_what_may_follow_is_found_without_looking_through_all_that_is_known(tmp_path: Path) -> None:
+    """Neither the context nor the bans are copied for it, and the allowed tokens are not searched."""
+    drawn = sampler(tmp_path)
+    few = Unsearched(range(VOCAB_SIZE - 1))
+    banned = [[token] for token in range(VOCAB_SIZE - 10)] * 200
+    words = [*banned, [VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 4]]
+    history = [7] * 200_000 + [VOCAB_SIZE - 3]
+    drawn.admit(NewRow(0, wire.Sampling(9, 1, allowed_token_ids=few, bad_words=words), len(history) - 1, history))
+    tracemalloc.start()
+    count = drawn.num_fitting(0, [VOCAB_SIZE - 2, VOCAB_SIZE - 4, VOCAB_SIZE - 3], 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 1, "the word began before"
+    assert peak < 50_000
 
 
 def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:

@@ -24,7 +24,7 @@ def wrong_ids(sampling: wire.Sampling, vocab_size: int) -> str | None:
 class Bans:
     """The tokens that one request must not draw next."""
 
-    __slots__ = ("_always", "_ends", "_min_tokens", "_words", "allowed")
+    __slots__ = ("_always", "_ends", "_lasts", "_min_tokens", "_never", "_only", "_words", "allowed", "reach")
 
     def __init__(self, sampling: wire.Sampling, vocab_size: int) -> None:
         self.allowed = sampling.allowed_token_ids
@@ -33,6 +33,14 @@ class Bans:
         self._words = [word for word in sampling.bad_words if len(word) > 1]
         self._min_tokens = sampling.min_tokens
         self._ends = [token for token in sampling.stop_token_ids if 0 <= token < vocab_size]
+        self._only = None if self.allowed is None else frozenset(self.allowed)
+        self._never = frozenset(self._always)
+        self._lasts: dict[int, list[list[int]]] = {}
+        """Of the last token of each longer word what stands before it there."""
+        for word in self._words:
+            self._lasts.setdefault(word[-1], []).append(word[:-1])
+        self.reach = max((len(word) - 1 for word in self._words), default=0)
+        """How many of the last tokens bans depend on."""
 
     def now(self, tokens: Sequence[int], index: int) -> list[int]:
         """The banned ones at this output index, after all `tokens` of the request. May name one twice."""
@@ -44,7 +52,11 @@ class Bans:
 
     def forbids(self, token: int, tokens: Sequence[int], index: int) -> bool:
         """Whether this token may not be drawn at this output index, after all `tokens` of the request."""
-        return (self.allowed is not None and token not in self.allowed) or token in self.now(tokens, index)
+        if token in self._never or (self._only is not None and token not in self._only):
+            return True
+        if index < self._min_tokens and token in self._ends:
+            return True
+        return any(list(tokens[-len(before) :]) == before for before in self._lasts.get(token, ()))
 
     def has_any(self, index: int) -> bool:
         """Whether `now` or `allowed` may ban something at this index or a later one that is as far from the start."""

@@ -70,7 +70,7 @@ class Row:
         count = len(tokens) if self.matcher is None else self.matcher.num_fitting(tokens)
         if not self.bans.has_any(index):
             return count
-        before = list(self.tokens or ())
+        before = self.tokens[-self.bans.reach :] if self.tokens else []
         for at, token in enumerate(tokens[:count]):
             if self.bans.forbids(token, before, index + at):
                 return at
