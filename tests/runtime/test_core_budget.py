@@ -6,9 +6,10 @@ import pytest
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.budget import prefill_tokens
+from phalanx_runtime.core.budget import LEAST_TOKENS, prefill_tokens
 from phalanx_runtime.core.plan import PoolShape, StepResult
 from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.speculator import Speculating
 from tests.runtime.fake_runner import make_request
 
 MODEL = StepModel(fixed_s=0.001, token_s=0.0001, knee_tokens=0, context_s=0.0, attention_s=0.0)
@@ -23,6 +24,33 @@ LIMITS = Limits(max_model_len=2000, max_num_seqs=8, max_num_batched_tokens=1000,
 def test_plans_in_flight_share_the_target(flights: int, decodes: int, elsewhere: int, tokens: int) -> None:
     limits = replace(LIMITS, plans_in_flight=flights)
     assert prefill_tokens(limits, MODEL, decodes, 100 * decodes, elsewhere) == pytest.approx(tokens, abs=1)
+
+
+def test_a_prompt_stretches_the_decodes_of_a_step_and_not_what_is_proposed_behind_them() -> None:
+    """Ten decodes take 2 ms, and forty proposals reach the target of 6 ms: prompts get the few tokens that they always get."""
+    limits = replace(LIMITS, itl_target_s=0.006)
+    assert prefill_tokens(limits, MODEL, 50, 1000, proposals=40) == LEAST_TOKENS
+    assert prefill_tokens(limits, MODEL, 50, 1000) == pytest.approx(15, abs=1), "decodes that the target cannot hold"
+
+
+def test_a_step_with_proposals_gives_prompts_what_is_left_of_the_target() -> None:
+    """Eight streams with seven proposals each, whatever pays, and a long prompt."""
+    how = Speculating("ngram", 7, is_adaptive=False)
+    limits = replace(LIMITS, max_num_seqs=9, itl_target_s=0.0045)
+    scheduler = Scheduler(limits, PoolShape(1000, 4), speculating=how)
+    for tokens in range(1, 200):
+        scheduler.fit.add(StepWork(tokens, 0, 0), MODEL.predict(StepWork(tokens, 0, 0)))
+    for row in range(8):
+        assert scheduler.submit(row, make_request([row, 20 + row, 30, 40 + row] * 5, 50)) is None
+    plan = scheduler.schedule()
+    assert plan is not None and len(plan.draws) == 8
+    scheduler.commit(StepResult(plan.step, list(range(8))))
+    assert scheduler.submit(8, make_request(1500, 1)) is None
+    beside = scheduler.schedule()
+    assert beside is not None
+    proposals = sum(beside.depths)
+    assert proposals > 30
+    assert sum(beside.counts) - 8 - proposals == LEAST_TOKENS
 
 
 @pytest.mark.parametrize("flights", [1, 2])

@@ -18,16 +18,23 @@ LEAST_TOKENS = 8
 
 
 def prefill_tokens(
-    limits: Limits, model: StepModel | None, decodes: int, context_tokens: int, elsewhere: int = 0, draft_s: float = 0.0
+    limits: Limits,
+    model: StepModel | None,
+    decodes: int,
+    context_tokens: int,
+    elsewhere: int = 0,
+    draft_s: float = 0.0,
+    proposals: int = 0,
 ) -> int:
     """How many prompt tokens may join this many decodes, whose contexts sum to `context_tokens`.
 
-    elsewhere: decodes in other plans in flight. draft_s: what drafts of this step take before it.
+    elsewhere: decodes in other plans in flight. draft_s: what drafts of this step take before it. proposals: so many of `decodes`
+    are such: they stretch no step beyond the target.
     """
     room = limits.max_num_batched_tokens - decodes
     if limits.itl_target_s is None or model is None or not decodes + elsewhere:
         return room
-    alone_s = model.predict(StepWork(0, decodes, context_tokens))
+    alone_s = model.predict(StepWork(0, decodes - proposals, context_tokens))
     limit_s = max(limits.itl_target_s / limits.plans_in_flight - draft_s, LEAST_STRETCH * alone_s)
     return min(room, max(LEAST_TOKENS, model.prefill_within(limit_s, decodes, context_tokens)))
 

@@ -85,7 +85,8 @@ class Composer:
             self._speculator.propose(making, model, len(self._seats.running), self._has_prompts())
         context = sum(chunk.end for chunk in making.chunks)
         draft_s = self._speculator.draft_s(making)
-        making.budget = prefill_tokens(self._limits, model, making.num_tokens, context, elsewhere, draft_s)
+        proposals = sum(chunk.depth for chunk in making.chunks)
+        making.budget = prefill_tokens(self._limits, model, making.num_tokens, context, elsewhere, draft_s, proposals)
         self._add_prompts(making, now, may_admit=self.num_preemptions == before)
         return making
 
