@@ -47,7 +47,7 @@ SHAPES: dict[str, Speculating] = {
 ROOMY = Limits(max_model_len=120, max_num_seqs=11, max_num_batched_tokens=512)
 DISTURBANCES: dict[str, tuple[Limits, int]] = {
     "none": (ROOMY, 200),
-    "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=11), 200),
+    "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=18), 200),
     "prefix hits": (replace(ROOMY, max_num_seqs=3), 200),
     "preemption": (Limits(max_model_len=96, max_num_seqs=11, max_num_batched_tokens=64), 18),
     "moves": (ROOMY, 200),
