@@ -122,8 +122,9 @@ class Lease:
         version = body["metadata"]["resourceVersion"]
         if version != self._seen[0]:
             self._seen = (version, self._clock())
-        holder = (body.get("spec") or {}).get("holderIdentity") or ""
-        return Held(holder, version, self._clock() - self._seen[1])
+        spec = body.get("spec") or {}
+        lasts_s = float(spec.get("leaseDurationSeconds") or 0)
+        return Held(spec.get("holderIdentity") or "", version, self._clock() - self._seen[1], lasts_s)
 
     def _spec(self, former: Json) -> Json:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -66,8 +66,14 @@ class Shared:
             await self._keep_monitor(service, body)
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:
-        """Keeps what this revision is. Raises: a KubeError."""
-        await self._keep(service, former.record(service, revision), is_missing=False)
+        """Keeps what this revision is. Raises: a KubeError, but none when the API server refuses it or the name is taken: only
+        going back rests on it, and tells that there is no record."""
+        body = former.record(service, revision)
+        try:
+            await self._keep(service, body, is_missing=False)
+        except (Rejected, Denied) as error:
+            log.warning("revision not kept", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
+            self._remember(service, body, _digest(body))
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
         """The service as it was in a former revision; None when that is not kept, or not understood. Raises: a KubeError."""

@@ -45,14 +45,16 @@ def _convert(settings: ConvertSettings) -> int:
 
 def _fetch(settings: FetchSettings) -> int:
     from phalanx_runtime.checkpoint.locate import locate
+    from phalanx_runtime.checkpoint.locate_exit import locate_exit
 
     told, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
     try:
         found = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=told)
+        drafts_by = [] if settings.exit is None else [locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=told)]
     except ModelError as error:
         print(f"phalanx-runtime fetch: {error}", file=sys.stderr)
         return 1
-    print(found.dir)
+    print(found.dir, *drafts_by, sep="\n")
     return 0
 
 

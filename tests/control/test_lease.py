@@ -20,8 +20,11 @@ from tests.control.fake_kube import FakeKube
         (Held("", "1", 0), Take),
         (Held("you", "1", LEASE_S), Wait),
         (Held("you", "1", LEASE_S + 0.1), Take),
+        (Held("you", "1", LEASE_S + 0.1, 2 * LEASE_S), Wait),
+        (Held("you", "1", 2 * LEASE_S + 0.1, 2 * LEASE_S), Take),
+        (Held("you", "1", LEASE_S, LEASE_S / 2), Wait),
     ],
-    ids=["no lease", "ours", "given back", "held", "run out"],
+    ids=["no lease", "ours", "given back", "held", "run out", "theirs is longer", "theirs has run out", "theirs is shorter"],
 )
 def test_claims(held: Held | None, answer: type) -> None:
     assert isinstance(claim("me", held, LEASE_S), answer)
@@ -89,6 +92,16 @@ class RenewedOnce(Clock):
             await self.leader.acquire()  # its own lease: it is renewed
             self.leader = None
         await self.clock.pause(seconds)
+
+
+async def test_a_leader_whose_lease_lasts_longer_is_waited_for_as_long() -> None:
+    """As while an operator is replaced by one of a release with shorter leases: the old one stops by its own."""
+    kube, clock = FakeKube(), Clock()
+    await Lease(kube, "system", "a", lease_s=15.0, clock=clock.read, pause=clock.pause).acquire()
+    await candidate(kube, "b", clock).acquire()
+    assert holder(kube) == "b"
+    assert 15.0 < clock.now < 15.0 + RENEW_S
+    assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == LEASE_S
 
 
 async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:

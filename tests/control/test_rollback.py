@@ -243,6 +243,22 @@ async def test_without_a_record_it_pauses_and_says_why(loss: str) -> None:
     assert world.status.rollback is None
 
 
+async def test_a_stranger_of_the_name_of_the_record_stops_nothing_but_going_back() -> None:
+    stranger = {"metadata": {"name": "chat-former", "namespace": "team", "uid": "theirs"}, "data": {"mine": "1"}}
+    world = World(replicas=1, rollout=ROLLOUT)
+    world.kube.put(CONFIG_MAPS, stranger)
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    await world.change(replicas=2)
+    await world.settle()
+    assert (len(world.groups), world.ready) == (2, ("True", "Ready"))
+    await world.change(engine=BAD)
+    await run_late(world)
+    stalled = find_condition(world.status.conditions, "Stalled")
+    assert stalled and "there is no record of a revision" in stalled.message
+    assert world.kube.of(CONFIG_MAPS)["chat-former"]["data"] == {"mine": "1"}
+
+
 async def test_a_first_revision_has_nothing_to_go_back_to() -> None:
     world = World(replicas=1, rollout=ROLLOUT)
     await world.look()

@@ -167,6 +167,7 @@ def test_a_spec_that_cannot_be_followed_stalls_and_names_its_fields() -> None:
         "Progressing": ("False", "SpecInvalid"),
         "Stalled": ("True", "SpecInvalid"),
         "Available": ("True", "Serving"),
+        "RouterReady": ("True", "Ready"),
     }
     assert find_condition(found.conditions, "Ready") == Condition(
         type="Ready",
@@ -178,6 +179,30 @@ def test_a_spec_that_cannot_be_followed_stalls_and_names_its_fields() -> None:
     )
     mended = status(make_snapshot(make_group("a"), status=found), make_desired(1), suspended=False, now=NOW)
     assert "Stalled" not in verdicts(mended)
+
+
+@pytest.mark.parametrize(
+    ("router", "verdict", "words"),
+    [
+        (NO_ROUTER, "RouterNotReady", "0 of 1 routers are ready"),
+        (None, "RouterNotReady", "0 of 1"),
+        (SETTLED_ROUTER, "Ready", ""),
+    ],
+    ids=["down", "gone", "there"],
+)
+def test_a_spec_that_cannot_be_followed_hides_no_loss(router: ObservedRouter | None, verdict: str, words: str) -> None:
+    """Of groups and routers that fail meanwhile."""
+    groups = [make_group(name) for name in ("a", "b", "c")]
+    whole = status(make_snapshot(*groups), make_desired(3), Fleet(asked=1), suspended=False, now=NOW)
+    whole = whole.model_copy(update={"available_replicas": 3})
+    seen = make_snapshot(make_group("a"), make_group("b", ready=False), router=router, status=whole)
+    found = refused(seen, Reason.SPEC_INVALID, [FieldError("spec", "no")], NOW)
+    assert (found.replicas, found.ready_replicas, found.available_replicas) == (2, 1, 1)
+    assert verdicts(found)["RouterReady"] == (str(router == SETTLED_ROUTER), verdict)
+    said = find_condition(found.conditions, "RouterReady")
+    assert said and words in said.message
+    few = refused(make_snapshot(*groups, status=Status(available_replicas=1)), Reason.REJECTED, [FieldError("spec", "no")], NOW)
+    assert few.available_replicas == 1, "routers knew no more of them"
 
 
 @pytest.mark.parametrize(

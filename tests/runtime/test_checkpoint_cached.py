@@ -11,6 +11,7 @@ from phalanx_api.conditions import Reason
 from phalanx_operator.decide.caching import cause_of
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.locate_exit import locate_exit
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fetch_spec import FetchSettings
 from phalanx_runtime.settings import ServeSettings, read_settings
@@ -85,6 +86,22 @@ def test_what_cannot_be_fetched_ends_with_the_reason(
 ) -> None:
     assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 1
     assert "phalanx-runtime fetch: there is no model org/tiny" in capsys.readouterr().err
+
+
+def test_an_exit_is_fetched_with_its_model(server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.add("org/tiny", FILES)
+    server.add("org/exits", {"exit.safetensors": b"the map"})
+    exit = "hf://org/exits/exit.safetensors"
+    assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 0
+    with pytest.raises(ModelError, match=r"there is no copy of .*phalanx-runtime fetch \(an exit: with --exit\)") as told:
+        locate_exit(exit, cache_dir=tmp_path, cached_only=True)
+    assert cause_of(str(told.value)) is Reason.NOT_FOUND
+    capsys.readouterr()
+    assert main(["fetch", URI, "--exit", exit, "--download-dir", str(tmp_path)]) == 0
+    asked = len(server.seen)
+    found = locate_exit(exit, cache_dir=tmp_path, cached_only=True)
+    assert found.read_bytes() == b"the map" and len(server.seen) == asked
+    assert capsys.readouterr().out.splitlines()[1:] == [str(found)]
 
 
 def test_flags(tmp_path: Path) -> None:

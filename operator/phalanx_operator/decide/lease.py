@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The lease as it is: by whom, its version, and how long that version has been seen by us."""
+    """The lease as it is: by whom, its version, how long we have seen that version, and how long its holder says it lasts."""
 
     holder: str
     resource_version: str
     unchanged_s: float
+    lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,18 @@ class Wait:
 
 
 def claim(me: str, held: Held | None, lease_s: float) -> Take | Wait:
-    """What a candidate does now. `held` is None when there is no lease."""
+    """What a candidate does now. `held` is None when there is no lease.
+
+    `lease_s`: how long ours last. The holder may be of a release, or have a flag, that makes it stop later: the
+    longer one counts.
+    """
     if held is None:
         return Take("there is no lease")
     if held.holder == me:
         return Take("renewal")
     if not held.holder:
         return Take("the lease was given back")
-    if held.unchanged_s > lease_s:
-        return Take(f"{held.holder} did not renew for {lease_s:.0f} s")
-    return Wait(held.holder, lease_s - held.unchanged_s)
+    lasts_s = max(lease_s, held.lease_s)
+    if held.unchanged_s > lasts_s:
+        return Take(f"{held.holder} did not renew for {lasts_s:.0f} s")
+    return Wait(held.holder, lasts_s - held.unchanged_s)

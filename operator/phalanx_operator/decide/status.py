@@ -47,7 +47,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
     conditions = _set_available(conditions, snapshot.router, serving, generation, now, holds=holds)
     conditions = _set_progressing(conditions, desired, settled, bool(behind), generation, now)
     conditions = _set_reconciling(conditions, settled, generation, now)
-    conditions = _set_router_ready(conditions, snapshot.router, desired, generation, now)
+    conditions = _set_router_ready(conditions, snapshot.router, desired.routers, generation, now)
     conditions = _set_stalled(conditions, desired, generation, now)
     return Status(
         observed_generation=generation,
@@ -102,20 +102,20 @@ def _set_reconciling(conditions: tuple[Condition, ...], settled: bool, generatio
 
 
 def _set_router_ready(
-    conditions: tuple[Condition, ...], router: ObservedRouter | None, desired: Desired, generation: int, now: str
+    conditions: tuple[Condition, ...], router: ObservedRouter | None, routers: int, generation: int, now: str
 ) -> tuple[Condition, ...]:
     """Whether all routers run as wanted."""
-    settled = _has_routers(router, desired)
-    reason, message = (Reason.READY, "") if settled else (Reason.ROUTER_NOT_READY, _count_of_routers(router, desired))
+    settled = _has_routers(router, routers)
+    reason, message = (Reason.READY, "") if settled else (Reason.ROUTER_NOT_READY, _count_of_routers(router, routers))
     return set_condition(conditions, "RouterReady", settled, reason=reason, message=message, generation=generation, now=now)
 
 
-def _has_routers(router: ObservedRouter | None, desired: Desired) -> bool:
-    return router is not None and router.settled and router.wanted == desired.routers
+def _has_routers(router: ObservedRouter | None, routers: int) -> bool:
+    return router is not None and router.settled and router.wanted == routers
 
 
-def _count_of_routers(router: ObservedRouter | None, desired: Desired) -> str:
-    return f"{router.ready if router else 0} of {desired.routers} routers are ready"
+def _count_of_routers(router: ObservedRouter | None, routers: int) -> str:
+    return f"{router.ready if router else 0} of {routers} routers are ready"
 
 
 def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
@@ -139,11 +139,14 @@ def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], no
     for kind, is_true in verdicts:
         conditions = set_condition(conditions, kind, is_true, reason=reason, message=message, generation=generation, now=now)
     conditions = _set_available(conditions, snapshot.router, any(group.ready for group in here), generation, now)
+    routers = snapshot.router.wanted if snapshot.router else 1  # what runs counts: how many are wanted may not be known
+    conditions = _set_router_ready(conditions, snapshot.router, routers, generation, now)
     return snapshot.status.model_copy(
         update={
             "observed_generation": generation,
             "replicas": len(here),
             "ready_replicas": sum(group.ready for group in here),
+            "available_replicas": min(snapshot.status.available_replicas, sum(group.serving for group in here)),
             "groups": _listed(snapshot.groups, NOBODY, snapshot.status.groups),
             "conditions": conditions,
         }
@@ -171,7 +174,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     """The gravest thing that keeps the service from being as wanted, or None."""
     here = staying(snapshot.groups)
     unready = [group for group in here if not group.ready]
-    routers_settled = _has_routers(snapshot.router, desired)
+    routers_settled = _has_routers(snapshot.router, desired.routers)
     pods = [pod for group in unready for pod in group.pods if pod.reason]
     pods += [pod for pod in snapshot.router_pods if pod.reason and not routers_settled]
     for reasons, answer in (
@@ -196,7 +199,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
     if not routers_settled:
-        return Reason.ROUTER_NOT_READY, _count_of_routers(snapshot.router, desired)
+        return Reason.ROUTER_NOT_READY, _count_of_routers(snapshot.router, desired.routers)
     return None, ""
 
 

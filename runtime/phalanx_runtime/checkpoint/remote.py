@@ -129,7 +129,8 @@ def snapshot(source: Source, folder: Path, label: str, *, file: str | None = Non
         return Snapshot(folder / (version + suffix), version)
     if source.work.cached_only:
         missing = (
-            f"there is no copy of {source.where} in {folder}, and only what is there is served: fill it by phalanx-runtime fetch"
+            f"there is no copy of {source.where} in {folder}, and only what is there is served: "
+            "fill it by phalanx-runtime fetch (an exit: with --exit)"
         )
         return _fetched_before(source, folder, label, suffix, ModelError(missing))
     try:
