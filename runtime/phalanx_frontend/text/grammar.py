@@ -1,4 +1,4 @@
-"""Grammars as llguidance reads them: the door checks them, rank 0 of the runtime masks with them, both from the same words here.
+"""Grammars as llguidance reads them: the door checks them, the rank that draws masks with them, both from the same words here.
 
 Between the tokens of JSON one space or one line end with its indentation is allowed, so that a model cannot fill its answer with
 blanks.

@@ -5,7 +5,8 @@
 A proposal's chance is that it is accepted with its branch, so along a branch chances only fall. Proposals are taken in the order
 of their chances while each makes the step faster; the time is convex in their number, so the best set is found. A draft costs a
 pass for each level, whoever takes part: every greatest depth is tried. What gains less than `MARGIN` is left: times are guesses.
-Where a target bounds the time between tokens, no step passes it for its proposals.
+Where a target bounds the time between tokens, `choose_depths` makes no step that is expected to pass it for its proposals:
+not before costs are known, and `choose_all` looks at none.
 """
 
 import math
