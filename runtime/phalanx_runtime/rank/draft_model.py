@@ -108,11 +108,10 @@ class DraftModel:
 
 
 class LostDraft(Pageless):
-    """What is left of a draft that could not be loaded: it says why. `peers` wait to be told, where they are those of a model."""
+    """What is left of a draft that could not be loaded: it says why, and plans name no drafted path."""
 
-    def __init__(self, why: str, peers: Collective | None) -> None:
+    def __init__(self, why: str) -> None:
         self._why = why
-        self._peers = peers
 
     @property
     def lost(self) -> str:
@@ -120,11 +119,8 @@ class LostDraft(Pageless):
         return self._why
 
     def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
-        """That there is none, for each proposal asked for. Raises PeerLost."""
-        drafted = nothing(plan)
-        if drafted and self._peers is not None and self._peers.world_size > 1:
-            self._peers.broadcast(msgspec.msgpack.encode(drafted))
-        return drafted
+        """That there is none, for each proposal asked for."""
+        return nothing(plan)
 
 
 class ToldDraft(Pageless):

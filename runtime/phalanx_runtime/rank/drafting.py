@@ -83,7 +83,7 @@ def make_proposer(
     if spec.speculative_method not in ("draft", "self_draft"):
         return None
     if drafting.lost:
-        return LostDraft(drafting.lost, peers if spec.speculative_method == "draft" else None)
+        return LostDraft(drafting.lost)
     if drafting.num_layers:
         assert isinstance(target, Decoder), "checked when it was loaded"
         return SelfDraft(target, caches, peers, drafting.num_layers, drafting.through)
