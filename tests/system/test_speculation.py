@@ -37,7 +37,8 @@ def answers(base_url: str) -> dict[str, Any]:
     return told
 
 
-def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path) -> None:
+@pytest.mark.parametrize("tree", [(), ("--speculative-tree", "3,2")], ids=["chain", "tree"])
+def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path, tree: tuple[str, ...]) -> None:
     with runtime("plain", model, "--dtype", "float64") as plain:
         expected = answers(plain.base_url)
         refused = httpx.post(
@@ -45,16 +46,17 @@ def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path) -> 
         )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative.method"), refused.text
     flags = ("--speculative-method", "ngram", "--speculative-tokens", "6", "--speculative-control", "fixed")
-    with runtime("ngram", model, "--dtype", "float64", *flags) as ours:
+    with runtime("ngram", model, "--dtype", "float64", *flags, *tree) as ours:
         assert answers(ours.base_url) == expected
         shown = httpx.get(f"{ours.base_url}/metrics", timeout=10).text
         told = httpx.get(f"{ours.base_url}/v1/metrics", timeout=10).json()
     counts = {
         name: float(line.rsplit(" ", 1)[1])
         for line in shown.splitlines()
-        for name in ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
-        if line.startswith(name + "{")
+        for name in ("num_draft_tokens_total", "num_accepted_tokens_total", "speculation_branched_tokens_total")
+        if line.partition("{")[0].endswith(name)
     }
-    proposed, accepted = counts.values()
+    proposed, accepted = counts["num_draft_tokens_total"], counts["num_accepted_tokens_total"]
     assert 0.2 < accepted / proposed < 0.95
     assert 0.2 < told["acceptance_rate"] < 0.95
+    assert (counts["speculation_branched_tokens_total"] > 0) == bool(tree)
