@@ -314,7 +314,8 @@ def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
     assert made == [[]] * PROBE_EVERY + [[6]]
 
 
-def test_one_slow_draft_ends_no_drafting_under_a_target() -> None:
+@pytest.mark.parametrize("is_fitted", [True, False], ids=["fitted", "before the fit has its samples"])
+def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None:
     """Steps of 10 ms and 1 ms for each token, a target of 20 ms, and passes of 0.5 ms, but half a second for the first of all."""
     runner = FakeRunner(60, 4)
     limits = Limits(200, 4, 64, itl_target_s=0.020)
@@ -325,7 +326,7 @@ def test_one_slow_draft_ends_no_drafting_under_a_target() -> None:
         plan = made.schedule()
         assert plan is not None
         passes = sum(plan.depths)
-        is_first = passes > 0 and not slow and made.fit.model() is not None
+        is_first = passes > 0 and not slow and (made.fit.model() is not None) == is_fitted
         draft_s = 0.5 if is_first else 0.0005 * passes
         slow += is_first
         made.commit(msgspec.structs.replace(runner.run(plan), draft_s=draft_s), 0.010 + 0.001 * sum(plan.counts) + draft_s)

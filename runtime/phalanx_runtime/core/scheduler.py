@@ -347,7 +347,7 @@ class Scheduler:
 
     def _learn(self, making: Making, wall_s: float, draft_s: float) -> None:
         """Fits the step-time function, of which passes that draft for decodes are no part, and tells the policy."""
-        self.fit.add(making.work, wall_s - min(draft_s, self.speculator.draft_s(making)))
+        self.fit.add(making.work, wall_s - self.speculator.draft_s_behind_decodes(making, draft_s))
         self._reporter.stepped(making, self.fit.model(), wall_s)
         model = self.fit.model()
         if model is not None:

@@ -123,6 +123,13 @@ class Speculator:
         """How long the drafts of a step take."""
         return self._cost.pass_s * max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
 
+    def draft_s_behind_decodes(self, making: Making, draft_s: float) -> float:
+        """How much of this measured time of drafts went into proposals: beside prompts no more than is known of passes."""
+        if not any(chunk.is_drafted for chunk in making.chunks):
+            return 0.0
+        is_known = self._cost.pass_s > 0 and making.work.prefill_tokens > 0
+        return min(draft_s, self.draft_s(making)) if is_known else draft_s
+
     def heard(self, chunk: Chunk, accepted: Sequence[int], kept: int) -> None:
         """Of a request of a finished plan these proposals were accepted. It kept so many tokens: others came after its end."""
         proposing = chunk.request.proposing
