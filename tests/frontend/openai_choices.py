@@ -1,9 +1,11 @@
 """Several choices of one request: n of a prompt, and several prompts. Part of the OpenAI suite."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from openai.types import CompletionUsage
 
 from phalanx_api.seeds import mix
 from tests.frontend.openai_target import PROMPT, Asked, Target, complete
@@ -11,15 +13,29 @@ from tests.frontend.openai_target import PROMPT, Asked, Target, complete
 PROMPTS = [PROMPT, f"{PROMPT}, there was", "The"]
 
 
-async def texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Any]:
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a request used of its own: how much of its prompts lay in a cache depends on the group that got it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def used(usage: CompletionUsage | None) -> Used:
+    """The usage that an answer told."""
+    assert usage is not None
+    return Used(usage.prompt_tokens, usage.completion_tokens)
+
+
+async def texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Used]:
     """Text by index of the choice, and the usage."""
     fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
     answer = await client.completions.create(**fields)
     assert all(choice.finish_reason for choice in answer.choices)
-    return {choice.index: choice.text for choice in answer.choices}, answer.usage
+    return {choice.index: choice.text for choice in answer.choices}, used(answer.usage)
 
 
-async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Any]:
+async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Used]:
     """The same, streamed and put together."""
     fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
     found: dict[int, str] = {}
@@ -32,7 +48,7 @@ async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> 
             ended |= {choice.index} if choice.finish_reason else set()
         usage = chunk.usage
     assert ended == set(found)
-    return found, usage
+    return found, used(usage)
 
 
 class ChoiceSuite(Asked):
