@@ -136,10 +136,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
                 yield arrived, line[5:].strip()
 
 
-def session_for(concurrency: int, api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
-    """A session that holds `concurrency` connections and bounds every request."""
+def session_for(concurrency: int, api_key: str | None, timeout_s: float, is_kept_alive: bool = True) -> aiohttp.ClientSession:
+    """A session that holds `concurrency` connections and bounds every request. Not kept alive, each serves one request."""
+    keepalive_s = 60 if is_kept_alive else None
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=60),
+        connector=aiohttp.TCPConnector(limit=concurrency, force_close=not is_kept_alive, keepalive_timeout=keepalive_s),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         json_serialize=lambda value: json.dumps(value, ensure_ascii=False),

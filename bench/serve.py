@@ -30,6 +30,7 @@ class Load:
     concurrency: int
     api_key: str | None = None
     timeout_s: float = 600.0
+    is_kept_alive: bool = True
 
 
 async def run_load(load: Load) -> tuple[list[Answer], float]:
@@ -37,7 +38,7 @@ async def run_load(load: Load) -> tuple[list[Answer], float]:
     waiting = list(reversed(list(enumerate(load.bodies))))
     answers: dict[int, Answer] = {}
 
-    async with session_for(load.concurrency, load.api_key, load.timeout_s) as session:
+    async with session_for(load.concurrency, load.api_key, load.timeout_s, load.is_kept_alive) as session:
 
         async def worker() -> None:
             while waiting:

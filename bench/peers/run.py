@@ -56,11 +56,14 @@ def _asked(
     work = whole.trial() if is_trial else whole
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time of this engine is over")
+        raise TimeoutError(f"the time of this engine was over before {name}")
     bodies = [_body(peer, prompt, count) for prompt, count in zip(work.prompts, work.max_tokens, strict=True)]
-    load = Load(f"{program.base_url}/v1/completions", bodies, work.concurrency, timeout_s=left)
+    url = f"{program.base_url}/v1/completions"
+    load = Load(url, bodies, work.concurrency, timeout_s=left, is_kept_alive=False)  # some engines close what they answered on
     answers, seconds = asyncio.run(run_load(load))
     for answer, wanted in zip(answers, work.max_tokens, strict=True):
+        if answer.error is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"the time of this engine was over in {name}")
         if answer.error is not None or answer.completion_tokens != wanted:
             raise RuntimeError(answer.error or f"{answer.completion_tokens} tokens of {wanted}")
     return answers, seconds

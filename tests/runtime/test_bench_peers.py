@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from socketserver import BaseRequestHandler, StreamRequestHandler, ThreadingTCPServer
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -62,6 +64,50 @@ def test_an_engine_that_does_not_start_is_a_row_with_the_reason() -> None:
     row = measured(Peer("broken", "bfloat16", start), MACHINE, Limits())
     assert row["failed"] == "RuntimeError: no such instruction"
     assert "broken failed: RuntimeError: no such instruction" in page([row], "a machine")
+
+
+class OneAnswer(StreamRequestHandler):
+    """Answers one request of a connection with eight tokens and closes it without having said so."""
+
+    def handle(self) -> None:
+        lengths = [line for line in iter(self.rfile.readline, b"\r\n") if line.lower().startswith(b"content-length:")]
+        self.rfile.read(int(lengths[0].split(b":")[1]))
+        event = b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 8}}\n\n'
+        body = 2 * event + b"data: [DONE]\n\n"
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+
+class NoAnswer(StreamRequestHandler):
+    """Takes a request and says nothing until the client leaves."""
+
+    def handle(self) -> None:
+        while self.rfile.readline():
+            pass
+
+
+def measured_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str, object]:
+    """The row of an engine whose door is this."""
+
+    @contextmanager
+    def start(machine: Machine) -> Iterator[Program]:
+        with ThreadingTCPServer(("127.0.0.1", 0), handler) as door, subprocess.Popen(["sleep", "60"]) as process:
+            Thread(target=door.serve_forever, kwargs={"poll_interval": 0.05}).start()
+            try:
+                yield Program("door", f"http://127.0.0.1:{door.server_address[1]}", process, Path("door.log"))
+            finally:
+                door.shutdown()
+                process.kill()
+
+    return measured(Peer("door", "bfloat16", start), MACHINE, Limits(1, True, seconds))
+
+
+def test_an_engine_may_close_what_it_answered_on() -> None:
+    found = measured_with(OneAnswer, 60)
+    assert "failed" not in found and set(NAMES) < set(found)
+
+
+def test_an_engine_whose_time_is_over_is_a_row_that_says_where() -> None:
+    assert measured_with(NoAnswer, 0.5)["failed"] == "TimeoutError: the time of this engine was over in W1"
 
 
 def row(engine: str, speed: float, other: float) -> dict[str, Any]:
