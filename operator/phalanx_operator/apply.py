@@ -26,10 +26,12 @@ from phalanx_operator.decide.actions import (
     MarkLeader,
     NoteRestarts,
     RestartGroup,
+    RetryPods,
     SetReplicas,
 )
 from phalanx_operator.decide.draining import LAST_S
 from phalanx_operator.decide.recovery import written
+from phalanx_operator.decide.retry import RETRIED
 from phalanx_operator.decide.snapshot import Draining, Snapshot
 from phalanx_operator.errors import Conflict, Gone, KubeError, Rejected
 from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
@@ -116,6 +118,8 @@ class Hands:
                     await self._mark(action, service, now)
                 case EndPod():
                     await self._end_pod(action, service)
+                case RetryPods():
+                    await self._retry(action, service, now)
         return done
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
@@ -228,6 +232,14 @@ class Hands:
             await self._client.merge(PODS, service.namespace, action.pod, patch)
         except (Gone, Conflict):
             pass  # the pod that follows it is marked in its turn
+
+    async def _retry(self, action: RetryPods, service: InferenceService, now: str) -> None:
+        patch = {"metadata": {"uid": action.uid, "annotations": {RETRIED: now}}}
+        try:
+            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
+        except (Gone, Conflict):
+            return  # gone before, or another one by now
+        log.info("pods tried again", extra=_fields(service, action.name, action.why))
 
     async def _end_pod(self, action: EndPod, service: InferenceService) -> None:
         try:

@@ -12,6 +12,7 @@ from phalanx_api.schema import read
 from phalanx_api.status import Status
 from phalanx_operator.decide import recovery
 from phalanx_operator.decide.draining import LAST_S
+from phalanx_operator.decide.retry import RETRIED
 from phalanx_operator.decide.snapshot import (
     Draining,
     ObservedGroup,
@@ -95,6 +96,7 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
         draining=draining_of(metadata),
         gang=_labels(metadata).get(labels.GANG, ""),
         restarts=recovery.read(_annotations(metadata).get(labels.RESTARTS)),
+        retried=_annotations(metadata).get(RETRIED, ""),
     )
     return ObservedSet(owner_uid(metadata), group)
 

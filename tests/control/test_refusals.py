@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.errors import Denied
-from phalanx_operator.kube import STATEFUL_SETS
+from phalanx_operator.errors import Denied, Gone
+from phalanx_operator.kube import PODS, STATEFUL_SETS
 from phalanx_operator.refusals import ASK_AGAIN_S, Refusals
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
+from tests.control.test_admission import waiting
 from tests.control.worlds import KEY, World
 
 LATER = "2026-01-02T03:04:35Z"
@@ -45,6 +46,53 @@ async def test_the_status_has_the_words_of_the_api_server(words: str, reason: st
     await world.settle()
     assert world.ready == ("True", "Ready")
     assert world.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+async def test_a_refusal_is_told_before_what_only_waits_for_the_pod() -> None:
+    """Pods that are placed together find no node while one of them may not be made."""
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1})
+    await world.look()
+    (name,) = world.groups
+    world.cluster.start_pods()
+    del world.kube.objects["pods", "team", f"{name}-1"]
+    world.kube.put(PODS, waiting(world.kube.of(PODS)[f"{name}-0"], NOW))
+    await world.look()
+    assert world.ready == ("False", "InsufficientCapacity")
+    world.now = LATER
+    world.kube.told_of_groups = [event(world.kube.of(STATEFUL_SETS)[name]["metadata"]["uid"], QUOTA)]
+    await world.look()
+    assert (world.ready, world.condition("CapacityAvailable")) == (("False", "QuotaExceeded"), ("False", "QuotaExceeded"))
+
+
+async def test_pods_that_are_refused_are_tried_again_every_half_minute() -> None:
+    """By itself their controller waits longer each time: a quota that is raised would be of use only much later."""
+    world = World(replicas=1)
+    await world.look()
+    await world.look()
+    (group,) = world.kube.of(STATEFUL_SETS).values()
+    world.kube.told_of_groups = [event(group["metadata"]["uid"], QUOTA)]
+    tried = []
+    for at in ("04:15", "04:34", "04:35", "04:50", "05:04", "05:05"):
+        world.now = f"2026-01-02T03:{at}Z"
+        if f"merge statefulsets {group['metadata']['name']}" in await world.look():
+            tried.append(at)
+    assert tried == ["04:35", "05:05"]
+    world.now = "2026-01-02T04:00:00Z"
+    await world.settle()
+    assert world.ready == ("True", "Ready"), "nothing is tried once the pods are there"
+
+
+async def test_a_group_that_goes_before_its_pods_are_tried_again_is_left_alone() -> None:
+    world = World(replicas=1)
+    await world.look()
+    await world.look()
+    (group,) = world.kube.of(STATEFUL_SETS).values()
+    world.kube.told_of_groups = [event(group["metadata"]["uid"], QUOTA)]
+    world.kube.failures[f"merge statefulsets {group['metadata']['name']}"] = Gone("404")
+    world.now = LATER
+    await world.look()
+    assert world.kube.failures == {}, "it was tried"
+    assert world.ready == ("False", "QuotaExceeded")
 
 
 async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None:

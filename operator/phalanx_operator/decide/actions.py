@@ -121,6 +121,15 @@ class KeepRevision:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryPods:
+    """Make the controller of StatefulSets try again now to make the pods of a group, if it is still the one with this UID."""
+
+    name: str
+    uid: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteGroup:
     """Delete a group, if it is still the one with this UID."""
 
@@ -138,7 +147,8 @@ class SetReplicas:
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
-Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | MarkLeader | EndPod | NoteRestarts | KeepGang | KeepRevision
+OfPods = MarkLeader | EndPod | RetryPods
+Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | NoteRestarts | KeepGang | KeepRevision
 
 
 @dataclass(frozen=True, slots=True)

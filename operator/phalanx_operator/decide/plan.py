@@ -15,6 +15,7 @@ from phalanx_operator.decide import (
     lost,
     progress,
     recovery,
+    retry,
     rollback,
     speculating,
     versions,
@@ -180,7 +181,7 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
-    actions += _gangs(snapshot.groups)
+    actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, now)]
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
     said = _told(service, seen, desired, past, waits, now)

@@ -88,7 +88,7 @@ class ObservedGroup:
     short_since: since when this operator has seen pods of it missing; empty while none is. tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
     replaced although it serves. gang: who places its pods together.
-    refused: why pods of it cannot be made, if the API server said so.
+    refused: why pods of it cannot be made, if the API server said so; retried: when that was last tried again.
     restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
     """
 
@@ -113,6 +113,7 @@ class ObservedGroup:
     recent_restarts: int = 0
     spent: bool = False
     refused: str = ""
+    retried: str = ""
 
     @property
     def serving(self) -> bool:

@@ -177,18 +177,14 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     routers_settled = _has_routers(snapshot.router, desired.routers)
     pods = [pod for group in unready for pod in group.pods if pod.reason]
     pods += [pod for pod in snapshot.router_pods if pod.reason and not routers_settled]
-    for reasons, answer in (
-        (_IMAGE_REASONS, Reason.IMAGE_PULL_FAILED),
-        (_FAILING_REASONS, Reason.POD_FAILING),
-        (("Unschedulable",), Reason.INSUFFICIENT_CAPACITY),
-    ):
-        for pod in pods:
-            if pod.reason in reasons:
-                return answer, f"pod {pod.name}: {pod.reason}: {pod.message}"
-    for group in here:
-        if group.refused:
-            reason = Reason.QUOTA_EXCEEDED if is_quota(group.refused) else Reason.REJECTED
-            return reason, f"group {group.name}: {group.refused}"
+    why = (
+        _of_pods(pods, _IMAGE_REASONS, Reason.IMAGE_PULL_FAILED)
+        or _of_pods(pods, _FAILING_REASONS, Reason.POD_FAILING)
+        or _of_refusals(here)  # the pods that are there may wait for one that may not be made
+        or _of_pods(pods, ("Unschedulable",), Reason.INSUFFICIENT_CAPACITY)
+    )
+    if why:
+        return why
     if desired.spent:
         return Reason.RESTART_BUDGET_SPENT, desired.spent
     there = live(snapshot.groups)
@@ -201,6 +197,18 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     if not routers_settled:
         return Reason.ROUTER_NOT_READY, _count_of_routers(snapshot.router, desired.routers)
     return None, ""
+
+
+def _of_pods(pods: Sequence[ObservedPod], reasons: Sequence[str], answer: Reason) -> tuple[Reason, str] | None:
+    return next(((answer, f"pod {pod.name}: {pod.reason}: {pod.message}") for pod in pods if pod.reason in reasons), None)
+
+
+def _of_refusals(groups: Sequence[ObservedGroup]) -> tuple[Reason, str] | None:
+    for group in groups:
+        if group.refused:
+            reason = Reason.QUOTA_EXCEEDED if is_quota(group.refused) else Reason.REJECTED
+            return reason, f"group {group.name}: {group.refused}"
+    return None
 
 
 def is_quota(words: str) -> bool:
