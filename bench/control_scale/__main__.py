@@ -23,7 +23,7 @@ from typing import Any
 from bench.control_scale import nodes
 from bench.control_scale.measure import OPERATOR_NAMESPACE, Sets, Use, control_plane_cpu, leader_of, use_of
 from phalanx_api import labels
-from phalanx_operator.errors import KubeError
+from phalanx_operator.errors import Conflict, KubeError, Retry
 from phalanx_operator.http_kube import HttpKube, connect
 from phalanx_operator.kube import NODES as NODE
 from phalanx_operator.kube import PODS, SERVICES_OF_OURS, Json, KubeClient
@@ -99,9 +99,19 @@ class Bench:
         """Seconds from the answer of the API server until the last StatefulSet was seen."""
         await asyncio.sleep(max(at - time.monotonic(), 0))
         name = f"scale-{number:04}"
-        await self._kube.create(SERVICES_OF_OURS, service(self._namespace, name))
+        await self._create(name)
         applied = time.monotonic()
         return await self._sets.until(name, GROUPS) - applied
+
+    async def _create(self, name: str) -> None:
+        while True:
+            try:
+                await self._kube.create(SERVICES_OF_OURS, service(self._namespace, name))
+                return
+            except Conflict:
+                return  # it was made, and the answer was lost
+            except Retry:
+                await asyncio.sleep(0.2)
 
     async def _settle(self, ip: str) -> Use:
         """What the operator has used when all pods are ready and its queue has been empty for three looks."""
