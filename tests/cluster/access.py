@@ -66,13 +66,13 @@ class Cluster:
         """Nothing; the archive's images are in every node. Raises Failed for a cluster that is not ours."""
         lifecycle.load_images(self._ours("load_image"), installed(), [archive])
 
-    def claim(self, namespace: str, name: str, folder: Path) -> None:
-        """Nothing; the namespace has a read-only claim of that name on a folder that every node sees at its path."""
+    def claim(self, namespace: str, name: str, folder: Path, access: str = "ReadOnlyMany") -> None:
+        """Nothing; the namespace has a claim of that name on a folder that every node sees at its path."""
         volume = claims.volume_name(namespace, name)
         found = self.kubectl("get", "persistentvolume", volume, "-o", "jsonpath={.status.phase}", "--ignore-not-found")
         if found in ("Released", "Failed"):  # its claim went with an earlier namespace of this name
             self.kubectl("delete", "persistentvolume", volume)
-        objects = {"apiVersion": "v1", "kind": "List", "items": claims.claim_on(namespace, name, folder)}
+        objects = {"apiVersion": "v1", "kind": "List", "items": claims.claim_on(namespace, name, folder, access)}
         self.kubectl("apply", "-f", "-", stdin=json.dumps(objects))
 
     def claim_site_packages(self, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""Folders of the machine as read-only claims: pods of restricted namespaces may not name a host path, a volume may. Pure."""
+"""Folders of the machine as claims: pods of restricted namespaces may not name a host path, a volume may. Pure."""
 
 import copy
 from pathlib import Path
@@ -14,10 +14,10 @@ def volume_name(namespace: str, claim: str) -> str:
     return f"{namespace}-{claim}"
 
 
-def claim_on(namespace: str, claim: str, folder: Path) -> list[dict[str, Any]]:
+def claim_on(namespace: str, claim: str, folder: Path, access: str = "ReadOnlyMany") -> list[dict[str, Any]]:
     """A volume of that folder and the claim bound to it."""
     size = {"storage": "1Gi"}  # asked for by the schema, counted by nobody
-    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    common = {"accessModes": [access], "storageClassName": ""}
     name = volume_name(namespace, claim)
     volume = {
         "apiVersion": "v1",

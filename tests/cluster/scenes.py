@@ -93,6 +93,15 @@ class Scene(Chat):
         conditions = {c["type"]: (c["status"], c["reason"]) for c in self.status(name).get("conditions", [])}
         return conditions.get(kind, ("", ""))
 
+    def events(self, name: str = "chat") -> set[tuple[str, str]]:
+        """Type and reason of every event of a service."""
+        found = [one for one in self.get("events")["items"] if one["involvedObject"].get("name") == name]
+        return {(one["type"], one["reason"]) for one in found if one["involvedObject"].get("kind") == "InferenceService"}
+
+    def revisions(self, name: str = "chat") -> list[str]:
+        """The revision of each group that is not being deleted."""
+        return sorted(one["metadata"]["labels"]["phalanx.dev/revision"] for one in self.sets(name).values())
+
     def sets(self, name: str = "chat") -> dict[str, dict[str, Any]]:
         """The groups that are not being deleted, by name."""
         found = self.get("statefulsets", "-l", f"phalanx.dev/service={name}")["items"]

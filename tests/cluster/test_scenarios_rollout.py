@@ -1,8 +1,13 @@
-"""S11, S21, S24, S25, S26, S28, S32: how groups are replaced and leave, with requests where the scenario speaks of them."""
+"""S11, S21, S24, S25, S26, S28, S32: how groups are replaced and leave, with requests where the scenario speaks of them.
+
+Behind them: a revision that goes back by itself, and one that gets a share of the requests.
+"""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.cluster import service as svc
@@ -11,6 +16,8 @@ from tests.cluster.scenes import Scene, always, at_most
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PRE_STOP_S = 8
+TOKENS = 900
+DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +95,18 @@ def test_s26_a_rollout_that_is_changed_half_way_ends_at_the_last_word(rolled: Sc
     assert notes == {"s26-last"} and not before & set(rolled.groups())
 
 
+def long_ones() -> list[dict[str, object]]:
+    """Bodies of streams that take seconds."""
+    fixed = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    return [{**fixed, "prompt": f"a long one, {i}", "seed": i} for i in range(6)]
+
+
 def test_s32_a_stream_outlives_the_scale_in_of_its_group_and_pods_have_their_pre_stop(rolled: Scene) -> None:
     rolled.patch({"replicas": 2, "drain": {"preStopSeconds": PRE_STOP_S, "timeoutSeconds": 120}})
     rolled.roll("s32")  # pods have the pause that held when they were made
     rolled.wait_ready(2, 400)
     svc.wait_for(lambda: rolled.condition("Progressing") == ("True", "Complete"), 400, "all have it")
-    tokens = 900
-    fixed = {"model": "tiny", "max_tokens": tokens, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
-    asked = [{**fixed, "prompt": f"a long one, {i}", "seed": i} for i in range(6)]
+    asked = long_ones()
     began: dict[str, float] = {}
     lived: dict[str, float] = {}
 
@@ -113,7 +124,7 @@ def test_s32_a_stream_outlives_the_scale_in_of_its_group_and_pods_have_their_pre
         rolled.wait_ready(1, 300)
         svc.wait_for(lambda: len(rolled.pods()) == 1, 120, "its pod is gone")
         time.sleep(1)
-    assert [(one.error, one.finish, len(one.tokens)) for one in told] == [(None, "length", tokens)] * len(asked)
+    assert [(one.error, one.finish, len(one.tokens)) for one in told] == [(None, "length", TOKENS)] * len(asked)
     assert streams.spread is not None
     assert list(lived.values()) and min(lived.values()) >= PRE_STOP_S - 1, lived
 
@@ -154,3 +165,80 @@ def test_s24_a_surge_without_room_takes_one_group_first(scene: Scene) -> None:
     finally:
         scene.free_all()
     assert scene.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+def test_a_revision_that_cannot_start_goes_back_by_itself_and_no_request_fails(scene: Scene) -> None:
+    """Its model is not there. The group that never went serves all the time; a stream of the one that goes first moves to it."""
+    scene.gone()
+    good_model = scene.manifest(replicas=2, pods=1, rollout={"onFailure": "Rollback", "progressDeadlineSeconds": DEADLINE_S})
+    scene.apply(good_model)
+    scene.wait_ready(2, 300)
+    svc.wait_for(lambda: "configmap/chat-former" in scene.kubectl("get", "configmaps", "-o", "name"), 60, "it is kept")
+    good, first = scene.status()["currentRevision"], set(scene.sets())
+    with scene.traffic() as traffic:
+        streams = Streams(scene.url, long_ones(), lambda: scene.patch({"model": {"uri": "file:///opt/no-such-model"}}))
+        told = streams.run()
+        svc.wait_for(lambda: len(set(scene.revisions())) == 2, 60, "the bad one is tried")
+        svc.wait_for(lambda: scene.condition("Stalled") == ("True", "RolledBack"), DEADLINE_S + 120, "it is given up")
+        svc.wait_for(lambda: scene.revisions() == [good, good] and scene.status()["readyReplicas"] == 2, 300, "all are back")
+        before = traffic.answered
+        time.sleep(3)
+    assert streams.spread is not None
+    assert [(one.error, one.finish, len(one.tokens)) for one in told] == [(None, "length", TOKENS)] * len(told)
+    assert traffic.failed == [] and traffic.answered > before
+    status = scene.status()
+    note = status["rollback"]
+    assert note["to"] == good and note["revision"] == status["updateRevision"] != good
+    assert first & set(scene.sets()), "one of them never went"
+    assert scene.condition("Ready") == scene.condition("Progressing") == ("False", "RolledBack")
+    assert scene.condition("Available") == ("True", "Serving")
+    svc.wait_for(lambda: ("Warning", "RolledBack") in scene.events(), 30, "an event")
+    uids = scene.uids()
+    scene.apply(good_model)
+    scene.wait_ready(2, 120)
+    assert "rollback" not in scene.status() and scene.condition("Stalled") == ("", "")
+    assert scene.uids() == uids, "the former spec is what runs"
+
+
+def test_a_canary_gets_about_its_share_and_all_or_nothing_exactly(scene: Scene) -> None:
+    scene.gone()
+    scene.apply(scene.manifest(replicas=2, pods=1, rollout={"partition": 1, "canaryWeight": 25}))
+    scene.wait_ready(2, 300)
+    old = scene.status()["currentRevision"]
+    scene.roll("canary")
+    svc.wait_for(lambda: len(set(scene.revisions())) == 2 and scene.is_ready(2), 300, "one of each serves")
+    new = scene.status()["updateRevision"]
+    assert new != old and scene.status()["updatedReplicas"] == 1
+    scene.wait_ready(2, 60)
+    got = share(scene, new, 400)
+    print(f"a canary of weight 25 answered {got:.1%} of 400 requests")
+    assert 0.15 < got < 0.35, "chance is within a fiftieth of 0.25 in two of three runs"
+    for weight in (100, 0):
+        scene.patch({"rollout": {"canaryWeight": weight}})
+        svc.wait_for(lambda wanted=weight: share(scene, new, 20) == wanted / 100, 60, "routers know the weight")
+        assert share(scene, new, 100) == weight / 100
+    scene.patch({"rollout": {"partition": 0, "canaryWeight": None}})
+    svc.wait_for(lambda: scene.revisions() == [new, new], 300, "the rest follows")
+    scene.wait_ready(2, 300)
+    scene.gone()
+
+
+def share(scene: Scene, revision: str, count: int) -> float:
+    """Which part of so many requests, one after another, groups of a revision answered, by the leaders' own count."""
+    before = answered(scene)
+    url = f"{scene.url}/v1/completions"
+    with httpx.Client(timeout=60) as client:
+        for number in range(count):
+            body = {"model": "tiny", "prompt": f"share {number}", "max_tokens": 1}
+            client.post(url, json=body).raise_for_status()
+    svc.wait_for(lambda: (answered(scene) - before).total() == count, 30, "all are counted")
+    return (answered(scene) - before)[revision] / count
+
+
+def answered(scene: Scene) -> Counter[str]:
+    """How many requests groups of one pod have answered, by revision."""
+    found: Counter[str] = Counter()
+    for pod in scene.pods().values():
+        page = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=10).text
+        found[pod["metadata"]["labels"]["phalanx.dev/revision"]] += int(svc.metric(page, "vllm:request_success_total"))
+    return found

@@ -1,4 +1,4 @@
-"""S44, S47, S49: what the API server refuses, services that do not disturb one another, and an operator that leaves rest alone.
+"""S44, S47, S49: what the API server refuses, services that leave one another alone, an operator that leaves rest alone. Quota.
 
 S30 (an upgrade of the operator moves no pod) and S43 (two operators) are tests/cluster/test_operator.py.
 """
@@ -20,6 +20,8 @@ from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CALM_S = 60.0
+HELD_S = 90.0
+"""For how long a quota leaves no room."""
 TABLE: list[tuple[str, dict[str, Any]]] = [
     ("spec.replicas", {"replicas": -1}),
     ("spec.parallelism.tensor", {"parallelism": {"tensor": 0}}),
@@ -89,7 +91,7 @@ def operator_writes(scene: Scene) -> float:
         for line in page.splitlines():
             labels = line.partition("{")[2].partition("}")[0]
             if line.startswith("phalanx_operator_api_calls_total{") and "leases" not in labels:
-                if re.search(r'"(create|apply|merge|replace|delete|POST|PATCH|PUT|DELETE)"', labels):
+                if re.search(r'"(create|patch|update|delete)"', labels):
                     total += float(line.rpartition(" ")[2])
     return total
 
@@ -112,3 +114,42 @@ def test_s49_a_service_at_rest_costs_no_write(scene: Scene) -> None:
     assert operator_writes(scene) == wrote
     assert wrote > 0, "the count is of this operator"
     scene.gone()
+
+
+@pytest.fixture
+def tight(scene: Scene) -> Iterator[Scene]:
+    """A namespace whose scenario makes the quota `few`, which is gone afterwards, and so is the service."""
+    scene.gone()
+    yield scene
+    scene.kubectl("delete", "resourcequota", "few", "--ignore-not-found")
+    scene.gone()
+
+
+def allow(scene: Scene, pods: int) -> None:
+    """Nothing; the namespace may have so many pods from now on."""
+    hard = {"pods": str(pods)}
+    scene.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}})
+    svc.wait_for(lambda: scene.get("resourcequota", "few").get("status", {}).get("hard") == hard, 60, "the quota holds")
+
+
+def test_a_group_that_a_quota_keeps_from_its_pods_starts_by_itself_when_that_is_raised(tight: Scene) -> None:
+    """There is room for one of its two pods. Meanwhile the controller of StatefulSets comes to wait for minutes between tries."""
+    tight.apply(tight.manifest(replicas=0, pods=2))
+    svc.wait_for(lambda: tight.condition("RouterReady")[0] == "True", 180, "a router")
+    others = len(tight.get("pods")["items"])
+    allow(tight, others + 1)
+    tight.scale(1)
+    svc.wait_for(lambda: tight.condition("Ready") == ("False", "QuotaExceeded"), 60, "the status says why")
+    assert tight.condition("CapacityAvailable") == ("False", "QuotaExceeded")
+    assert "exceeded quota: few" in said(tight, "chat")
+    svc.wait_for(lambda: ("Warning", "QuotaExceeded") in tight.events(), 30, "and an event")
+    held = {name: one["metadata"]["uid"] for name, one in tight.sets().items()}
+    time.sleep(HELD_S)
+    assert len(tight.pods()) == 1 and tight.condition("Ready") == ("False", "QuotaExceeded")
+    allow(tight, others + 2)
+    began = time.monotonic()
+    svc.wait_for(lambda: len(tight.pods()) == 2, 120, "the pod is made")
+    print(f"after {HELD_S:.0f} s without room the pod was made {time.monotonic() - began:.1f} s after the quota was raised")
+    tight.wait_ready(1, 300)
+    assert {name: one["metadata"]["uid"] for name, one in tight.sets().items()} == held, "the same group"
+    assert tight.condition("CapacityAvailable") == ("True", "Scheduled")

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from phalanx_api import labels
 from phalanx_operator.metrics import Metrics
+from phalanx_operator.render.objects import container_security, pod_security
 from phalanx_operator.settings import Settings
+from phalanx_runtime.fetch_spec import FetchSettings
+from phalanx_runtime.settings import read_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
@@ -24,6 +28,18 @@ def test_a_scaler_of_a_sample_scales_its_service_by_the_operators_metric(name: s
     bounds = service["spec"]["autoscaling"]
     assert bounds["mode"] == "External" and bounds["minReplicas"] == scaler["spec"][field]
     assert "phalanx_operator_desired_groups" in json.dumps(scaler)
+
+
+def test_the_job_of_a_sample_fetches_what_its_service_reads() -> None:
+    job, service = yaml.safe_load_all((MANIFESTS / "samples" / "filled-cache.yaml").read_text())
+    pod, model = job["spec"]["template"]["spec"], service["spec"]["model"]
+    (container,) = pod["containers"]
+    fetched = read_settings(container["args"], {})
+    assert isinstance(fetched, FetchSettings) and fetched.model == model["uri"]
+    assert str(fetched.download_dir) == container["volumeMounts"][0]["mountPath"] == labels.MODEL_CACHE_DIR
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == model["cache"]["claimName"]
+    assert (pod["securityContext"], container["securityContext"]) == (pod_security(), container_security())
+    assert container["image"] in (MANIFESTS / "base" / "operator.yaml").read_text()
 
 
 def test_the_crd_of_the_chart_is_the_crd() -> None:

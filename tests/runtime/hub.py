@@ -172,19 +172,19 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_hub() -> Iterator[HubServer]:
+def running_hub(address: str = "127.0.0.1") -> Iterator[HubServer]:
     """A hub that listens on a free port until the block ends."""
     hub = HubServer()
-    with listening(hub, HubHandler):
+    with listening(hub, HubHandler, address):
         yield hub
 
 
 @contextmanager
-def listening(hub: HubServer, handler_class: type["HubHandler"]) -> Iterator[None]:
+def listening(hub: HubServer, handler_class: type["HubHandler"], address: str = "127.0.0.1") -> Iterator[None]:
     """Lets a handler answer for `hub` on a free port until the block ends."""
     handler = type("Handler", (handler_class,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    with ThreadingHTTPServer((address, 0), handler) as server:
+        hub.endpoint = f"http://{address}:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

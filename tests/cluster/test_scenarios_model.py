@@ -1,0 +1,103 @@
+"""A model that a Job fetches to a claim, which groups then mount for reading only: `spec.model.cache.readOnly`.
+
+The Job is the one of manifests/samples/filled-cache.yaml. It alone knows the source, which is there only while it runs.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.cluster import service as svc
+from tests.cluster import tiny_model
+from tests.cluster.config import API_IP
+from tests.cluster.scenes import Scene
+from tests.runtime.hub import HubServer, running_hub
+from tools.errors import Failed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "filled-cache.yaml"
+NAME, URI = "org/tiny", "hf://org/tiny"
+FILLING, FILLED = "filling", "filled"
+"""Two claims on one folder: the Job's, and the groups', which nobody may write to."""
+WRITE = "open('/var/cache/phalanx-models/mine', 'w')"
+
+
+@pytest.fixture(scope="module")
+def claimed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """A namespace with both claims; the folder is empty."""
+    if scene.cluster.files is None:
+        pytest.skip("the folder and the source are of this machine")
+    folder = tmp_path_factory.mktemp("cache")
+    folder.chmod(0o777)  # the Job runs as nobody
+    scene.cluster.claim(scene.namespace, FILLING, folder, access="ReadWriteMany")
+    scene.cluster.claim(scene.namespace, FILLED, folder)
+    yield scene
+    scene.gone()
+
+
+def service(scene: Scene) -> dict[str, Any]:
+    """A service of the model that is to be in the claim."""
+    made = scene.manifest(replicas=1, pods=1)
+    made["spec"]["model"] = {"uri": URI, "cache": {"type": "Shared", "claimName": FILLED, "readOnly": True}}
+    return made
+
+
+def job(scene: Scene, endpoint: str) -> dict[str, Any]:
+    """The sample's Job, for this model, this claim and this source."""
+    body: dict[str, Any] = next(one for one in yaml.safe_load_all(SAMPLE.read_text()) if one["kind"] == "Job")
+    body["metadata"]["namespace"] = scene.namespace
+    pod = body["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    container["image"] = scene.cluster.image("runtime")
+    container["args"] = [URI if word.startswith("hf://") else word for word in container["args"]]
+    container["env"] = [{"name": "HF_ENDPOINT", "value": endpoint}]
+    pod["volumes"][0]["persistentVolumeClaim"]["claimName"] = FILLING
+    changed = scene.cluster.with_site_packages({"spec": {"podTemplate": {"spec": pod}}})
+    body["spec"]["template"]["spec"] = changed["spec"]["podTemplate"]["spec"]
+    return body
+
+
+def fetch(scene: Scene) -> HubServer:
+    """The source, which is gone again, once the Job has filled the claim from it."""
+    files = (tiny_model.folder() / tiny_model.NAME).iterdir()
+    with running_hub(API_IP) as hub:
+        hub.large.add("model.safetensors")
+        hub.add(NAME, {path.name: path.read_bytes() for path in files})
+        scene.kubectl("apply", "-f", "-", stdin=json.dumps(job(scene, hub.endpoint)))
+        of = ("job", "fetch-chat")
+        svc.wait_for(lambda: {"succeeded", "failed"} & set(scene.get(*of).get("status", {})) or None, 180, "the Job is over")
+        assert scene.get(*of)["status"].get("succeeded") == 1, scene.kubectl("logs", "job/fetch-chat", "--tail=20")
+    return hub
+
+
+def words_of(scene: Scene, kind: str) -> str:
+    """The message of a condition."""
+    return next((one["message"] for one in scene.status().get("conditions", []) if one["type"] == kind), "")
+
+
+def test_a_model_that_is_not_in_the_claim_is_told_and_served_once_a_job_has_fetched_it(claimed: Scene) -> None:
+    claimed.apply(service(claimed))
+    svc.wait_for(lambda: claimed.condition("ModelCached") == ("False", "NotFound"), 180, "the status says that it is not there")
+    assert "phalanx-runtime fetch" in words_of(claimed, "ModelCached")
+    source = fetch(claimed)
+    assert [seen.status for seen in source.asked_for("model.safetensors")] == [200]
+    claimed.wait_ready(1, 500)
+    svc.wait_for(lambda: claimed.condition("ModelCached") == ("True", "Cached"), 30, "and is now")
+    body = {"model": "tiny", "prompt": "what was fetched", "max_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(f"{claimed.url}/v1/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 8)
+
+
+def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed: Scene) -> None:
+    claimed.scale(2)
+    claimed.wait_ready(2, 300)
+    pods = claimed.pods()
+    assert len(pods) == 2
+    for name in pods:
+        with pytest.raises(Failed, match="Read-only file system"):
+            claimed.kubectl("exec", name, "-c", "runtime", "--", "python3", "-c", WRITE)
