@@ -27,6 +27,7 @@ from phalanx_operator.decide.actions import (
     NoteRestarts,
     RestartGroup,
     RetryPods,
+    RetryRouters,
     SetReplicas,
 )
 from phalanx_operator.decide.draining import LAST_S
@@ -34,10 +35,10 @@ from phalanx_operator.decide.recovery import written
 from phalanx_operator.decide.retry import RETRIED
 from phalanx_operator.decide.snapshot import Draining, Snapshot
 from phalanx_operator.errors import Conflict, Gone, KubeError, Rejected
-from phalanx_operator.kube import PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube import DEPLOYMENTS, PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import POD_GROUPS
-from phalanx_operator.render import gangs, pods
+from phalanx_operator.render import gangs, names, pods
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
@@ -118,7 +119,7 @@ class Hands:
                     await self._mark(action, service, now)
                 case EndPod():
                     await self._end_pod(action, service)
-                case RetryPods():
+                case RetryPods() | RetryRouters():
                     await self._retry(action, service, now)
         return done
 
@@ -233,13 +234,14 @@ class Hands:
         except (Gone, Conflict):
             pass  # the pod that follows it is marked in its turn
 
-    async def _retry(self, action: RetryPods, service: InferenceService, now: str) -> None:
+    async def _retry(self, action: RetryPods | RetryRouters, service: InferenceService, now: str) -> None:
+        kind, name = (STATEFUL_SETS, action.name) if isinstance(action, RetryPods) else (DEPLOYMENTS, names.router(service.name))
         patch = {"metadata": {"uid": action.uid, "annotations": {RETRIED: now}}}
         try:
-            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
+            await self._client.merge(kind, service.namespace, name, patch)
         except (Gone, Conflict):
             return  # gone before, or another one by now
-        log.info("pods tried again", extra=_fields(service, action.name, action.why))
+        log.info("pods tried again", extra=_fields(service, name, action.why))
 
     async def _end_pod(self, action: EndPod, service: InferenceService) -> None:
         try:

@@ -104,11 +104,17 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
 def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
     """What matters of a Deployment."""
     metadata, status = body["metadata"], body.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
+    refusal = conditions.get("ReplicaFailure", {})
     router = ObservedRouter(
         wanted=body["spec"].get("replicas", 1),
         updated=status.get("updatedReplicas", 0),
         ready=status.get("readyReplicas", 0),
         current=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+        uid=metadata.get("uid", ""),
+        refused=(refusal.get("message") or "").rpartition("is forbidden: ")[2],  # without the name of the pod, another each time
+        refused_since=refusal.get("lastTransitionTime") or "",
+        retried=_annotations(metadata).get(RETRIED, ""),
     )
     return ObservedDeployment(owner_uid(metadata), metadata["name"], router)
 

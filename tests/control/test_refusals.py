@@ -1,4 +1,4 @@
-"""Pods that the controller of StatefulSets may not make: a quota, or a rule of the namespace. Only events say so."""
+"""Pods that the controllers of StatefulSets and Deployments may not make: a quota, or a rule of the namespace."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.errors import Denied, Gone
-from phalanx_operator.kube import PODS, STATEFUL_SETS
+from phalanx_operator.kube import DEPLOYMENTS, PODS, STATEFUL_SETS
 from phalanx_operator.refusals import ASK_AGAIN_S, Refusals
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
@@ -93,6 +93,27 @@ async def test_a_group_that_goes_before_its_pods_are_tried_again_is_left_alone()
     await world.look()
     assert world.kube.failures == {}, "it was tried"
     assert world.ready == ("False", "QuotaExceeded")
+
+
+async def test_a_router_that_a_quota_refuses_is_told_and_tried_again() -> None:
+    world = World(replicas=1)
+    await world.settle()
+    (deployment,) = world.kube.of(DEPLOYMENTS).values()
+    words = "exceeded quota: few, requested: pods=1, used: pods=3, limited: pods=3"
+    message = f'pods "chat-router-6d5f7c-x7k2p" is forbidden: {words}'
+    failure = {"type": "ReplicaFailure", "status": "True", "message": message, "lastTransitionTime": NOW}
+    world.kube.put(DEPLOYMENTS, deployment | {"status": {"observedGeneration": 1, "conditions": [failure]}})
+    tried = "merge deployments chat-router"
+    assert tried not in await world.look()
+    ready = find_condition(world.status.conditions, "Ready")
+    assert ready and (ready.status, ready.reason, ready.message) == ("False", "QuotaExceeded", f"router: {words}")
+    assert world.condition("RouterReady") == ("False", "RouterNotReady")
+    assert world.next_s is not None and world.next_s <= 10, "nothing wakes the operator when the quota is raised"
+    world.now = LATER
+    assert tried in await world.look()
+    assert tried not in await world.look()
+    await world.settle()
+    assert world.ready == ("True", "Ready")
 
 
 async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None:

@@ -130,6 +130,14 @@ class RetryPods:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryRouters:
+    """Make the controllers of the router Deployment try again now to make its pods, if it is still the one with this UID."""
+
+    uid: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteGroup:
     """Delete a group, if it is still the one with this UID."""
 
@@ -147,7 +155,7 @@ class SetReplicas:
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
-OfPods = MarkLeader | EndPod | RetryPods
+OfPods = MarkLeader | EndPod | RetryPods | RetryRouters
 Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | NoteRestarts | KeepGang | KeepRevision
 
 

@@ -49,7 +49,7 @@ FIRST_REPLICAS = 1
 RESYNC_S = 600.0
 LEAST_S = 0.5
 PODS_LOOK_S = 10.0
-"""How soon to look again why a group lacks pods."""
+"""How soon to look again why a group, or the router, lacks pods."""
 RECORD_LOOK_S = 30.0
 """How soon to look again for the record of the revision that a service went back to."""
 GANG_LOOK_S = 30.0
@@ -181,7 +181,7 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
-    actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, now)]
+    actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, snapshot.router, now)]
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
     said = _told(service, seen, desired, past, waits, now)
@@ -272,6 +272,7 @@ def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Tur
         waits.left_s if waits.why else None,
         GANG_LOOK_S if _gangs(snapshot.groups) else None,
         PODS_LOOK_S if any(group.short_since for group in live(snapshot.groups)) else None,
+        PODS_LOOK_S if snapshot.router and snapshot.router.refused else None,
     ]
     every_s = PANIC_TICK_S if urgent else TICK_S if seen.scaling else RESYNC_S
     return min([every_s, *(max(left, LEAST_S) for left in due if left is not None)])

@@ -138,12 +138,19 @@ class ObservedGroup:
 
 @dataclass(frozen=True, slots=True)
 class ObservedRouter:
-    """The router Deployment. `current` is false while its controller has not seen the newest spec."""
+    """The router Deployment. `current` is false while its controller has not seen the newest spec.
+
+    refused: why pods of it cannot be made, as its controller says, and since when; retried: when that was last tried again.
+    """
 
     wanted: int
     updated: int
     ready: int
     current: bool
+    uid: str = ""
+    refused: str = ""
+    refused_since: str = ""
+    retried: str = ""
 
     @property
     def settled(self) -> bool:

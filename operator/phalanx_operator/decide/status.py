@@ -115,7 +115,8 @@ def _has_routers(router: ObservedRouter | None, routers: int) -> bool:
 
 
 def _count_of_routers(router: ObservedRouter | None, routers: int) -> str:
-    return f"{router.ready if router else 0} of {routers} routers are ready"
+    why = f": {router.refused}" if router and router.refused else ""
+    return f"{router.ready if router else 0} of {routers} routers are ready{why}"
 
 
 def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
@@ -180,7 +181,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     why = (
         _of_pods(pods, _IMAGE_REASONS, Reason.IMAGE_PULL_FAILED)
         or _of_pods(pods, _FAILING_REASONS, Reason.POD_FAILING)
-        or _of_refusals(here)  # the pods that are there may wait for one that may not be made
+        or _of_refusals(here, None if routers_settled else snapshot.router)  # what is there may wait for what may not be made
         or _of_pods(pods, ("Unschedulable",), Reason.INSUFFICIENT_CAPACITY)
     )
     if why:
@@ -203,11 +204,12 @@ def _of_pods(pods: Sequence[ObservedPod], reasons: Sequence[str], answer: Reason
     return next(((answer, f"pod {pod.name}: {pod.reason}: {pod.message}") for pod in pods if pod.reason in reasons), None)
 
 
-def _of_refusals(groups: Sequence[ObservedGroup]) -> tuple[Reason, str] | None:
-    for group in groups:
-        if group.refused:
-            reason = Reason.QUOTA_EXCEEDED if is_quota(group.refused) else Reason.REJECTED
-            return reason, f"group {group.name}: {group.refused}"
+def _of_refusals(groups: Sequence[ObservedGroup], router: ObservedRouter | None) -> tuple[Reason, str] | None:
+    said = [(f"group {group.name}", group.refused) for group in groups]
+    said += [("router", router.refused)] if router else []
+    for whose, words in said:
+        if words:
+            return Reason.QUOTA_EXCEEDED if is_quota(words) else Reason.REJECTED, f"{whose}: {words}"
     return None
 
 
