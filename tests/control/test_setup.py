@@ -163,7 +163,9 @@ def test_a_claim_is_bound_to_its_own_volume_of_the_folder() -> None:
     assert volume["spec"]["claimRef"] == {"namespace": "team", "name": "models"}
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"] == "team-models"
     assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == ["ReadOnlyMany"]
-    assert {one["spec"]["accessModes"][0] for one in claims.claim_on("team", "x", Path("/x"), "ReadWriteMany")} == {"ReadWriteMany"}
+    assert {one["spec"]["accessModes"][0] for one in claims.claim_on("team", "x", Path("/x"), "ReadWriteMany")} == {
+        "ReadWriteMany"
+    }
 
 
 def test_site_packages_are_added_beside_what_a_manifest_has() -> None:
