@@ -3,6 +3,7 @@
 Behind them: a revision that goes back by itself, and one that gets a share of the requests.
 """
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -215,8 +216,9 @@ def test_a_canary_gets_about_its_share_and_all_or_nothing_exactly(scene: Scene) 
     assert 0.15 < got < 0.35, "chance is within a fiftieth of 0.25 in two of three runs"
     for weight in (100, 0):
         scene.patch({"rollout": {"canaryWeight": weight}})
-        svc.wait_for(lambda wanted=weight: share(scene, new, 20) == wanted / 100, 60, "routers know the weight")
-        assert share(scene, new, 100) == weight / 100
+        wanted = weight / 100
+        svc.wait_for(functools.partial(has_share, scene, new, wanted), 60, "routers know the weight")
+        assert share(scene, new, 100) == wanted
     scene.patch({"rollout": {"partition": 0, "canaryWeight": None}})
     svc.wait_for(lambda: scene.revisions() == [new, new], 300, "the rest follows")
     scene.wait_ready(2, 300)
@@ -233,6 +235,10 @@ def share(scene: Scene, revision: str, count: int) -> float:
             client.post(url, json=body).raise_for_status()
     svc.wait_for(lambda: (answered(scene) - before).total() == count, 30, "all are counted")
     return (answered(scene) - before)[revision] / count
+
+
+def has_share(scene: Scene, revision: str, wanted: float) -> bool:
+    return share(scene, revision, 20) == wanted
 
 
 def answered(scene: Scene) -> Counter[str]:
