@@ -1,19 +1,19 @@
 """`phalanx-operator run` and `phalanx-operator crd`."""
 
-import asyncio
+import signal
 import sys
-
-import yaml
-
-from phalanx_api.crd import definition
-from phalanx_operator import app, logs
-from phalanx_operator.settings import BadSetting, read_settings
+from types import FrameType
+from typing import NoReturn
 
 USAGE = "usage: phalanx-operator run [flags] | phalanx-operator crd"
 
 
 def crd_text() -> str:
     """The CustomResourceDefinition as YAML."""
+    import yaml
+
+    from phalanx_api.crd import definition
+
     head = "# Generated from crds/phalanx_api by `make golden`. Do not edit.\n"
     return head + str(yaml.safe_dump(definition(), sort_keys=False, width=120))
 
@@ -24,14 +24,34 @@ def main() -> None:
         case ["crd"]:
             print(crd_text(), end="")
         case ["run", *arguments]:
-            try:
-                settings = read_settings(arguments)
-            except BadSetting as error:
-                sys.exit(_complain(str(error)))
-            logs.set_up()
-            asyncio.run(app.run(settings))
+            _run(arguments)
         case _:
             sys.exit(_complain(USAGE))
+
+
+def _run(arguments: list[str]) -> None:
+    """The first process of a container does not hear what it has not asked for, and importing the operator takes seconds."""
+    before = signal.signal(signal.SIGTERM, _end_at_once)
+    try:
+        from phalanx_operator.settings import BadSetting, read_settings
+
+        try:
+            settings = read_settings(arguments)
+        except BadSetting as error:
+            sys.exit(_complain(str(error)))
+        import asyncio
+
+        from phalanx_operator import app, logs
+
+        logs.set_up()
+        asyncio.run(app.run(settings))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Nothing leads yet, so there is nothing to give back."""
+    sys.exit(0)
 
 
 def _complain(words: str) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +132,7 @@ class Lease:
         mine = former.get("holderIdentity") == self._identity
         return {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": int(self._lease_s),
+            "leaseDurationSeconds": math.ceil(self._lease_s),  # no 0: the API server refuses it
             "acquireTime": former.get("acquireTime", now) if mine else now,
             "renewTime": now,
             "leaseTransitions": int(former.get("leaseTransitions", 0)) + (0 if mine else 1),

@@ -197,3 +197,11 @@ async def test_a_leader_whose_api_server_does_not_answer_stops() -> None:
     kube.hangs = True
     with pytest.raises(LeaseLost, match="does not answer"):
         await lease.keep()
+
+
+@pytest.mark.parametrize(("lease_s", "told"), [(0.4, 1), (1.0, 1), (2.5, 3), (8.0, 8)])
+async def test_a_lease_says_that_it_lasts_no_shorter_than_it_does(lease_s: float, told: int) -> None:
+    """In whole seconds, of which the API server takes no 0."""
+    kube, clock = FakeKube(), Clock()
+    await Lease(kube, "system", "a", lease_s=lease_s, clock=clock.read, pause=clock.pause).acquire()
+    assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == told

@@ -122,7 +122,7 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
 
 OPENED = {
     ("phalanx_runtime.server.serve", "uvicorn.Config"): "http of a pod",
-    ("phalanx_router.__main__", "uvicorn.Config"): "http of a router",
+    ("phalanx_router.program", "uvicorn.Config"): "http of a router",
     ("phalanx_runtime.server.rendezvous", "asyncio.start_server"): "rendezvous",
     ("phalanx_runtime.collective.connect", "listen"): "ranks",
     ("phalanx_runtime.collective.connect", "socket.create_server"): "ranks",

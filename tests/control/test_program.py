@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -65,6 +67,22 @@ def test_the_crd_can_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(sys, "argv", ["phalanx-operator", "crd"])
     program.main()
     assert "kind: CustomResourceDefinition" in capsys.readouterr().out
+
+
+def test_a_signal_while_the_operator_is_imported_ends_it_in_order() -> None:
+    """The first process of a container hears no signal that it has not asked for."""
+    code = (
+        "import signal, sys\n"
+        "class Now:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'phalanx_operator.settings': signal.raise_signal(signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Now())\n"
+        "sys.argv = ['phalanx-operator', 'run', '--port', 'x']\n"
+        "from phalanx_operator.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b""), "it came to no bad flag, and did not die of the signal"
 
 
 A, B = ("team", "a"), ("team", "b")

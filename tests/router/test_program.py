@@ -6,6 +6,8 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import httpx
@@ -13,9 +15,10 @@ import msgspec
 import pytest
 
 from phalanx_api.summary import BalancePolicy
-from phalanx_router.__main__ import main, make_peers, make_source, serve
+from phalanx_router.__main__ import main
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import Leaders, StaticLeaders
+from phalanx_router.program import make_peers, make_source, serve
 from phalanx_router.settings import Settings, read_settings
 from phalanx_router.watch import WatchedLeaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
@@ -217,3 +220,18 @@ async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await leader.stop()
+
+
+def test_a_signal_while_the_program_is_imported_ends_it_in_order() -> None:
+    """The first process of a container hears no signal that it has not asked for."""
+    code = (
+        "import signal, sys\n"
+        "class Now:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'phalanx_router.program': signal.raise_signal(signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Now())\n"
+        "from phalanx_router.__main__ import main\n"
+        "main(['serve', '--leaders', 'nowhere'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b""), "it came to no bad flag, and did not die of the signal"

@@ -115,7 +115,7 @@ async def test_the_newest_ready_group_gives_the_assets_and_other_tokenizers_get_
 
 
 def test_a_router_never_imports_torch() -> None:
-    code = "import sys, phalanx_router.__main__, phalanx_router.watch; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, phalanx_router.program, phalanx_router.watch; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     root = pathlib.Path(__file__).parents[2]
     path = ":".join(str(root / part) for part in ("crds", "operator", "runtime"))
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)

@@ -1,0 +1,138 @@
+"""The router as a program: from settings to a server, and its orderly end."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+from uvicorn.config import WS_PROTOCOLS
+
+from phalanx_frontend.logs import start_logging
+from phalanx_router.app import make_router
+from phalanx_router.endpoints import LeaderSource, StaticLeaders, router_selector, selector
+from phalanx_router.fleet import Fleet
+from phalanx_router.link import LinkSettings
+from phalanx_router.link_dial import MAX_FRAME_BYTES
+from phalanx_router.route.admit import QueueBounds
+from phalanx_router.run import FleetSettings
+from phalanx_router.settings import Settings, read_settings
+
+log = logging.getLogger("phalanx_router")
+
+GRACE_S = 3
+"""How long open streams have to take their last event at the end."""
+LOOK_S = 0.02
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag."""
+    settings = read_settings(arguments)
+    start_logging(settings.log_level.upper())
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(serve(settings))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop  # no use to tests
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to us: the first one does not end it at once."""
+
+    exit_code = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the server with a code that says so: a router that no longer follows its leaders is of no use."""
+        log.error("the fleet failed", exc_info=error)
+        self.exit_code = 1
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing to capture."""
+        yield
+
+
+async def serve(settings: Settings) -> int:
+    """Serves until a signal comes; then `leave`s. The exit code."""
+    link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    fleet_settings = FleetSettings(
+        link,
+        settings.served_names,
+        patience_s=settings.patience_s,
+        retry_after_s=settings.retry_after_s,
+        policy=settings.policy,
+        queue=QueueBounds(settings.max_queued, settings.max_queued_tokens),
+        hold_s=settings.hold_s,
+        max_held=settings.max_held,
+    )
+    source = await make_source(settings)
+    peers = await make_peers(settings)
+    app, fleet = make_router(
+        fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file, peers
+    )
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
+        ws_ping_interval=None,
+        ws_max_size=MAX_FRAME_BYTES,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    leaving: list[asyncio.Task[None]] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings))))
+    await server.serve()
+    return server.exit_code
+
+
+async def leave(server: uvicorn.Server, fleet: Fleet, settings: Settings) -> None:
+    """Shows not ready at once and takes no more requests a little later. Open streams have `drain_s` to end.
+
+    What is left then, or at a second signal, ends with an error that names the id to resume from; its group goes on with it.
+    """
+    if not fleet.draining:
+        fleet.draining = True
+        log.info("leaving: open streams go on", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
+        await asyncio.sleep(settings.lame_duck_s)
+        fleet.refuse()
+        end = asyncio.get_running_loop().time() + settings.drain_s
+        while fleet.runs and not server.should_exit and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(LOOK_S)
+    log.info("leaving: what is left may be resumed elsewhere", extra={"streams": len(fleet.runs)})
+    fleet.close()
+    server.should_exit = True
+
+
+async def make_source(settings: Settings) -> LeaderSource:
+    """Where this router learns of leaders."""
+    if settings.leaders:
+        return StaticLeaders(settings.leaders)
+    from phalanx_router.watch import NoCluster, WatchedLeaders, make_api  # a second of imports that a fixed list does not need
+
+    try:
+        return WatchedLeaders(await make_api(), settings.namespace, selector(settings.service))
+    except NoCluster as error:
+        print(f"phalanx-router: --service {settings.service}: {error}; --leaders needs no cluster", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+async def make_peers(settings: Settings) -> LeaderSource | None:
+    """Where this router learns of the others; None when it is alone."""
+    if settings.leaders:
+        return StaticLeaders(settings.peers) if settings.peers else None
+    from phalanx_router.watch import WatchedLeaders, make_api
+
+    return WatchedLeaders(await make_api(), settings.namespace, router_selector(settings.service))
