@@ -38,7 +38,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     of this pod are `rank - local_rank` up to `local_world_size` of them; ranks fill one stage of the pipeline after the
     other. `token` (hex) is the key that ranks prove to one another. `kv_cache_memory_bytes` is per rank. `num_threads` None
     follows the cgroup's CPU limit. `speculative_draft_dir`, `speculative_exit`: folder and file, where they were found;
-    `speculative_missing` says why one was not.
+    `speculative_missing` says why one was not. `model_version`: of the source that `model_dir` was fetched from.
     """
 
     rank: int
@@ -78,6 +78,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     pipeline_parallel_size: int = 1
+    model_version: str = ""
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -105,7 +105,7 @@ def test_locate_downloads_from_the_endpoint_of_the_environment(
     told: list[str] = []
     found = locate(NAME, cache_dir=tmp_path / "cache", progress=told.append)
     assert found == locate(f"hf://{NAME}", revision=commit, cache_dir=tmp_path / "cache")
-    assert found.source == f"hf://org/tiny@{commit}"
+    assert (found.source, found.version) == (f"hf://org/tiny@{commit}", commit)
     assert (found.dir / "model.safetensors").read_bytes() == WEIGHTS
     assert told == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
 
@@ -125,7 +125,7 @@ def test_a_gguf_file_of_a_repository_is_fetched_and_converted(
     commit = server.add(NAME, {"q/tiny.gguf": TinyGguf().write(tmp_path / "tiny.gguf").read_bytes()})
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
     found = locate(f"hf://{NAME}/q/tiny.gguf", cache_dir=tmp_path / "cache")
-    assert found.source == f"hf://org/tiny@{commit}/q/tiny.gguf"
+    assert (found.source, found.version) == (f"hf://org/tiny@{commit}/q/tiny.gguf", commit)
     assert read_assets(found.dir, ["tiny"], None).eos_token_ids == [1]
 
 

@@ -32,7 +32,7 @@ def test_a_digest_pins_the_manifest_and_then_needs_no_registry(kind: Kind) -> No
     digest = manifest(kind.store, [layer(kind.store, content, name) for name, content in FILES.items()])
     uri = kind.uri.replace(":v1", f"@{digest}")
     found = locate(uri, cache_dir=kind.cache)
-    assert found.source == uri
+    assert (found.source, found.version) == (uri, digest)
     asked = len(kind.store.seen)
     assert locate(uri, cache_dir=kind.cache) == found and len(kind.store.seen) == asked
 

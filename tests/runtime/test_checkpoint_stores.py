@@ -23,7 +23,8 @@ def test_only_what_serving_needs_is_fetched_and_only_once(kind: Kind) -> None:
     found = kind.locate()
     assert sorted(path.name for path in found.dir.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (found.dir / "model.safetensors").read_bytes() == WEIGHTS
-    assert found.source.startswith(kind.uri.removesuffix(":v1") + "@")
+    uri = kind.uri.removesuffix(":v1")
+    assert found.version and found.source == f"{uri}@{found.version}"
     assert kind.locate() == found
     assert kind.store.fetched(kind.path_end(WEIGHTS, "model.safetensors")) == len(WEIGHTS)
 

@@ -89,7 +89,8 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
         engine.linger = 0
         engine.rcvtimeo = BOUND_S * 1000
         engine.bind(endpoint)
-        lines = [msgspec.json.encode(spec(folder, rank, 2, endpoint if rank == 0 else "")) for rank in (0, 1)]
+        specs = [spec(folder, rank, 2, endpoint if rank == 0 else "") for rank in (0, 1)]
+        lines = [msgspec.json.encode(msgspec.structs.replace(one, model_version="c0ffee")) for one in specs]
         with process(lines[0]) as first, process(lines[1]) as second:
             ready = [said(first), said(second)]
             assert ready[0].num_pages == ready[1].num_pages and ready[0].max_model_len == 128 and ready[0].page_size == 16
@@ -98,6 +99,7 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             assert [account.kv_bytes_per_token for account in accounts if account is not None] == [2 * 3 * 1 * 16 * 4] * 2
             served = ready[0].served
             assert served.model_hash == model_hash(folder, "float32", None)
+            assert served.version == "c0ffee"
             assert served.layout == "tp2 pp1 float32 page16 heads1x16x3"
             assert served.page_bytes == 2 * 16 * 2 * 3 * 1 * 16 * 4, "of both ranks"
             assert ready[1].served == wire.Served()

@@ -205,12 +205,16 @@ async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> No
 def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
     flags = ["-tp", "4", "--nnodes", "2", "--node-rank", "1", "--dtype", "bfloat16", "--max-model-len", "99"]
     specs = make_rank_specs(
-        make_settings(make_model(tmp_path / "tiny"), *flags), Launch(3, ("a", "b"), "key", "ipc://x"), tmp_path
+        make_settings(make_model(tmp_path / "tiny"), *flags),
+        Launch(3, ("a", "b"), "key", "ipc://x"),
+        tmp_path,
+        model_version="c0ffee",
     )
     assert [(s.rank, s.local_rank, s.local_world_size, s.world_size, s.engine_socket) for s in specs] == [
         (2, 0, 2, 4, ""),
         (3, 1, 2, 4, ""),
     ]
+    assert {s.model_version for s in specs} == {"c0ffee"}
     assert specs[0].hosts == ["a", "a", "b", "b"]
     assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].dtype) == (8100, "key", 3, "bfloat16")
     stages = ["-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]

@@ -193,6 +193,8 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     """What pages look like in memory (ranks, stages, dtype, page size): pages go only where it is equal."""
     page_bytes: int = 0
     """Bytes of a page, all ranks together; 0: not told."""
+    version: str = ""
+    """Of the source that the model was fetched from: commit of a hub, digest of a manifest; empty: not told, or not fetched."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):

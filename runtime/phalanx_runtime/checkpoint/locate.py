@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -35,10 +35,14 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A whole model folder, and where it came from in words for logs."""
+    """A whole model folder, and where it came from in words for logs.
+
+    version: commit of a hub, digest of a manifest, or of what a bucket lists; empty for what was here already.
+    """
 
     dir: Path
     source: str
+    version: str = ""
 
 
 def silent(message: str) -> None:
@@ -135,9 +139,10 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
     snapshot = download(hub, repository, revision, cache_dir / "hub", gguf)
     source = f"hf://{repository}@{snapshot.version}"
     if gguf is not None:
-        return _from_gguf(snapshot.dir / gguf, f"{source}/{gguf}", cache_dir, hub.work.progress, hub.work.stop)
+        path, work = snapshot.dir / gguf, hub.work
+        return replace(_from_gguf(path, f"{source}/{gguf}", cache_dir, work.progress, work.stop), version=snapshot.version)
     check_model_folder(snapshot.dir)
-    return LocalModel(snapshot.dir, source)
+    return LocalModel(snapshot.dir, source, snapshot.version)
 
 
 def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalModel:
@@ -148,13 +153,16 @@ def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalMo
         snapshot = gcs.download(gcs.store_of(os.environ), address, cache_dir, work)
     source = f"{address.uri}@{snapshot.version}"
     if address.file is not None:
-        return _from_gguf(snapshot.dir / address.file, f"{source}/{address.file}", cache_dir, work.progress, work.stop)
+        path = snapshot.dir / address.file
+        local = _from_gguf(path, f"{source}/{address.file}", cache_dir, work.progress, work.stop)
+        return replace(local, version=snapshot.version)
     check_model_folder(snapshot.dir)
-    return LocalModel(snapshot.dir, source)
+    return LocalModel(snapshot.dir, source, snapshot.version)
 
 
 def _from_registry(rest: str, cache_dir: Path, work: Work) -> LocalModel:
     address = oci.address(rest)
     snapshot = oci.download(address, credentials_of(os.environ, address.registry), cache_dir, work)
     check_model_folder(snapshot.dir)
-    return LocalModel(snapshot.dir, f"{address.uri}@sha256:{snapshot.version}")
+    version = f"sha256:{snapshot.version}"
+    return LocalModel(snapshot.dir, f"{address.uri}@{version}", version)

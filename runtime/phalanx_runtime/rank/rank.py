@@ -107,7 +107,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: 
     stages = spec.pipeline_parallel_size
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
     layout = f"tp{spec.world_size // stages} pp{stages} {name} page{spec.page_size} heads{heads}"
-    return Served(model_hash(Path(spec.model_dir), name, spec.quantization), layout, group_page_bytes)
+    return Served(model_hash(Path(spec.model_dir), name, spec.quantization), layout, group_page_bytes, spec.model_version)
 
 
 def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.device, system: System) -> Form:

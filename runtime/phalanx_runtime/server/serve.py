@@ -189,6 +189,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     """How the model is found, what each rank is told, and what doors need to know. `stop` ends a download."""
 
     drafts: dict[Path, Drafts] = {}
+    versions: dict[Path, str] = {}
 
     def find() -> Path:
         local = locate(
@@ -200,6 +201,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
             stop=stop,
             cached_only=settings.cached_only,
         )
+        versions[local.dir] = local.version
         drafts[local.dir] = find_drafts(settings, stop)
         return local.dir
 
@@ -207,7 +209,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         return await asyncio.to_thread(find)
 
     def make_specs(launch: Launch, folder: Path) -> list[RankSpec]:
-        return make_rank_specs(settings, launch, folder, drafts[folder])
+        return make_rank_specs(settings, launch, folder, drafts[folder], versions[folder])
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
@@ -216,7 +218,9 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     return Parts(find_beside, make_specs, assets, rank_command)
 
 
-def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path, drafts: Drafts = NO_DRAFTS) -> list[RankSpec]:
+def make_rank_specs(
+    settings: ServeSettings, launch: Launch, folder: Path, drafts: Drafts = NO_DRAFTS, model_version: str = ""
+) -> list[RankSpec]:
     """What each rank of this pod is told: pods hold the ranks in order, the same number each."""
     local = settings.local_world_size
     first = settings.node_rank * local
@@ -232,6 +236,7 @@ def make_rank_specs(settings: ServeSettings, launch: Launch, folder: Path, draft
             base_port=settings.master_port,
             token=launch.key,
             model_dir=str(folder),
+            model_version=model_version,
             engine_socket=launch.engine_socket if first + i == 0 else "",
             dtype=settings.dtype,
             quantization=settings.quantization,
