@@ -108,6 +108,10 @@ class ScaleToZero(Record):
     """How long a request is held."""
 
 
+_NEEDS_FALLBACK = "fallbackReplicas goes with onMetricsLoss Fallback, which needs it"
+_FALLBACK_FITS = "fallbackReplicas must not be greater than maxReplicas"
+
+
 class Autoscaling(Record):
     """Who decides how many groups run, and between which bounds."""
 
@@ -124,6 +128,12 @@ class Autoscaling(Record):
             "a schedule with min 0 goes with scaleToZero.enabled only",
             ".schedules",
         ),
+        rule(
+            "(self.onMetricsLoss == 'Fallback') == has(self.fallbackReplicas)",
+            _NEEDS_FALLBACK,
+            ".fallbackReplicas",
+        ),
+        rule("!has(self.fallbackReplicas) || self.fallbackReplicas <= self.maxReplicas", _FALLBACK_FITS, ".fallbackReplicas"),
     )
     mode: Literal["Internal", "External", "Advisory"] = "Internal"
     """Internal: the operator writes spec.replicas. External: HPA or KEDA does, by the metric. Advisory: a person does."""
@@ -135,6 +145,11 @@ class Autoscaling(Record):
     schedules: tuple[Schedule, ...] = Field(default=(), max_length=16)
     """Other bounds at certain times; of those that have fired, the latest holds."""
     scale_to_zero: ScaleToZero = Field(default_factory=ScaleToZero)
+    on_metrics_loss: Literal["Hold", "Fallback"] = "Hold"
+    """What holds while fewer than half of the routers say what they see. Hold: the count. Fallback: when that has lasted 45 s,
+    there are at least `fallbackReplicas`, and never fewer than there were."""
+    fallback_replicas: int | None = Field(default=None, ge=1, le=MAX_GROUPS)
+    """Fallback: the groups that carry any load that may come."""
 
     @model_validator(mode="after")
     def _bounds(self) -> "Autoscaling":
@@ -144,4 +159,12 @@ class Autoscaling(Record):
             raise ValueError("minReplicas 0 goes with scaleToZero.enabled only")
         if any(schedule.min == 0 for schedule in self.schedules) and not self.scale_to_zero.enabled:
             raise ValueError("a schedule with min 0 goes with scaleToZero.enabled only")
+        return self
+
+    @model_validator(mode="after")
+    def _fallback(self) -> "Autoscaling":
+        if (self.on_metrics_loss == "Fallback") != (self.fallback_replicas is not None):
+            raise ValueError(_NEEDS_FALLBACK)
+        if self.fallback_replicas is not None and self.fallback_replicas > self.max_replicas:
+            raise ValueError(_FALLBACK_FITS)
         return self

@@ -42,6 +42,7 @@ def _columns() -> list[dict[str, Any]]:
         _column("PP", "integer", ".spec.parallelism.pipeline", wide=True),
         _column("URL", "string", ".status.url", wide=True),
         _column("Revision", "string", ".status.updateRevision", wide=True),
+        _column("Restarts", "integer", ".status.restarts", wide=True),
     ]
 
 

@@ -18,6 +18,7 @@ from phalanx_api.group import GroupShape
 from phalanx_api.placement import Placement
 from phalanx_api.pod_template import PodTemplate
 from phalanx_api.quantities import Cpu, Memory
+from phalanx_api.router import Router
 from phalanx_api.schema import Record, read, rule, rules, with_rules
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH
 from phalanx_api.upkeep import Drain, Rebalancing, RestartPolicy, Rollout
@@ -269,22 +270,6 @@ class Engine(Record):
     ends each start of a group, and the status says so."""
     probes: Probes | None = None
     """When the kubelet starts a container again."""
-
-
-class ApiKeys(Record):
-    """A Secret with the keys of clients. One that is changed is read again."""
-
-    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
-    key: str = Field(default="keys", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
-    """Key in the Secret: JSON, or a line `name key [priority]` for each client."""
-
-
-class Router(Record):
-    """The front door."""
-
-    replicas: int = Field(default=1, ge=1, le=32)
-    api_keys: ApiKeys | None = None
-    """Who may ask, and as which tenant; without it anyone may."""
 
 
 class NetworkPolicy(Record):

@@ -31,6 +31,20 @@ class GroupStatus(Record):
     """Its joint start, as routers know it; 0 before they do."""
 
 
+MAX_HISTORY = 5
+
+
+class ScaleChange(Record):
+    """A change of the count."""
+
+    time: str = Field(max_length=64)
+    before: int
+    after: int
+    reason: str = Field(max_length=64)
+    """As in `autoscaling.reason`."""
+    message: str = Field(default="", max_length=256)
+
+
 class AutoscalingStatus(Record):
     """What the autoscaler last did. The numbers behind it are metrics."""
 
@@ -42,12 +56,14 @@ class AutoscalingStatus(Record):
     bounds: str = Field(default="", max_length=256)
     """What they come from."""
     reason: str = Field(default="", max_length=64)
-    """Why the count changed last: Out, Panic, In, Zero, Wake or Bounds."""
+    """Why the count changed last: Out, Panic, In, Zero, Wake, Bounds or Fallback."""
     message: str = Field(default="", max_length=512)
     last_scale_time: str = Field(default="", max_length=64)
     """When the operator last wrote `spec.replicas`."""
     cold_start_seconds: int = 0
     """How long groups take until they serve, 95 of 100; 0 before one was seen to start."""
+    history: tuple[ScaleChange, ...] = Field(default=(), max_length=MAX_HISTORY)
+    """The last 5 changes that the operator made, or advised where somebody else writes the count; the newest last."""
 
 
 class HotspotStatus(Record):
@@ -97,6 +113,17 @@ class RecoveryStatus(Record):
     message: str = Field(default="", max_length=512)
 
 
+class ModelStatus(Record):
+    """Which model is served."""
+
+    resolved_revision: str = Field(default="", max_length=128)
+    """What the newest group that serves has loaded: the commit of `hf://`, the digest of the manifest of `oci://`, one of what
+    a bucket lists; empty for a file or a claim, and before a group has told. Groups that were made when a branch or tag meant
+    something else stay as they are."""
+    cached_nodes: int = 0
+    """On how many nodes pods that are ready have it in claims of their own (cache `NodeLocal`)."""
+
+
 class Status(Record):
     """What the operator last saw and did."""
 
@@ -106,11 +133,13 @@ class Status(Record):
     ready_replicas: int = 0
     """Groups of which every pod is ready."""
     available_replicas: int = 0
-    """Groups that are ready, stay, and are linked to a router: new requests may go there."""
+    """Groups that have been ready for `rollout.minReadySeconds`, stay, and are linked to a router: new requests may go there."""
     updated_replicas: int = 0
     """Groups of the newest revision that stay."""
     draining_replicas: int = 0
     """Groups that are being emptied before they go."""
+    restarts: int = 0
+    """Of all groups together: see `groups`."""
     selector: str = Field(default="", max_length=256)
     """Label selector of the leader pods, one per group, for autoscalers."""
     url: str = Field(default="", max_length=256)
@@ -118,6 +147,7 @@ class Status(Record):
     """The newest revision that was rolled out whole."""
     update_revision: str = Field(default="", max_length=63)
     """The revision of the spec as it is now."""
+    model: ModelStatus = Field(default_factory=ModelStatus)
     groups: tuple[GroupStatus, ...] = Field(
         default=(),
         max_length=MAX_LISTED_GROUPS,

@@ -22,6 +22,8 @@ Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]
 Freshness = Literal["fresh", "degraded", "suspect", "dead"]
 Mode = Literal["Off", "Route", "Requeue", "Migrate"]
 """How far the ladder may be climbed: not at all, new requests, waiting ones too, running ones too."""
+Routing = Literal["PrefixAware", "LeastLoad", "RoundRobin"]
+"""How routers choose: by cost and caches, by cost alone, or one group after another."""
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
     `pressure`, `backlog_s`, `speed` are those of `phalanx_router.route.view`, `itl_s` its `step_s`; `step_model` is
     `cost.StepModel` in order. `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
-    `draft_lost`: why its ranks draft no more.
+    `draft_lost`: why its ranks draft no more. `model_version`: as `wire.Served.version`.
     """
 
     group: str
@@ -92,6 +94,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     deaths: int = 0
     death: str = ""
     draft_lost: str = ""
+    model_version: str = ""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -165,6 +168,7 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     `empty`: groups to take streams off (drain, scale-in, rollout, a node that is drained), the most urgent first.
     `max_held`: requests that each router holds, for `hold_s` at most, while there is no group; 0: none, for no group will come.
     `canary`: the newest revision, to which `canary_percent` of the new requests go while groups of others serve; empty: no share.
+    `fails_open`: groups that tell nothing of their load may get new requests, where there is no better one.
     """
 
     number: int = 0
@@ -178,6 +182,8 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     hold_s: float = 0.0
     canary: str = ""
     canary_percent: int = 0
+    routing: Routing = "PrefixAware"
+    fails_open: bool = True
 
 
 class Asked(msgspec.Struct, frozen=True):

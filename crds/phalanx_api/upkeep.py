@@ -54,6 +54,9 @@ class Rollout(Record):
     """Groups that stay on their old revision, while they live."""
     paused: bool = False
     """Replace no group for its revision. Groups that are lost or added are of the newest one all the same."""
+    min_ready_seconds: int = Field(default=0, ge=0, le=86_400)
+    """How long a group must have been ready until it counts as available: until then no other one is given up for a revision, and
+    the service is not `Ready`. Requests go to a group as soon as it is ready."""
     progress_deadline_seconds: int = Field(default=3600, ge=1, le=604_800)
     """How long a group of the newest revision may take to be ready; then the rollout stops, and `Stalled` says so."""
     on_failure: Literal["Pause", "Rollback"] = "Pause"

@@ -99,7 +99,7 @@ class Hands:
                     done.append(action)
                     log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
                 case KeepChildren():
-                    await self._shared.keep(service, snapshot, action.groups)
+                    await self._shared.keep(service, snapshot, action.groups, is_blind=action.is_blind)
                 case KeepRevision():
                     await self._shared.keep_revision(service, action.revision)
                 case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid), is_going):
@@ -165,6 +165,10 @@ class Hands:
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
         return True
+
+    def unexposed(self, key: Key) -> str:
+        """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""
+        return self._shared.unexposed(key)
 
     def ungated(self, key: Key) -> str:
         """Why what places the pods of a group together could not be made when it was last tried; empty when it could."""

@@ -32,6 +32,8 @@ NODES = Resource("v1", "nodes")
 CONFIG_MAPS = Resource("v1", "configmaps")
 DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
 NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
+INGRESSES = Resource("networking.k8s.io/v1", "ingresses")
+HTTP_ROUTES = Resource("gateway.networking.k8s.io/v1", "httproutes")
 SERVICE_MONITORS = Resource("monitoring.coreos.com/v1", "servicemonitors")
 PROMETHEUS_RULES = Resource("monitoring.coreos.com/v1", "prometheusrules")
 SERVICES = Resource("v1", "services")
@@ -48,6 +50,8 @@ RESOURCES = {
     ("v1", "ConfigMap"): CONFIG_MAPS,
     ("policy/v1", "PodDisruptionBudget"): DISRUPTION_BUDGETS,
     ("networking.k8s.io/v1", "NetworkPolicy"): NETWORK_POLICIES,
+    ("networking.k8s.io/v1", "Ingress"): INGRESSES,
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): HTTP_ROUTES,
     ("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITORS,
     ("monitoring.coreos.com/v1", "PrometheusRule"): PROMETHEUS_RULES,
     ("v1", "ServiceAccount"): Resource("v1", "serviceaccounts"),

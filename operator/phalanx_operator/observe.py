@@ -60,6 +60,7 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     leaving = "deletionTimestamp" in metadata
     ready = conditions.get("Ready", {}).get("status") == "True" and not leaving
+    since = conditions.get("Ready", {}).get("lastTransitionTime") or ""
     reason, message = ("", "") if ready else trouble(status, conditions, leaving=leaving)
     index = _labels(metadata).get(labels.POD_INDEX, "0")
     return ObservedPod(
@@ -77,7 +78,8 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         ip=status.get("podIP") or "",
         leaving=leaving,
         created=metadata.get("creationTimestamp") or "",
-        unready_since="" if ready else conditions.get("Ready", {}).get("lastTransitionTime") or "",
+        unready_since="" if ready else since,
+        ready_since=since if ready else "",
         hurried=metadata.get("deletionGracePeriodSeconds", LAST_S + 1) <= LAST_S,
         marked=labels.DRAINING in _annotations(metadata),
     )

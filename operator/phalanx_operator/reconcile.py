@@ -14,7 +14,7 @@ from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator import observe
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Routers, Target, address_of
-from phalanx_operator.decide import admission, autoscaler, plan, rollback
+from phalanx_operator.decide import admission, autoscaler, exposed, plan, rollback
 from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import (
     Action,
@@ -44,6 +44,7 @@ from phalanx_operator.refusals import Refusals
 from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.revision import revision
+from phalanx_operator.shared import EXPOSE_AGAIN_S
 from phalanx_operator.store import Key
 from phalanx_operator.turns import Turns
 
@@ -149,8 +150,9 @@ class Reconciler:
         self._tell(key, service, seen, todo.empty, todo.is_urgent)
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
-        await self._write(snapshot, todo.status, done)
-        return todo.again_s
+        unexposed = self.hands.unexposed(key)
+        await self._write(snapshot, exposed.told(todo.status, unexposed, snapshot, now), done)
+        return min(todo.again_s, EXPOSE_AGAIN_S) if unexposed else todo.again_s
 
     async def _followed(
         self, service: InferenceService, snapshot: Snapshot, now: str

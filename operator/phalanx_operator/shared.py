@@ -6,13 +6,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from phalanx_api.inference_service import InferenceService
+from phalanx_api.router import Expose
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
 from phalanx_operator.kube import CONFIG_MAPS, SECRETS, Json, KubeClient, resource_of
 from phalanx_operator.observe import Children, owner_uid
-from phalanx_operator.render import disruption, former, monitoring, names, network, router, services
+from phalanx_operator.render import disruption, exposed, former, monitoring, names, network, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.store import Key
@@ -20,7 +22,17 @@ from phalanx_operator.store import Key
 log = logging.getLogger(__name__)
 APPLY_AGAIN_S = 600.0
 MONITOR_AGAIN_S = 60.0
+EXPOSE_AGAIN_S = 60.0
 _ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Unexposed:
+    """An Ingress or HTTPRoute that could not be made: what was wanted, when it is tried again, and why it was not."""
+
+    wanted: Expose
+    until_s: float
+    why: str
 
 
 class Shared:
@@ -42,14 +54,19 @@ class Shared:
         self._draw_token = draw_token
         self._clock = clock
         self._unknown_until: dict[str, float] = {}
+        self._unexposed: dict[Key, Unexposed] = {}
         self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
         self._applied.pop(key, None)
+        self._unexposed.pop(key, None)
 
-    async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int) -> None:
-        """Makes it all, and undoes it when somebody else scaled the routers. Raises: a KubeError at the first call that fails."""
+    async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int, *, is_blind: bool = False) -> None:
+        """Makes it all, and undoes it when somebody else scaled the routers; `is_blind`: routers that are there stay as they are.
+
+        Raises: a KubeError at the first call that fails.
+        """
         scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
         present = self._children.present((service.namespace, service.name), service.uid)
         await self._keep_token(service)
@@ -59,11 +76,14 @@ class Shared:
         for body in [services.groups_service(service), *router.router_objects(service, self._images)]:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present
-            await self._keep(service, body, is_missing or (scaled and body["kind"] == "Deployment"))
+            is_door = body["kind"] == "Deployment"
+            if not (is_blind and is_door and not is_missing):
+                await self._keep(service, body, is_missing or (scaled and is_door))
         budget = disruption.group_budget(service)
         await (self._keep(service, budget, is_missing=False) if groups > 1 else self._drop(service, budget))
         for body in monitoring.objects(service):
             await self._keep_monitor(service, body)
+        await self._keep_exposed(service)
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:
         """Keeps what this revision is. Raises: a KubeError, but none when the API server refuses it or the name is taken: only
@@ -105,6 +125,37 @@ class Shared:
         except KubeError as error:  # mostly its webhook, which is as slow for the next service
             log.warning("not monitored yet", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._unknown_until[body["kind"]] = self._clock() + MONITOR_AGAIN_S
+
+    async def _keep_exposed(self, service: InferenceService) -> None:
+        """Makes what brings clients from outside, where the spec asks for it, and takes away what it asks for no more.
+
+        The service serves in the cluster without it, so nothing that goes wrong here stops what comes after it: the status tells.
+        """
+        key, wanted = (service.namespace, service.name), service.spec.router.expose
+        failed = self._unexposed.get(key)
+        if failed and failed.wanted == wanted and self._clock() < failed.until_s:
+            return
+        why = ""
+        for body, is_wanted in exposed.objects(service):
+            try:
+                await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
+            except KubeError as error:
+                if is_wanted:
+                    why = (
+                        f"the cluster serves no {body['kind']} of {body['apiVersion']}" if isinstance(error, Gone) else str(error)
+                    )
+                elif isinstance(error, Denied):  # who has no right to it has made none
+                    self._remember(service, body, _ABSENT)
+                else:
+                    log.warning("not taken away", extra={"service": "/".join(key), "kind": body["kind"], "why": str(error)})
+        self._unexposed.pop(key, None)
+        if why:
+            log.warning("not exposed", extra={"service": "/".join(key), "why": why})
+            self._unexposed[key] = Unexposed(wanted, self._clock() + EXPOSE_AGAIN_S, why)
+
+    def unexposed(self, key: Key) -> str:
+        """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""
+        return self._unexposed[key].why if key in self._unexposed else ""
 
     async def _drop(self, service: InferenceService, body: Json) -> None:
         """Deletes the object if it is there and ours."""

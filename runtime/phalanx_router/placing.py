@@ -20,7 +20,9 @@ from phalanx_router.route.canary import share
 from phalanx_router.route.choose import Choice
 from phalanx_router.route.cost import UNKNOWN_OUTPUT
 from phalanx_router.route.dispatch import Known, Sat, is_open, next_dispatch, requeues
+from phalanx_router.route.freshness import is_stale
 from phalanx_router.route.queue import RequestQueue, Waiting
+from phalanx_router.route.turns import Turns
 from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
 from phalanx_router.stream import Lost
@@ -57,7 +59,8 @@ class Placing:
         self._alone: set[Run] = set()
         self._tickets = 0
         self._seen: dict[str, Sequence[GroupView]] = {}
-        self._known = Known(self._views_of, self._hits_of, self._excluded_of)
+        self._turns = Turns()
+        self._known = Known(self._views_of, self._hits_of, self._excluded_of, self._turns_of)
         links.heard.append(self.dispatch)
 
     async def place(self, run: Run) -> bool:
@@ -191,7 +194,9 @@ class Placing:
             self.queue.charge(waiting.tenant, waiting.newcomer.prompt_tokens, run.charged)
         run.sent_at, run.homeless_since = now, None
         self._let_go(run)
-        self.submit(run, choice.key, self._eligible(run)[choice.key], choice.hit_tokens)
+        link = self._eligible(run)[choice.key]
+        self._turns.take(choice.key)
+        self.submit(run, choice.key, link, self._held_tokens(run, choice, link))
         if run.came is not None and not run.came.done():
             run.came.set_result(None)
 
@@ -213,13 +218,15 @@ class Placing:
         if keys - run.excluded:
             run.homeless_since = None
             return self._settings.keep_alive_s
-        is_leaving = not keys and bool(self._links.eligible(run.tokenizer))
+        is_silent = not keys and self._is_silent(run)
+        is_leaving = not keys and not is_silent and bool(self._links.eligible(run.tokenizer))
         why = "every group is being emptied" if is_leaving else "no group is ready"
         why = f"each of {len(keys)} ready groups failed or refused this request" if keys else why
+        why = "no group tells its load, and the service fails closed" if is_silent else why
         now = self._clock()
         if run.homeless_since is None:
             run.homeless_since = now
-        patience_s = self._settings.patience_s if run.has_started else 0.0 if keys else self.waking.hold_s
+        patience_s = self._settings.patience_s if run.has_started else 0.0 if keys or is_silent else self.waking.hold_s
         if is_leaving:  # the operator is about to say whether another group comes
             patience_s = max(patience_s, self._settings.retry_after_s)
         left_s = run.homeless_since + patience_s - now
@@ -229,6 +236,12 @@ class Placing:
             self.waking.hold()
             run.is_held = True
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
+
+    def _is_silent(self, run: Run) -> bool:
+        """Whether groups would take this newcomer, but tell nothing of their load."""
+        links = self._links.eligible(run.tokenizer)
+        is_closed = not run.has_started and not self.waking.policy().fails_open
+        return is_closed and any(not self._links.outlook.is_leaving(link) for link in links.values())
 
     def _let_go(self, run: Run) -> None:
         if run.is_held:
@@ -246,11 +259,19 @@ class Placing:
         return BackendError(503, "no_group_ready", why, self._settings.retry_after_s)
 
     def _eligible(self, run: Run) -> dict[str, LeaderLink]:
-        """The groups that may take the stream; those that are being emptied only what has started."""
+        """The groups that may take the stream; those that are being emptied, or tell nothing, only what has started."""
         links = self._links.eligible(run.tokenizer, run.model_hash if run.stream.journal.delivered else None)
         if run.has_started:
             return links
-        return self._shared(run, {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)})
+        staying = {key: link for key, link in links.items() if not self._links.outlook.is_leaving(link)}
+        return self._shared(run, self._told(run, staying))
+
+    def _told(self, run: Run, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
+        """Those of them that told their load lately, where the policy fails closed; all of them else."""
+        if self.waking.policy().fails_open:
+            return links
+        silent = {view.key for view in self._views(f"{_kind(run)} {sorted(links)}", links) if is_stale(view.state)}
+        return {key: link for key, link in links.items() if key not in silent}
 
     def _shared(self, run: Run, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
         """Those of the revision that the request's lot falls on, while the newest one has a share.
@@ -283,7 +304,7 @@ class Placing:
         run = self._runs[waiting.ticket]
         kind = _kind(run)
         links = None
-        if self.waking.policy().canary:
+        if self._depends():
             links = self._eligible(run)
             kind = f"{kind} {sorted(links)}"
         if kind in self._seen:
@@ -305,7 +326,24 @@ class Placing:
 
     def _hits_of(self, waiting: Waiting) -> Mapping[str, int]:
         run = self._runs[waiting.ticket]
-        return self._links.outlook.hits(run.keys, self._eligible(run))
+        return self._links.outlook.hits(run.keys, self._eligible(run)) if self._is_prefix_aware() else {}
+
+    def _held_tokens(self, run: Run, choice: Choice, link: LeaderLink) -> int:
+        """Tokens of its prompt that the chosen group holds, whether it was chosen for them or not."""
+        if self._is_prefix_aware():
+            return choice.hit_tokens
+        return self._links.outlook.hits(run.keys, {choice.key: link}).get(choice.key, 0)
+
+    def _is_prefix_aware(self) -> bool:
+        return self.waking.policy().routing == "PrefixAware"
+
+    def _depends(self) -> bool:
+        """Whether which groups may take a request depends on more than its kind."""
+        policy = self.waking.policy()
+        return bool(policy.canary) or not policy.fails_open
+
+    def _turns_of(self) -> Mapping[str, int] | None:
+        return self._turns.last if self.waking.policy().routing == "RoundRobin" else None
 
     def _show(self) -> None:
         self._metrics.show_queue(len(self.queue), self.queue.tokens)

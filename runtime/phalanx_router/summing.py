@@ -125,6 +125,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
         deaths=link.state.deaths,
         death=link.state.death[:300],
         draft_lost=_draft_lost(link)[:300],
+        model_version=served.version[:128],
     )
 
 

@@ -63,5 +63,5 @@ def test_the_operator_may_make_every_kind_that_it_renders_and_take_away_what_may
     held = {one.plural: verbs[one.api_version.rpartition("/")[0], one.plural] for one in RESOURCES.values()}
     assert [kind for kind, has in held.items() if not {"get", "create"} <= has] == []
     assert [kind for kind, has in held.items() if "patch" not in has] == ["secrets"]
-    removable = {"poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules"}
+    removable = {"poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules", "ingresses", "httproutes"}
     assert {kind for kind, has in held.items() if "delete" in has} == removable | {"statefulsets"}

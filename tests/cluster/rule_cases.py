@@ -20,6 +20,11 @@ def cached(**fields: Any) -> dict[str, Any]:
     return {"model": {"uri": "hf://org/name", "cache": fields}}
 
 
+def exposed(**fields: Any) -> dict[str, Any]:
+    """A spec with this door for clients from outside."""
+    return {"router": {"expose": fields}}
+
+
 def near(kind: str, **fields: Any) -> dict[str, Any]:
     """A spec with one requirement on nodes, or on the labels of other pods."""
     requirement = {"matchExpressions": [{"key": "a", **fields}]}
@@ -85,6 +90,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"restartPolicy": {"mode": "Always"}}, "spec.restartPolicy.mode"),
     ({"placement": {"gang": {"mode": "Kueue"}}}, "spec.placement.queueName: .*gang mode Kueue needs queueName"),
     ({"placement": {"gang": {"timeoutSeconds": 0}}}, "timeoutSeconds"),
+    (scaled(onMetricsLoss="Fallback"), "spec.autoscaling.fallbackReplicas: .*fallbackReplicas goes with onMetricsLoss Fallback"),
+    (scaled(fallbackReplicas=2), "spec.autoscaling.fallbackReplicas: .*fallbackReplicas goes with onMetricsLoss Fallback"),
+    (
+        scaled(onMetricsLoss="Fallback", fallbackReplicas=5),
+        "spec.autoscaling.fallbackReplicas: .*fallbackReplicas must not be greater than maxReplicas",
+    ),
+    (scaled(onMetricsLoss="Guess"), "spec.autoscaling.onMetricsLoss"),
+    ({"rollout": {"minReadySeconds": -1}}, "spec.rollout.minReadySeconds"),
+    ({"router": {"policy": "Random"}}, "spec.router.policy"),
+    ({"router": {"failureMode": "FailSafe"}}, "spec.router.failureMode"),
+    (exposed(type="InferencePool"), "spec.router.expose.type"),
+    (exposed(type="HTTPRoute"), "spec.router.expose.gateway: .*gateway goes with type HTTPRoute, which needs it"),
+    (exposed(className="nginx"), "spec.router.expose.className: .*className goes with type Ingress only"),
+    (exposed(tlsSecretName="a"), "spec.router.expose.tlsSecretName: .*tlsSecretName goes with type Ingress only"),
+    (exposed(type="Ingress", tlsSecretName="a"), "spec.router.expose.tlsSecretName: .*tlsSecretName needs hosts"),
+    (exposed(hosts=["a.example"]), "spec.router.expose.hosts: .*hosts goes with the types Ingress and HTTPRoute only"),
+    (
+        exposed(annotations={"a": "b"}),
+        "spec.router.expose.annotations: .*annotations goes with the types Ingress and HTTPRoute only",
+    ),
+    (exposed(type="Ingress", hosts=["a b"]), r"spec.router.expose.hosts\[0\]"),
+    ({"model": {"uri": "hf://org/name", "adapters": []}}, 'unknown field "spec.model.adapters"'),
+    ({"engine": {"kvCache": {"dtype": "fp8"}}}, 'unknown field "spec.engine.kvCache"'),
     (cached(type="Shared"), "spec.model.cache.claimName: .*claimName goes with type Shared"),
     (cached(type="NodeLocal"), "spec.model.cache.size: .*size goes with type NodeLocal"),
     (cached(type="None", readOnly=True), "spec.model.cache.readOnly: .*readOnly goes with type Shared only"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService, parse
+from phalanx_api.inference_service import InferenceService, Spec, parse
 from phalanx_api.status import Status
 from phalanx_operator.decide.groups import Desired
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
@@ -24,7 +24,9 @@ def make_body(name: str = "chat", namespace: str = "team", uid: str = "uid-1", *
 
 
 def make_service(**spec: Any) -> InferenceService:
-    service = parse(make_body(**spec))
+    body = make_body(**spec)
+    Spec.model_validate(body["spec"])  # `parse` leaves out fields that it does not know, as it must: here they are mistakes
+    service = parse(body)
     assert isinstance(service, InferenceService), service
     return service
 

@@ -16,6 +16,8 @@ from phalanx_operator.store import Key
 from tests.control.builders import pod_body
 
 Where = tuple[str, str, str]
+_QUICK = ("poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules", "ingresses", "httproutes")
+"""What goes at once when it is deleted."""
 
 
 def written_by(manager: str, at: str = "2026-01-02T03:00:00Z") -> Json:
@@ -53,7 +55,7 @@ class FakeKube:
 
     def __init__(self) -> None:
         self.objects: dict[Where, Json] = {}
-        self.unknown = {"servicemonitors", "prometheusrules"}
+        self.unknown = {"servicemonitors", "prometheusrules", "httproutes"}
         self.schedulers: set[str] = set()
         self.told_of_groups: list[Json] = []
         self.calls: list[str] = []
@@ -128,7 +130,7 @@ class FakeKube:
         body = self._there(resource, namespace, name)
         if body["metadata"]["uid"] != uid:
             raise Conflict("another object by now")
-        if grace_s == 0 or resource.plural in ("poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules"):
+        if grace_s == 0 or resource.plural in _QUICK:
             del self.objects[resource.plural, namespace, name]
             return
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

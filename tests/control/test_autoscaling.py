@@ -7,6 +7,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
+from phalanx_api.conditions import find_condition
 from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
 from phalanx_operator.asking import Pace
 from phalanx_operator.decide import autoscaler, scale
@@ -269,6 +270,17 @@ def test_budgets_are_divided_by_the_routers() -> None:
     assert policy_of(spec, 64).budgets.moves_per_group == 1
 
 
+@pytest.mark.parametrize("routing", ["PrefixAware", "LeastLoad", "RoundRobin"])
+@pytest.mark.parametrize(("mode", "fails_open"), [("FailOpen", True), ("FailClosed", False)])
+def test_routers_are_told_how_to_choose_and_how_to_fail(routing: str, mode: str, fails_open: bool) -> None:
+    policy = policy_of(make_service(router={"policy": routing, "failureMode": mode}).spec, 1)
+    assert (policy.routing, policy.fails_open) == (routing, fails_open)
+
+
+def test_without_a_word_routers_choose_by_cost_and_caches_and_fail_open() -> None:
+    assert policy_of(make_service().spec, 1, 7) == BalancePolicy(number=7)
+
+
 def test_the_number_of_a_policy_rises_with_each_change_and_only_then() -> None:
     spec = make_service().spec
     first = Granted().renewed(spec, 1, ["a"], 1000.0)
@@ -295,9 +307,72 @@ def test_the_example_in_the_guide_is_valid() -> None:
         ("pages at most 70 % full", scale_demand.KV_IN_OF_OUT * scale_demand.KV_SHARE == pytest.approx(0.7)),
         ("For 300 s, or 60 s", (scale.SLOW_IN_S, scale.FAST_IN_S) == (300.0, 60.0)),
         ("in the last 45 s", 3 * Pace().routine_s == 45.0),
+        ("silent for 45 s more", scale.LOST_S == 45.0),
         ("leaves that count for five minutes", autoscaler.CONFLICT_S == 300.0),
     ],
 )
 def test_the_guide_tells_the_numbers_of_the_rule(words: str, constant: bool) -> None:
     guide = " ".join((pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text().split())
     assert words in guide and constant
+
+
+FALLBACK: dict[str, Any] = {"onMetricsLoss": "Fallback", "fallbackReplicas": 4}
+
+
+async def test_when_routers_are_silent_for_long_there_are_as_many_groups_as_the_spec_falls_back_to() -> None:
+    world = await scaled(busy=0.3, **FALLBACK)
+    await world.look()
+    world.routers.says = None
+    await world.look()
+    assert world.service["spec"]["replicas"] == 1, "a new leader has not heard anybody either"
+    world.clock += scale.LOST_S
+    await world.look()
+    assert world.service["spec"]["replicas"] == 4
+    condition = find_condition(world.status.conditions, "ScalingActive")
+    assert condition and (condition.status, condition.reason) == ("False", "MetricsUnavailable")
+    assert condition.message.endswith("the count is held, and is at least 4 after 45 s")
+    said = world.status.autoscaling
+    assert said and (said.reason, said.desired) == ("Fallback", 4)
+    await world.settle()
+    await world.change(replicas=6)
+    world.clock += 60.0
+    await world.look()
+    assert world.service["spec"]["replicas"] == 6, "no group is taken away for want of numbers"
+
+
+async def test_the_last_changes_are_told_the_newest_last() -> None:
+    world = await scaled(busy=0.2, minReplicas=1)
+    for count in range(2, 9):
+        policy = world.service["spec"]["autoscaling"] | {"minReplicas": count}
+        await world.change(autoscaling=policy)
+        world.now = f"2026-01-02T03:1{count}:00Z"
+        await world.look()
+    said = world.status.autoscaling
+    assert said and [(one.before, one.after, one.reason) for one in said.history] == [
+        (count - 1, count, "Bounds") for count in range(4, 9)
+    ]
+    assert said.history[-1].time == "2026-01-02T03:18:00Z" == said.last_scale_time
+    assert said.history[-1].message == "7 groups, between 8 and 9 are allowed"
+    before = said.history
+    await world.look()
+    assert world.status.autoscaling and world.status.autoscaling.history == before, "only changes are told"
+
+
+async def test_what_another_writer_keeps_from_being_written_is_no_change() -> None:
+    world = await scaled()
+    await world.look()
+    body = world.service
+    metadata = body["metadata"] | {"managedFields": [written_by("kubectl", "2026-01-02T03:04:30Z")]}
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata, "spec": body["spec"] | {"replicas": 1}})
+    world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
+    await world.look()
+    assert world.condition("ScalingActive") == ("False", "ConflictingScaler")
+    assert world.status.autoscaling and len(world.status.autoscaling.history) == 1
+
+
+async def test_advice_is_told_as_a_change_once() -> None:
+    world = await scaled(mode="Advisory")
+    for _ in range(3):
+        await world.look()
+    said = world.status.autoscaling
+    assert said and [(one.before, one.after, one.reason) for one in said.history] == [(1, 3, "Panic")]

@@ -322,7 +322,7 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
     "change",
     [
         {"replicas": 5},
-        {"router": {"replicas": 3}},
+        {"router": {"replicas": 3, "policy": "RoundRobin", "failureMode": "FailClosed", "expose": {"type": "Ingress"}}},
         {"suspend": True},
         {"networkPolicy": {"enabled": False}},
         {"servedNames": ["chat"]},
@@ -330,7 +330,7 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
         {"engine": {"dtype": "auto"}},
         {"rollout": {"restartId": ""}},
-        {"rollout": {"onFailure": "Rollback", "canaryWeight": 5}},
+        {"rollout": {"onFailure": "Rollback", "canaryWeight": 5, "minReadySeconds": 60}},
         {"engine": {"probes": {}, "speculative": {"method": "None"}}},
         {"placement": {"gang": {"timeoutSeconds": 5}}},
     ],

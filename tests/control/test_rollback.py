@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.kube import CONFIG_MAPS, PODS, STATEFUL_SETS
+from phalanx_operator.kube import CONFIG_MAPS, DEPLOYMENTS, PODS, STATEFUL_SETS
 from phalanx_operator.render import former
 from phalanx_operator.render.revision import revision
+from phalanx_operator.shared import APPLY_AGAIN_S
 from tests.control.builders import NOW, make_service
 from tests.control.test_rollout_strategies import LONG_AFTER, leave_unplaced, revisions, settled
 from tests.control.worlds import World
@@ -315,3 +316,29 @@ async def test_a_revision_that_is_given_up_gets_no_share_of_requests() -> None:
     assert (world.routers.policy.canary, world.routers.policy.canary_percent) == (good, 100), "all are for the one before"
     told = msgspec.json.decode(world.kube.of(CONFIG_MAPS)["chat-policy"]["data"]["policy.json"])
     assert (told["canary"], told["canary_percent"]) == (good, 100)
+
+
+def names_of(world: World) -> list[str]:
+    """By which clients ask routers for the model."""
+    (deployment,) = world.kube.of(DEPLOYMENTS).values()
+    words = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    return list(words[words.index("--served-model-name") + 1 :])
+
+
+async def test_while_the_record_is_missing_routers_stay_as_they_are() -> None:
+    """Groups answer to the names of the former revision, which nobody knows: those of the newest would be wrong."""
+    world = await settled(replicas=2, rollout=ROLLOUT, servedNames=["good"])
+    await world.change(engine=BAD, servedNames=["bad"])
+    await run_late(world)
+    await world.settle()
+    assert names_of(world) == ["good"]
+    record = world.kube.objects.pop(("configmaps", "team", "chat-former"))
+    world.clock += APPLY_AGAIN_S + 1
+    await world.settle()
+    assert names_of(world) == ["good"] and world.condition("Stalled") == ("True", "RolledBack")
+    world.kube.objects.pop(("deployments", "team", "chat-router"))
+    await world.settle()
+    assert names_of(world) == ["bad"], "none at all would be worse"
+    world.kube.put(CONFIG_MAPS, record)
+    await world.settle()
+    assert names_of(world) == ["good"]

@@ -74,6 +74,12 @@ ZERO = replace(RULES, least=0, to_zero=True)
         pytest.param(fleet_of(asked=2), 5, RULES, 900.0, (5, "Hold"), id="nothing heard"),
         pytest.param(fleet_of(summary(rate=9.0), asked=3), 5, RULES, 900.0, (5, "Hold"), id="one of three heard"),
         pytest.param(fleet_of(asked=2), 0, RULES, 0.0, (1, "Bounds"), id="nothing heard, out of bounds"),
+        pytest.param(fleet_of(asked=2), 2, replace(RULES, fallback=5), 44.0, (2, "Hold"), id="nothing heard yet"),
+        pytest.param(fleet_of(asked=2), 2, replace(RULES, fallback=5), 45.0, (5, "Fallback"), id="nothing heard: fall back"),
+        pytest.param(fleet_of(), 2, replace(RULES, fallback=5), 45.0, (5, "Fallback"), id="no router: fall back"),
+        pytest.param(fleet_of(asked=2), 7, replace(RULES, fallback=5), 900.0, (7, "Hold"), id="never to fewer"),
+        pytest.param(fleet_of(asked=2), 2, replace(RULES, most=3, fallback=5), 45.0, (3, "Fallback"), id="within the bounds"),
+        pytest.param(fleet_of(asked=2), 0, replace(ZERO, fallback=2), 45.0, (2, "Fallback"), id="from zero: who knows"),
         pytest.param(fleet_of(summary(group(step_model=[]), rate=9.0)), 1, RULES, 60.0, (1, "Unmeasured"), id="no step measured"),
     ],
 )

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from phalanx_api import pod_template
 from phalanx_api.crd import definition, schema
@@ -11,7 +12,7 @@ from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceServ
 from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from phalanx_api.schema import read
 from phalanx_api.status import Status
-from tests.cluster.rule_cases import near
+from tests.cluster.rule_cases import exposed, near
 from tests.control.builders import make_body, make_service
 
 GOOD = {"itlP95Ms": 50}
@@ -124,6 +125,31 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"drain": {"timeoutSeconds": -1}}, "spec.drain.timeoutSeconds", "greater than"),
         ({"restartPolicy": {"nodeLostSeconds": 0}}, "spec.restartPolicy.nodeLostSeconds", "greater than"),
         ({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers[0].name", "required"),
+        (scaled(onMetricsLoss="Fallback"), "spec.autoscaling", "fallbackReplicas goes with onMetricsLoss Fallback"),
+        (scaled(fallbackReplicas=2), "spec.autoscaling", "fallbackReplicas goes with onMetricsLoss Fallback"),
+        (
+            scaled(onMetricsLoss="Fallback", fallbackReplicas=5),
+            "spec.autoscaling",
+            "fallbackReplicas must not be greater than max",
+        ),
+        (scaled(onMetricsLoss="Guess"), "spec.autoscaling.onMetricsLoss", "Hold"),
+        ({"rollout": {"minReadySeconds": -1}}, "spec.rollout.minReadySeconds", "greater than or equal to 0"),
+        ({"router": {"policy": "Random"}}, "spec.router.policy", "RoundRobin"),
+        ({"router": {"failureMode": "FailSafe"}}, "spec.router.failureMode", "FailClosed"),
+        (exposed(type="InferencePool"), "spec.router.expose.type", "HTTPRoute"),
+        (exposed(type="HTTPRoute"), "spec.router.expose", "gateway goes with type HTTPRoute"),
+        (exposed(type="Ingress", gateway={"name": "a"}), "spec.router.expose", "gateway goes with type HTTPRoute"),
+        (exposed(className="nginx"), "spec.router.expose", "className goes with type Ingress only"),
+        (
+            exposed(type="HTTPRoute", gateway={"name": "a"}, tlsSecretName="b"),
+            "spec.router.expose",
+            "tlsSecretName goes with type",
+        ),
+        (exposed(type="Ingress", tlsSecretName="b"), "spec.router.expose", "tlsSecretName needs hosts"),
+        (exposed(hosts=["a.example"]), "spec.router.expose", "hosts goes with the types Ingress and HTTPRoute only"),
+        (exposed(annotations={"a": "b"}), "spec.router.expose", "annotations goes with the types Ingress and HTTPRoute only"),
+        (exposed(type="Ingress", hosts=["a b"]), "spec.router.expose.hosts[0]", "pattern"),
+        (exposed(type="HTTPRoute", gateway={}), "spec.router.expose.gateway.name", "required"),
     ],
 )
 def test_a_wrong_field_is_named(spec: dict[str, Any], field: str, words: str) -> None:
@@ -326,3 +352,21 @@ def incomplete(node: dict[str, Any], path: str = "spec") -> list[str]:
 def test_no_default_lacks_what_its_object_requires() -> None:
     assert incomplete(schema()["properties"]["spec"]) == []
     assert incomplete({"required": ["name"], "default": {"key": "keys"}, "properties": {}}) == ["spec"]
+
+
+@pytest.mark.parametrize(("parent", "field"), [("model", "adapters"), ("engine", "kvCache"), ("engine", "kvCacheDtype")])
+def test_what_nothing_would_follow_from_is_no_field(parent: str, field: str) -> None:
+    """The API server refuses it as unknown (tests/cluster/test_rules.py), as does a test that gives it by mistake."""
+    node = schema()["properties"]["spec"]["properties"][parent]
+    assert field not in node["properties"] and "x-kubernetes-preserve-unknown-fields" not in node
+    given: dict[str, Any] = {"model": {"uri": "hf://o/m"}}
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        make_service(**given | {parent: given.get(parent, {}) | {field: []}})
+
+
+def test_columns() -> None:
+    columns = {one["name"]: one for one in definition()["spec"]["versions"][0]["additionalPrinterColumns"]}
+    usual = [name for name, column in columns.items() if not column["priority"]]
+    assert usual == ["Ready", "Reason", "Desired", "Groups", "Updated", "TP", "Model", "Age"]
+    assert set(columns) - set(usual) == {"PP", "URL", "Revision", "Restarts"}
+    assert columns["Restarts"]["jsonPath"] == ".status.restarts"

@@ -225,3 +225,12 @@ async def test_a_question_waits_until_a_group_has_lost_its_draft() -> None:
         router.leaders[1].load = wire.Load(0, 0, 0, 10, 10, speculation=SpeculationCounts(lost="no tensors" * 50))
         told = {group.group: group.draft_lost for group in (await asked).groups}
         assert told["a"] == "" and told["b"] == ("no tensors" * 50)[:300]
+
+
+async def test_a_summary_tells_which_version_of_its_source_a_group_has_loaded() -> None:
+    leader = FakeLeader("a")
+    async with running_router(leader) as router, asyncio.timeout(10):
+        assert (await router.ask()).groups[0].model_version == ""
+        await leader.tell(wire.State(True, 1, served=wire.Served("hash", "layout", 1000, "c0ffee")))
+        while (await router.ask()).groups[0].model_version != "c0ffee":
+            await asyncio.sleep(0.005)

@@ -18,11 +18,13 @@ class InitReplicas:
 class KeepChildren:
     """Make what all groups share: the token, the Services, the router and its rights. Does nothing where they already are so.
 
-    `groups`: how many are wanted, for with one there is no disruption budget.
+    `groups`: how many are wanted, for with one there is no disruption budget. is_blind: nobody knows what groups that run were
+    made of, so routers, which serve under the names of that, stay as they are.
     """
 
     groups: int
     why: str
+    is_blind: bool = False
 
 
 @dataclass(frozen=True, slots=True)

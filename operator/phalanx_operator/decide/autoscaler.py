@@ -14,11 +14,11 @@ from phalanx_api import labels
 from phalanx_api.autoscaling import Autoscaling
 from phalanx_api.conditions import Reason, drop_condition, set_condition
 from phalanx_api.inference_service import InferenceService
-from phalanx_api.status import AutoscalingStatus, Status
+from phalanx_api.status import MAX_HISTORY, AutoscalingStatus, ScaleChange, Status
 from phalanx_operator.decide.clock import age_s, parsed
 from phalanx_operator.decide.demand import KV_SHARE, Targets
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.scale import COLD_S, Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.scale import COLD_S, LOST_S, Decision, Memory, Rules, Scene, evaluate
 from phalanx_operator.decide.schedule import Bounds, bounds
 from phalanx_operator.decide.snapshot import ObservedGroup, ReplicasWriter, Snapshot
 
@@ -75,7 +75,10 @@ def scaling(
     conflict = _conflict(policy, snapshot, former, replicas, now)
     writes = policy.mode == "Internal" and not conflict and decision.groups != replicas
     active, reason, message = _verdict(policy, decision, conflict)
+    counts = writes or policy.mode != "Internal"
     status = _status(former, between, decision, count, mind, now if writes else former.last_scale_time)
+    if counts and decision.groups != count:
+        status = status.model_copy(update={"history": _history(former, decision, count, now)})
     return mind, Scaling(decision, decision.groups if writes else None, active, reason, message, status)
 
 
@@ -117,6 +120,7 @@ def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) ->
         idle_s=policy.scale_to_zero.idle_seconds,
         streams_move=service.spec.rebalancing.mode == "Migrate",
         room=service.spec.engine.max_num_batched_tokens,
+        fallback=policy.fallback_replicas,
     )
 
 
@@ -163,10 +167,19 @@ def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus
 def _verdict(policy: Autoscaling, decision: Decision, conflict: str) -> tuple[bool, Reason, str]:
     if conflict:
         return False, Reason.CONFLICTING_SCALER, f"{conflict}; one writer only: take it away, or set mode External"
-    if decision.verdict == "Hold":
-        return False, Reason.METRICS_UNAVAILABLE, "fewer than half of the routers answered lately: the count is held"
+    if decision.verdict in ("Hold", "Fallback"):
+        fallback = policy.fallback_replicas
+        held = "the count is held" + (f", and is at least {fallback} after {LOST_S:.0f} s" if fallback else "")
+        return False, Reason.METRICS_UNAVAILABLE, f"fewer than half of the routers answered lately: {held}"
     reasons = {"Internal": Reason.ACTIVE, "External": Reason.EXTERNAL, "Advisory": Reason.ADVISORY}
     return True, reasons[policy.mode], ""
+
+
+def _history(former: AutoscalingStatus, decision: Decision, before: int, now: str) -> tuple[ScaleChange, ...]:
+    """The last changes with this one, the newest last."""
+    why = decision.why[:256]
+    change = ScaleChange(time=now, before=before, after=decision.groups, reason=decision.verdict, message=why)
+    return (*former.history, change)[-MAX_HISTORY:]
 
 
 def _status(
@@ -182,4 +195,5 @@ def _status(
         message=f"from {before} to {decision.groups}: {decision.why}"[:512] if changed else former.message,
         last_scale_time=last_scale_time,
         cold_start_seconds=round(_cold_s(mind, former)) if mind.starts_s else former.cold_start_seconds,
+        history=former.history,
     )

@@ -37,7 +37,7 @@ class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
     `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
     ended for no cause outside, as far as any router knows; `death`: why the last one did. `draft_lost`: why it drafts no
-    more. `linked`: a router reaches it."""
+    more. `linked`: a router reaches it. `model_version`: of the source that its model was fetched from."""
 
     name: str
     fresh: bool
@@ -56,6 +56,7 @@ class SeenGroup:
     death: str = ""
     draft_lost: str = ""
     linked: bool = False
+    model_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         death=most.death,
         draft_lost=best.draft_lost,
         linked=best.state != "dead",
+        model_version=next((group.model_version for group in (best, *seen) if group.model_version), "")[:128],
     )
 
 

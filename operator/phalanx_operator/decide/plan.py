@@ -17,6 +17,7 @@ from phalanx_operator.decide import (
     recovery,
     retry,
     rollback,
+    sourced,
     speculating,
     versions,
 )
@@ -155,6 +156,7 @@ def assessed(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: s
     half = admission.given_up(groups, spec.placement.gang.timeout_seconds, now)
     groups = tuple(replace(group, lost=group.lost or half.get(group.uid, "")) for group in groups)
     groups = recovery.assess(groups, fleet, spec.restart_policy, now)
+    groups = progress.assess(groups, spec.rollout, now)
     return replace(snapshot, groups=draining.assess(groups, fleet, spec.drain.timeout_seconds, now))
 
 
@@ -172,7 +174,8 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     actions: list[Action] = []
     if not snapshot.has_replicas:
         actions.append(InitReplicas(FIRST_REPLICAS, "the manifest does not say how many groups"))
-    actions.append(KeepChildren(desired.replicas, "every service has them"))
+    is_blind = bool(seen.back and seen.no_way_back)
+    actions.append(KeepChildren(desired.replicas, "every service has them", is_blind))
     if service.spec.rollout.on_failure == "Rollback" and rollback.is_whole(snapshot, desired):
         actions.append(KeepRevision(desired.revision, "a later rollout may go back to it"))
     actions += _noted(snapshot.groups, of_groups)
@@ -251,6 +254,7 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     said = said.model_copy(update={"recovery": past, "gang": seen.gang})
     said = capacity.told(said, snapshot, waits, seen.ungated, now)
     said = caching.told(said, service.spec.model, snapshot, fleet, now)
+    said = sourced.told(said, service.spec.model, snapshot, fleet)
     said = balanced.told(said, fleet, snapshot, now)
     said = versions.told(said, fleet, snapshot, now)
     said = speculating.told(said, service.spec.engine, snapshot, desired.revision, fleet, now)

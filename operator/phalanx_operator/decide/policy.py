@@ -38,6 +38,8 @@ def policy_of(
         hold_s=float(zero.hold_timeout_seconds) if holds else 0.0,
         canary=revision if spec.rollout.canary_weight is not None else "",
         canary_percent=spec.rollout.canary_weight or 0,
+        routing=spec.router.policy,
+        fails_open=spec.router.failure_mode == "FailOpen",
     )
 
 

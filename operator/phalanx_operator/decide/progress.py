@@ -1,11 +1,13 @@
-"""How long groups wait: for a node, and to be ready; and which rollouts that stops.
+"""How long groups wait: for a node, to be ready, and to be available; and which rollouts that stops.
 
 A group of the newest revision that is not ready for `progressDeadlineSeconds` stops the rollout: no further group that serves is
 given up for that revision. A group above `replicas` that waits for a node for `surgeTimeoutSeconds` ends the surge: the rest of
 that rollout goes delete-first, where `maxUnavailable` allows one. That it did is remembered by the reason in `Progressing`.
+A group that has been ready for less than `minReadySeconds` counts as one that is missing, except where requests go.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.status import Status
@@ -43,6 +45,18 @@ def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
         return min(age_s(group.created, now) or 0.0, PODLESS_S)
     ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
     return max((age for age in ages if age is not None), default=0.0)
+
+
+def ready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long all pods of a group have been ready; None when they are not, or no kubelet has said since when."""
+    ages = [age for pod in group.pods if (age := age_s(pod.ready_since, now)) is not None]
+    return min(ages, default=None) if group.ready else None
+
+
+def assess(groups: Iterable[ObservedGroup], rollout: Rollout, now: str) -> tuple[ObservedGroup, ...]:
+    """The groups, those told that are ready for too short a time to count on."""
+    ages = ((group, ready_s(group, now)) for group in groups)
+    return tuple(replace(group, young=age is not None and age < rollout.min_ready_seconds) for group, age in ages)
 
 
 def late(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:
@@ -84,4 +98,6 @@ def left_s(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now
             waits, unready = waiting_s(group, now), unready_s(group, now)
             due += [] if waits is None else [rollout.surge_timeout_seconds - waits]
             due += [] if unready is None else [rollout.progress_deadline_seconds - unready]
+        ready = ready_s(group, now)
+        due += [] if ready is None else [rollout.min_ready_seconds - ready]
     return min((left for left in due if left > 0), default=None)

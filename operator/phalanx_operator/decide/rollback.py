@@ -12,11 +12,12 @@ What the last whole revision was, a ConfigMap keeps (`render.former`): the spec 
 
 from dataclasses import replace
 
-from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition, set_condition
+from phalanx_api.conditions import ConditionType, Reason, find_condition
 from phalanx_api.inference_service import InferenceService, Spec
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.decide import progress, recovery
 from phalanx_operator.decide.groups import Desired, staying
+from phalanx_operator.decide.overrule import overruled
 from phalanx_operator.decide.snapshot import Snapshot
 
 NO_RECORD = "there is no record of a revision that was rolled out whole while spec.rollout.onFailure said Rollback"
@@ -54,9 +55,9 @@ def as_followed(service: InferenceService, *, is_former: bool) -> InferenceServi
 
 
 def is_whole(snapshot: Snapshot, desired: Desired) -> bool:
-    """Whether all groups that are wanted are there, ready, and of the revision."""
+    """Whether all groups that are wanted are there, available, and of the revision."""
     here = staying(snapshot.groups)
-    return len(here) == desired.replicas > 0 and all(group.ready and group.revision == desired.revision for group in here)
+    return len(here) == desired.replicas > 0 and all(group.available and group.revision == desired.revision for group in here)
 
 
 def told(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snapshot, now: str) -> Status:
@@ -69,8 +70,8 @@ def told(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snap
     conditions, ready = status.conditions, find_condition(status.conditions, "Ready")
     if ready and ready.status == "True":
         for kind in _WELL:
-            conditions = _set(conditions, kind, False, message, snapshot, now)
-    conditions = _set(conditions, "Stalled", True, message, snapshot, now)
+            conditions = overruled(conditions, kind, False, Reason.ROLLED_BACK, message, snapshot, now)
+    conditions = overruled(conditions, "Stalled", True, Reason.ROLLED_BACK, message, snapshot, now)
     updated = sum(group.revision == note.revision for group in staying(snapshot.groups))
     return status.model_copy(
         update={
@@ -79,17 +80,4 @@ def told(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snap
             "updated_replicas": updated,
             "conditions": conditions,
         }
-    )
-
-
-def _set(
-    conditions: tuple[Condition, ...], kind: ConditionType, is_true: bool, message: str, snapshot: Snapshot, now: str
-) -> tuple[Condition, ...]:
-    """The conditions with this one set, since when it was so at the last look: what was set meanwhile of it nobody saw."""
-    former = find_condition(snapshot.status.conditions, kind)
-    if former:
-        there = find_condition(conditions, kind)
-        conditions = tuple(former if one is there else one for one in conditions) if there else (*conditions, former)
-    return set_condition(
-        conditions, kind, is_true, reason=Reason.ROLLED_BACK, message=message, generation=snapshot.generation, now=now
     )

@@ -124,7 +124,7 @@ def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int, may_miss:
     old = [] if desired.paused else [group for group in outdated(stays, desired) if group.ready]
     leaving: list[Leaving] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
     leaving += [(g, g.slow, "straggler") for g in stays if g.slow and g.ready and g not in old]
-    budget = may_miss - (desired.replicas - kept - sum(group.ready for group in stays))
+    budget = may_miss - (desired.replicas - kept - sum(group.available for group in stays))
     return leaving[: max(budget, 0)]
 
 

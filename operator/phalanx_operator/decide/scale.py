@@ -1,7 +1,7 @@
 """How many groups a service should have now: balancing.md 3.8, as a step of a state machine. At rest: as many as there are.
 
     out of bounds  go to the bound
-    not heard      fewer than half of the routers answered lately: hold
+    not heard      fewer than half of the routers answered lately: hold, or after three evaluations go up to `fallback`
     no group       a request came: wake, with as many groups as the queue implies
     to zero        nothing was asked for long enough
     out            two evaluations, 15 s apart, need more: to the smaller of the two
@@ -36,15 +36,20 @@ IN_EVERY_S = 60.0
 IN_SHARE = 10
 SLOW_IN_S, FAST_IN_S, QUIET_S = 300.0, 60.0, 300.0
 LEAST_IDLE_S = 300.0
+LOST_S = 3 * TICK_S
+"""For how long routers must have been silent until that counts as a loss: a new leader has not heard them at first."""
 COLD_S = 60.0
 """What a group is taken to need until it serves, before one was measured."""
 
-Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Unmeasured"]
+Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Fallback", "Unmeasured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The policy: from the spec, and for the bounds from the hour. `streams_move`: a group can be emptied without waiting."""
+    """The policy: from the spec, and for the bounds from the hour. `streams_move`: a group can be emptied without waiting.
+
+    fallback: how many groups there are at least while nothing is heard; None: as many as there were.
+    """
 
     least: int
     most: int
@@ -57,6 +62,7 @@ class Rules:
     idle_s: float | None = None
     streams_move: bool = True
     room: int | None = None
+    fallback: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Memory:
     """What one evaluation hands to the next. Losing it costs a stabilisation time, and nothing else.
 
     needs: of the evaluations in a row that needed more, the newest last. fits_since_s: since when fewer groups do.
-    counts: when how many groups were wanted, in the last 15 s. in_s: the last step in.
+    counts: when how many groups were wanted, in the last 15 s. in_s: the last step in. lost_since_s: since when nothing is heard.
     """
 
     ticked_s: float | None = None
@@ -102,6 +108,7 @@ class Memory:
     frozen_since_s: float = 0.0
     frozen_until_s: float = 0.0
     panic_until_s: float = 0.0
+    lost_since_s: float | None = None
     ability: Ability | None = None
     why: str = ""
     needed: int | None = None
@@ -120,14 +127,16 @@ def evaluate(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decisi
 
 
 def _noted(memory: Memory, scene: Scene, rules: Rules) -> Memory:
-    """The memory with what is noted at every look: the count, and whether the groups that serve changed."""
+    """The memory with what is noted at every look: the count, whether the groups that serve changed, and who is heard."""
     now_s = scene.now_s
     recent = tuple((at, n) for at, n in memory.counts if now_s - at < TICK_S)
     if memory.serving is not None and memory.serving != scene.serving:
         since = memory.frozen_since_s if now_s < memory.frozen_until_s else now_s
         memory = replace(memory, frozen_since_s=since, frozen_until_s=now_s + FROZEN_S)
     ability = ability_of(scene.fleet, rules.room) or memory.ability
-    return replace(memory, counts=(*recent, (now_s, scene.groups)), serving=scene.serving, ability=ability)
+    lost_s = None if scene.fleet.is_heard else now_s if memory.lost_since_s is None else memory.lost_since_s
+    counts = (*recent, (now_s, scene.groups))
+    return replace(memory, counts=counts, serving=scene.serving, ability=ability, lost_since_s=lost_s)
 
 
 def _decided(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
@@ -136,8 +145,7 @@ def _decided(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decisi
         bound = min(max(n, rules.least), rules.most)
         return memory, Decision(bound, "Bounds", f"{n} groups, between {rules.least} and {rules.most} are allowed")
     if not scene.fleet.is_heard:
-        why = f"{scene.fleet.answered} of {scene.fleet.asked} routers answered lately"
-        return replace(memory, needs=(), fits_since_s=None), Decision(n, "Hold", why)
+        return replace(memory, needs=(), fits_since_s=None), _unheard(memory, scene, rules)
     if n == 0:
         return memory, _woken(memory, scene, rules)
     if _is_idle(scene, rules):
@@ -149,6 +157,14 @@ def _decided(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decisi
     if _is_due(memory.panic_ticked_s, scene.now_s, PANIC_TICK_S):
         return _panicked(memory, memory.ability, scene, rules, Decision(n, "Steady", memory.why, memory.needed))
     return memory, Decision(n, "Steady", memory.why, memory.needed)
+
+
+def _unheard(memory: Memory, scene: Scene, rules: Rules) -> Decision:
+    """The decision while too few routers answer: what is there stays, and after a while there is what the spec falls back to."""
+    n, why = scene.groups, f"{scene.fleet.answered} of {scene.fleet.asked} routers answered lately"
+    is_lost = memory.lost_since_s is not None and scene.now_s - memory.lost_since_s >= LOST_S
+    fallback = min(rules.fallback, rules.most) if rules.fallback is not None and is_lost else 0
+    return Decision(fallback, "Fallback", f"{why}: at least {fallback} groups") if fallback > n else Decision(n, "Hold", why)
 
 
 def _is_due(former_s: float | None, now_s: float, every_s: float) -> bool:

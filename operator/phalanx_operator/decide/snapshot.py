@@ -24,6 +24,8 @@ class ObservedPod:
     created: str = ""
     unready_since: str = ""
     """Since when it is not ready, as the kubelet noted it; empty while it has not said."""
+    ready_since: str = ""
+    """Since when it is, likewise."""
     restarts: int = 0
     ended: str = ""
     """How often its containers were started again, and how the last one ended before."""
@@ -85,6 +87,7 @@ class ObservedGroup:
     """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
 
     lost: why it is given up for one elsewhere, if so. silent: a node of it is not heard. cordoned: one takes no new pods.
+    young: it is ready, but not for `rollout.minReadySeconds` yet.
     short_since: since when this operator has seen pods of it missing; empty while none is. tokens: in its KV pages.
     drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
     replaced although it serves. gang: who places its pods together.
@@ -103,6 +106,7 @@ class ObservedGroup:
     drained: str = ""
     lost: str = ""
     slow: str = ""
+    young: bool = False
     cordoned: bool = False
     silent: bool = False
     short_since: str = ""
@@ -119,6 +123,11 @@ class ObservedGroup:
     def serving(self) -> bool:
         """Whether it is ready and stays."""
         return self.ready and self.draining is None
+
+    @property
+    def available(self) -> bool:
+        """Whether it has been ready for long enough to count on."""
+        return self.ready and not self.young
 
     @property
     def leader(self) -> ObservedPod | None:

@@ -28,7 +28,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
     here = staying(snapshot.groups)
     updated = [group for group in here if group.revision == desired.revision]
     behind = outdated(snapshot.groups, desired)
-    settled = len(here) == desired.replicas and not behind and all(group.ready for group in here)
+    settled = len(here) == desired.replicas and not behind and all(group.available for group in here)
     settled = settled and not _draining(snapshot)
     serving = any(group.ready for group in live(snapshot.groups))
     former = snapshot.status
@@ -56,6 +56,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         available_replicas=_num_available(snapshot, fleet),
         updated_replicas=len(updated),
         draining_replicas=len(_draining(snapshot)),
+        restarts=sum(group.recent_restarts for group in live(snapshot.groups)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
         url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
         current_revision=desired.revision
@@ -68,8 +69,8 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
 
 
 def _num_available(snapshot: Snapshot, fleet: Fleet) -> int:
-    """How many groups that serve a router knows; while no router is heard, no more than were and are ready."""
-    serving = [group for group in staying(snapshot.groups) if group.serving]
+    """How many available groups a router knows; while no router is heard, no more than were and are available."""
+    serving = [group for group in staying(snapshot.groups) if group.available]
     if fleet.asked and not fleet.answered:
         return min(snapshot.status.available_replicas, len(serving))
     return sum(group.name in fleet.groups and fleet.groups[group.name].linked for group in serving)
@@ -195,6 +196,9 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
         return Reason.ROLLING_OUT, f"{old} of {len(there)} groups are not of revision {desired.revision} yet{paused}"
     if unready or len(here) != desired.replicas:
         return Reason.GROUPS_NOT_READY, f"{len(here) - len(unready)} of {desired.replicas} groups are ready{_short(unready)}"
+    if young := [group for group in here if group.young]:
+        least = "spec.rollout.minReadySeconds"
+        return Reason.GROUPS_NOT_READY, f"{len(here) - len(young)} of {desired.replicas} groups have been ready for {least}"
     if not routers_settled:
         return Reason.ROUTER_NOT_READY, _count_of_routers(snapshot.router, desired.routers)
     return None, ""

@@ -6,8 +6,8 @@
     near-equals  within 5 % of the least, which no cost model can tell apart: the home, unless it is crowded, else two of them by
                  the draw, the one of the two with the earlier first token, else with fewer requests
 
-So several routers that see the same reports do not all pick the same group. Groups that just failed or refused this request are
-left out.
+So several routers that see the same reports do not all pick the same group. Where groups take turns (`in_turn`), the cost is
+not asked. Groups that just failed or refused this request are left out.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +23,9 @@ HOME_S = 0.1
 HOME_BACKLOG, HOME_BACKLOG_S, HOME_COST = 1.25, 0.1, 0.8
 HOME_CROWD, HOME_CROWD_REQUESTS = 1.25, 2
 
-Reason = Literal["only", "least", "home", "tie", "ledger", "draining"]
+Reason = Literal["only", "least", "home", "tie", "ledger", "draining", "turn"]
 """The only candidate; the cheapest; the one that holds most of the prompt; one of several near-equals; chosen without reports;
-one that drains, since there is no other."""
+one that drains, since there is no other; the one whose turn it is."""
 _NO_HITS: Mapping[str, int] = {}
 
 
@@ -83,6 +83,28 @@ def choose(
     if reason is None:
         reason = "only" if len(candidates) == 1 else "home" if place == home else "tie" if len(near) > 1 else "least"
     return Choice(view.key, reason, costs[place], parts[place], hits.get(view.key, 0), len(candidates))
+
+
+def in_turn(
+    groups: Sequence[GroupView],
+    newcomer: Newcomer,
+    last: Mapping[str, int],
+    *,
+    hits: Mapping[str, int] = _NO_HITS,
+    excluded: Collection[str] = (),
+    closed: Collection[str] = (),
+) -> Choice | NoChoice:
+    """The group whose turn it is: of those that can take the request and are not `closed`, the one that got none for longest.
+
+    last: a number for each group that got one, by key; it rises with each request that goes to any.
+    """
+    candidates, _ = _candidates(groups, excluded)
+    able = [view for view in candidates if view.key not in closed]
+    if not able:
+        return NoChoice("no group has room, or each failed or refused this request")
+    view = min(able, key=lambda view: (last.get(view.key, 0), view.key))
+    parts = terms(view, newcomer, hits.get(view.key, 0))
+    return Choice(view.key, "turn", parts.total_s, parts, hits.get(view.key, 0), len(able))
 
 
 def _candidates(groups: Sequence[GroupView], excluded: Collection[str]) -> tuple[list[GroupView], Reason | None]:

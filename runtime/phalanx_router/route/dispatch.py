@@ -13,7 +13,7 @@ to wait for its word would stop the router. One that never reported is fresh unt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx_router.route.choose import Choice, NoChoice, choose
+from phalanx_router.route.choose import Choice, NoChoice, choose, in_turn
 from phalanx_router.route.cost import Newcomer, terms
 from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
@@ -34,6 +34,8 @@ HitsOf = Callable[[Waiting], Mapping[str, int]]
 """Tokens of its prompt that groups hold, by key."""
 ExcludedOf = Callable[[Waiting], frozenset[str]]
 """Groups that failed or refused it, by key."""
+TurnsOf = Callable[[], Mapping[str, int] | None]
+"""The number of the last request that went to each group, by key, where groups take turns; None where the cost decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class Dispatch:
     choice: Choice
 
 
+def _no_turns() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What a dispatch is decided by, beside the queue."""
@@ -51,6 +57,7 @@ class Known:
     views_of: ViewsOf
     hits_of: HitsOf
     excluded_of: ExcludedOf
+    turns: TurnsOf = _no_turns
 
 
 def is_open(view: GroupView) -> bool:
@@ -100,6 +107,11 @@ class Held:
 def _choose(waiting: Waiting, views: Sequence[GroupView], known: Known, now: float, draw: float) -> Choice | Held | None:
     """Where to send it now, what to wait for, or None when no group can take it."""
     hits, excluded = known.hits_of(waiting), known.excluded_of(waiting)
+    turns = known.turns()
+    if turns is not None:
+        closed: list[str] = [] if waiting.has_begun else [view.key for view in views if not is_open(view)]
+        taken = in_turn(views, waiting.newcomer, turns, hits=hits, excluded=excluded, closed=closed)
+        return taken if isinstance(taken, Choice) else None
     best = choose(views, waiting.newcomer, draw, hits=hits, excluded=excluded)
     if isinstance(best, NoChoice):
         return None

@@ -1,0 +1,71 @@
+"""Which version of the model's source is served, and on how many nodes a cache has it: `status.model`."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_api.status import ModelStatus, Status
+from phalanx_operator.decide import sourced
+from phalanx_operator.decide.fleet import Fleet
+from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.kube import PODS
+from tests.control.builders import make_group, make_service, make_snapshot
+from tests.control.summaries import fleet_of, group, summary
+from tests.control.worlds import World
+
+LOCAL = {"uri": "hf://org/model", "cache": {"type": "NodeLocal", "size": "1Gi"}}
+SHARED = {"uri": "hf://org/model", "cache": {"type": "Shared", "claimName": "models"}}
+
+
+def told_by(*groups: tuple[str, str], **more: Any) -> Fleet:
+    return fleet_of(summary(*(group(name, model_version=version, **more) for name, version in groups)))
+
+
+OLD, NEW = make_group("z", "old", created="1"), make_group("a", created="2")
+
+
+@pytest.mark.parametrize(
+    ("groups", "fleet", "resolved"),
+    [
+        ((OLD, NEW), told_by(("z", "abc"), ("a", "def")), "def"),
+        ((OLD, make_group("a", created="2", ready=False)), told_by(("z", "abc"), ("a", "def")), "abc"),
+        ((OLD, NEW), told_by(("z", "abc")), "abc"),
+        ((OLD,), told_by(("z", "abc"), state="dead"), "former"),
+        ((OLD,), told_by(("z", "")), "former"),
+        ((OLD,), Fleet(asked=1), "former"),
+        ((), told_by(), "former"),
+    ],
+    ids=["the newest", "that serves", "that told", "and is linked", "a leader of the version before", "silent routers", "none"],
+)
+def test_the_version_is_what_the_newest_group_has_loaded(groups: tuple[ObservedGroup, ...], fleet: Fleet, resolved: str) -> None:
+    model = make_service().spec.model
+    former = Status(model=ModelStatus(resolved_revision="former"))
+    told = sourced.told(Status(), model, make_snapshot(*groups, status=former), fleet)
+    assert told.model == ModelStatus(resolved_revision=resolved)
+
+
+def test_a_file_or_a_claim_has_no_version() -> None:
+    model = make_service(model={"uri": "pvc://models/x"}).spec.model
+    former = Status(model=ModelStatus(resolved_revision="of the hub, before"))
+    assert sourced.told(Status(), model, make_snapshot(NEW, status=former), told_by(("a", ""))).model == ModelStatus()
+
+
+@pytest.mark.parametrize(("model", "nodes"), [(LOCAL, 2), (SHARED, 0), ({"uri": "hf://org/model"}, 0)])
+def test_nodes_count_where_pods_that_are_ready_have_claims_of_their_own(model: dict[str, Any], nodes: int) -> None:
+    groups = make_group("a"), make_group("b"), make_group("c", ready=False, size=3), make_group("d", size=9, terminating=True)
+    spec = make_service(model=model).spec.model
+    assert sourced.told(Status(), spec, make_snapshot(*groups), Fleet()).model.cached_nodes == nodes
+
+
+async def test_the_status_tells_it_once() -> None:
+    world = World(model=LOCAL, replicas=2)
+    await world.settle()
+    world.cluster.start_router_pods()
+    first, second = sorted(world.groups)
+    world.routers.says = summary(group(first, model_version="c0ffee"), group(second, model_version="c0ffee"))
+    await world.settle()
+    assert world.status.model == ModelStatus(resolved_revision="c0ffee", cached_nodes=1)
+    world.routers.says = None
+    await world.settle()
+    assert world.status.model.resolved_revision == "c0ffee", "routers that are silent unsay nothing"
+    assert {pod["spec"].get("nodeName") for pod in world.kube.of(PODS).values()} == {"node-0", None}
