@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond 15, that of 16.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_T95_BEYOND = 2.0
+_T95_BEYOND = 2.12
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -42,9 +42,20 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     middle = statistics.fmean(logs)
     if len(logs) < 2:
         return Ratio(math.exp(middle), 0.0, math.inf, len(logs))
-    quantile = _T95[len(logs) - 2] if len(logs) - 2 < len(_T95) else _T95_BEYOND
-    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = half_interval(logs)
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(logs))
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of their mean; 0 of one value, which has none."""
+    if len(values) < 2:
+        return 0.0
+    return _quantile(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _quantile(count: int) -> float:
+    """Of Student's t, for the mean of so many values."""
+    return _T95[count - 2] if count - 2 < len(_T95) else _T95_BEYOND
 
 
 def is_near(ratio: Ratio, bound: float) -> bool:

@@ -1,10 +1,11 @@
 """The tables: one for each workload, and the relations that are to hold."""
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from bench.figures import half_interval
 from bench.simulate.figures import Figures
 
 Cells = Mapping[str, Sequence[Figures]]
@@ -23,8 +24,6 @@ COLUMNS = (
 )
 SCALING = (("group-seconds", "group_s", 1.0, 0), ("changes", "changes", 1.0, 0), ("longest drain s", "drain", 1.0, 1))
 """Further columns where the number of groups changes."""
-T_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Student's t for a 95 % interval of the mean of so many seeds."""
 
 
 def mean_of(cells: Cells, policy: str, name: str) -> float:
@@ -43,22 +42,45 @@ def table(workload: str, cells: Cells) -> str:
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval; 0 for a number of values that has none."""
-    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) in T_95 else 0.0
-    return statistics.fmean(values), half
+    """The mean, and half of its 95 % interval."""
+    return statistics.fmean(values), half_interval(values)
 
 
 def _shown(values: Sequence[float], digits: int) -> str:
     mean, half = interval_of(values)
-    return f"{mean:.{digits}f} ± {half:.{digits}f}" if len(values) in T_95 else f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {half:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
 
 
-Relation = tuple[str, float, float, bool]
-"""A sentence, ours, the bound, whether it holds."""
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A sentence, ours and the bound as means over seeds, and half of the 95 % interval of their difference, seed by seed."""
+
+    text: str
+    ours: float
+    bound: float
+    half: float
+    is_least: bool
+    """Whether ours is to be at least the bound; else at most."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the means are as they are to be."""
+        return self.ours >= self.bound if self.is_least else self.ours <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        """What these seeds say."""
+        if self.holds:
+            return "yes"
+        return "not distinguishable" if abs(self.ours - self.bound) <= self.half else "NO"
+
+
+Values = Sequence[float]
+"""One for each seed."""
 
 
 def relations(all_cells: Mapping[str, Cells]) -> list[Relation]:
-    """What is to hold, with the two numbers and whether it does."""
+    """What is to hold, of the policies that were played."""
     rules: dict[str, Callable[[Cells], list[Relation]]] = {
         "A": _of_a,
         "B": partial(_of_best, "B"),
@@ -70,53 +92,79 @@ def relations(all_cells: Mapping[str, Cells]) -> list[Relation]:
     found = [relation for name, cells in all_cells.items() for relation in rules[name](cells)]
     ours = [one for cells in all_cells.values() for policy, each in cells.items() if policy.startswith("phalanx") for one in each]
     moves, returned = sum(one.moves for one in ours), sum(one.pingpong for one in ours)
-    return [*found, _at_most(f"of {moves} moves, those that returned within 10 s", returned / max(1, moves), 0.001)]
+    return [*found, _at_most(f"of {moves} moves, those that returned within 10 s", [returned / max(1, moves)], [0.001])]
 
 
-def _at_least(text: str, ours: float, bound: float) -> Relation:
-    return f"{text}, at least", ours, bound, ours >= bound
+def _at_least(text: str, ours: Values, bound: Values) -> Relation:
+    return _relation(f"{text}, at least", ours, bound, is_least=True)
 
 
-def _at_most(text: str, ours: float, bound: float) -> Relation:
-    return f"{text}, at most", ours, bound, ours <= bound
+def _at_most(text: str, ours: Values, bound: Values) -> Relation:
+    return _relation(f"{text}, at most", ours, bound, is_least=False)
+
+
+def _relation(text: str, ours: Values, bound: Values, is_least: bool) -> Relation:
+    half = half_interval([a - b for a, b in zip(ours, bound, strict=True)])
+    return Relation(text, statistics.fmean(ours), statistics.fmean(bound), half, is_least)
+
+
+def _values(cells: Cells, policy: str, name: str, more: float = 0.0) -> list[float]:
+    """One figure of each seed, and so much more."""
+    return [getattr(one, name) + more for one in cells[policy]]
 
 
 def _of_a(cells: Cells) -> list[Relation]:
-    return [
-        _at_least("A: goodput against Llumnix", mean_of(cells, "phalanx", "goodput"), mean_of(cells, "Llumnix", "goodput")),
-        _at_most("A: TTFT p99 against LMetric", mean_of(cells, "phalanx", "ttft_p99"), mean_of(cells, "LMetric", "ttft_p99")),
-    ]
+    found = []
+    if cells.keys() >= {"phalanx", "Llumnix"}:
+        goodput = (_values(cells, policy, "goodput") for policy in ("phalanx", "Llumnix"))
+        found.append(_at_least("A: goodput against Llumnix", *goodput))
+    if cells.keys() >= {"phalanx", "LMetric"}:
+        ttft = (_values(cells, policy, "ttft_p99") for policy in ("phalanx", "LMetric"))
+        found.append(_at_most("A: TTFT p99 against LMetric", *ttft))
+    return found
 
 
 def _of_best(name: str, cells: Cells) -> list[Relation]:
     peers = [policy for policy in cells if not policy.startswith("phalanx")]
-    best = max(mean_of(cells, policy, "goodput") for policy in peers)
-    least = min(mean_of(cells, policy, "ttft_p99") for policy in peers)
+    if "phalanx" not in cells or not peers:
+        return []
+    best = max(peers, key=lambda policy: mean_of(cells, policy, "goodput"))
+    first = min(peers, key=lambda policy: mean_of(cells, policy, "ttft_p99"))
+    of = f"the best of {len(peers)}"
     return [
-        _at_least(f"{name}: goodput against the best", mean_of(cells, "phalanx", "goodput"), best),
-        _at_most(f"{name}: TTFT p99 against the best", mean_of(cells, "phalanx", "ttft_p99"), least),
+        _at_least(f"{name}: goodput against {of}", _values(cells, "phalanx", "goodput"), _values(cells, best, "goodput")),
+        _at_most(f"{name}: TTFT p99 against {of}", _values(cells, "phalanx", "ttft_p99"), _values(cells, first, "ttft_p99")),
     ]
 
 
 def _of_c(cells: Cells) -> list[Relation]:
+    ours, still = "phalanx", "phalanx, no moves"
+    if not cells.keys() >= {ours, still}:
+        return []
     names = {"preemptions": "preemptions", "gap p99": "gap_p99", "TTFT p99": "ttft_p99"}
     return [
-        _at_most(f"C: {text} against no moves", mean_of(cells, "phalanx", name), mean_of(cells, "phalanx, no moves", name))
+        _at_most(f"C: {text} against no moves", _values(cells, ours, name), _values(cells, still, name))
         for text, name in names.items()
     ]
 
 
 def _of_e(cells: Cells) -> list[Relation]:
-    fresh = mean_of(cells, "phalanx, reports 0.05 s", "goodput")
-    return [_at_least("E: goodput with reports of 1 s", mean_of(cells, "phalanx, reports 1 s", "goodput"), fresh - 0.005)]
+    old, fresh = "phalanx, reports 1 s", "phalanx, reports 0.05 s"
+    if not cells.keys() >= {old, fresh}:
+        return []
+    text = "E: goodput with reports of 1 s, against 0.05 s less half a point"
+    return [_at_least(text, _values(cells, old, "goodput"), _values(cells, fresh, "goodput", -0.005))]
 
 
 def _of_s(cells: Cells) -> list[Relation]:
-    scaled = next(name for name in cells if " to " in name)
-    most, fewer = (name for name in cells if name != scaled)
-    goodput = mean_of(cells, scaled, "goodput")
+    scaled = next((name for name in cells if " to " in name), None)
+    fixed = [name for name in cells if name != scaled]
+    if scaled is None or len(fixed) != 2:
+        return []
+    most, fewer = fixed
+    goodput, held = _values(cells, scaled, "goodput"), _values(cells, scaled, "group_s")
     return [
-        _at_least(f"S: goodput against {most}, less a point", goodput, mean_of(cells, most, "goodput") - 0.01),
-        _at_most(f"S: group-seconds against {most}", mean_of(cells, scaled, "group_s"), mean_of(cells, most, "group_s")),
-        _at_least(f"S: goodput against {fewer}", goodput, mean_of(cells, fewer, "goodput")),
+        _at_least(f"S: goodput against {most}, less a point", goodput, _values(cells, most, "goodput", -0.01)),
+        _at_most(f"S: group-seconds against {most}", held, _values(cells, most, "group_s")),
+        _at_least(f"S: goodput against {fewer}", goodput, _values(cells, fewer, "goodput")),
     ]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from phalanx_api.summary import Traffic
 from phalanx_operator.decide.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
 from phalanx_operator.decide.fleet import BACKLOG_BOUND_S, Heard, merge, middle_model
-from phalanx_operator.decide.forecast import Trend, followed, growth
 from tests.control.simulated_service import (
     ABILITY,
     MODEL,
@@ -110,23 +109,3 @@ def test_a_group_that_lies_weighs_no_more_than_one_in_trouble() -> None:
 @pytest.mark.parametrize("numbers", [[], [0.1], [-1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
 def test_what_is_no_step_model_is_none(numbers: list[float]) -> None:
     assert fleet_of(summary(group("a", step_model=numbers))).groups["a"].model is None
-
-
-# --- forecast ------------------------------------------------------------------------------------------------------------
-
-
-def trend_of(rates: list[float]) -> Trend:
-    trend = Trend()
-    for rate in rates:
-        trend = followed(trend, rate)
-    return trend
-
-
-def test_steady_growth_is_foreseen_a_step_is_not_and_never_more_than_doubling() -> None:
-    ramp = [10 * 1.02**i for i in range(40)]
-    step = [10.0] * 30 + [12.5, 15.0, 17.5, 20.0]
-    assert 1.1 < growth(trend_of(ramp), 9, 600) < 1.25
-    assert growth(trend_of(step), 9, 600) == 1.0
-    assert growth(trend_of([10 * 1.3**i for i in range(40)]), 9, 600) == 2.0
-    assert growth(trend_of(ramp), 9, 5) == 1.0
-    assert growth(trend_of(ramp[:10]), 9, 600) == 1.0

@@ -1,5 +1,6 @@
 """The autoscaler: its rule in tables, its behaviour in virtual time, and what holds whatever the routers say."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -113,6 +114,25 @@ def test_nothing_is_decided_while_the_groups_that_serve_have_just_changed() -> N
     for now in (76.0, 92.0):
         memory, decision = evaluate(memory, Scene(now, 3, frozenset("ab"), CALM), RULES)
     assert decision.verdict == "In"
+
+
+def test_growth_that_follows_from_arrivals_alone_goes_on_meanwhile() -> None:
+    """A queue does not: it may be what the groups that changed left behind."""
+    queue = fleet_of(summary(*(group(name, backlog_s=11.0) for name in "abc"), rate=rate_for(0.4)))
+    found = []
+    for fleet in (BUSY, queue):
+        memory, first = evaluate(Memory(), Scene(0.0, 3, frozenset("abc"), fleet), RULES)
+        memory, _ = evaluate(memory, Scene(14.0, 3, frozenset("ab"), fleet), RULES)
+        memory, second = evaluate(memory, Scene(15.0, 3, frozenset("ab"), fleet), RULES)
+        memory, later = evaluate(memory, Scene(46.0, 3, frozenset("ab"), fleet), RULES)
+        found.append((first.verdict, second.verdict, later.verdict))
+    assert found == [("Steady", "Out", "Steady"), ("Steady", "Steady", "Out")]
+
+
+def test_panic_by_arrivals_goes_on_meanwhile() -> None:
+    memory, _ = evaluate(Memory(), Scene(0.0, 1, frozenset("ab"), CALM), RULES)
+    memory, found = evaluate(memory, Scene(3.0, 1, frozenset("a"), BUSY), RULES)
+    assert (found.groups, found.verdict) == (3, "Panic")
 
 
 def test_a_look_between_evaluations_decides_nothing_and_says_the_same() -> None:
@@ -234,6 +254,23 @@ def test_a_slow_ramp_is_met_before_it_arrives() -> None:
 
     service = SimulatedService(rate, groups=11, rules=replace(RULES, most=200), cold_s=180.0).run(1500)
     assert any("growing" in change.why for change in service.changes), service.changes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wave_is_met_before_it_arrives(seed: int) -> None:
+    """As in the fleet simulator: 4.5 times as much in ten minutes, and groups that take one to start. There is
+    hardly ever more work than they can do."""
+
+    def busy(now_s: float) -> float:
+        return 0.5 * (5.5 - 3.5 * math.cos(2 * math.pi * max(now_s - 300, 0) / 1200))
+
+    service = SimulatedService(lambda now_s: rate_for(busy(now_s)), groups=2, cold_s=60.0, seed=seed)
+    short_s = 0
+    while service.now_s < 1500:
+        service.step()
+        short_s += 2 * (busy(service.now_s) > len(service.serving))
+    assert short_s <= 16, service.changes
+    assert max(change.after for change in service.changes) <= 9 and reversals(service.changes) <= 2, service.changes
 
 
 # --- whatever routers say --------------------------------------------------------------------------------------------------

@@ -1,17 +1,26 @@
-"""Where the rate of requests is going: Holt's double smoothing, one step for each evaluation of 15 s.
+"""Where the rate of requests is going: whether it has risen all along, and what it comes to by the time that a group serves.
 
-A sudden step fills the window of 60 s within four evaluations, and so looks like growth for as long; growth counts from the sixth
-evaluation in a row that saw more, and not in the first minutes. Less than a tenth over the horizon is noise. More than doubling
-is never believed.
+A minute's arrivals are noted at each evaluation. After a step they rise for one minute, which is how long their window takes to
+fill. So growth is believed of spans longer than that, where the first part and the last one rose as well, each by half of its
+share: after a step that is so at one evaluation at most, and two in a row count (`decide.scale`). What may be chance is none.
+More than doubling is never believed.
 """
 
+import math
 from dataclasses import dataclass
 
-LEVEL_SHARE, TREND_SHARE = 0.5, 0.3
-RISING = 6
-YOUNG = 20
-"""Evaluations before a trend is believed."""
-NOISE = 0.1
+WINDOW_S = 60.0
+"""Arrivals are those of the last minute."""
+SPANS_S = ((75.0, 15.0), (90.0, 30.0), (120.0, 30.0), (180.0, 60.0))
+"""Over how long growth is looked for, and how long its first and its last part are. By two spans or by one, two evaluations that
+are 14.5 s apart do not both take a step for growth: it looks so from 66 to 80 s after it."""
+PART_SHARE = 0.5
+CHANCE = 2.0
+"""Square roots of counts vary by a half, whatever the count: the difference of two by 0.7, and this is three times that."""
+GAP_S = 45.0
+"""After a longer time without an evaluation all begins anew."""
+SLACK_S = 1.0
+"""Evaluations come by timers."""
 MOST = 2.0
 FEWEST_ARRIVALS = 20
 """A minute with fewer says nothing of a trend."""
@@ -19,27 +28,53 @@ FEWEST_ARRIVALS = 20
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Level and slope of the rate, per evaluation. `rising`: evaluations in a row that each saw more than the one before."""
+    """The arrivals of the minutes that ended at these times, the newest last. since_s: when it began, before which perhaps nobody
+    counted; noted_s: the latest evaluation."""
 
-    level: float | None = None
-    slope: float = 0.0
-    latest: float = 0.0
-    rising: int = 0
-    seen: int = 0
-
-
-def followed(trend: Trend, rate: float) -> Trend:
-    """The trend after one more evaluation."""
-    if trend.level is None:
-        return Trend(rate, 0.0, rate, 0, 1)
-    level = LEVEL_SHARE * rate + (1 - LEVEL_SHARE) * (trend.level + trend.slope)
-    slope = TREND_SHARE * (level - trend.level) + (1 - TREND_SHARE) * trend.slope
-    return Trend(level, slope, rate, trend.rising + 1 if rate > trend.latest else 0, trend.seen + 1)
+    minutes: tuple[tuple[float, int], ...] = ()
+    since_s: float | None = None
+    noted_s: float = 0.0
 
 
-def growth(trend: Trend, steps: float, arrivals: int) -> float:
-    """How many times the present rate is expected after so many evaluations: from 1 to 2."""
-    if min(trend.seen - YOUNG, trend.rising - RISING, arrivals - FEWEST_ARRIVALS) < 0 or trend.latest <= 0:
+def followed(trend: Trend, now_s: float, arrivals: int) -> Trend:
+    """The trend after one more evaluation, with the arrivals of the last minute."""
+    if trend.since_s is None or not 0 <= now_s - trend.noted_s <= GAP_S:
+        return Trend(since_s=now_s, noted_s=now_s)
+    if now_s - trend.since_s < WINDOW_S - SLACK_S:
+        return Trend(since_s=trend.since_s, noted_s=now_s)
+    longest_s = max(span_s for span_s, _ in SPANS_S) + GAP_S
+    kept = tuple(minute for minute in trend.minutes if now_s - minute[0] <= longest_s)
+    return Trend((*kept, (now_s, arrivals)), trend.since_s, now_s)
+
+
+def growth(trend: Trend, horizon_s: float, scv: float) -> float:
+    """How many times the present rate is expected after so long: from 1 to 2. `scv`: how bursty arrivals are, 1 as by chance."""
+    arrivals = trend.minutes[-1][1] if trend.minutes else 0
+    if arrivals < FEWEST_ARRIVALS:
         return 1.0
-    grows = 1 + trend.slope * steps / trend.latest
-    return min(grows, MOST) if grows > 1 + NOISE else 1.0
+    chance = CHANCE * math.sqrt(max(scv, 1.0))
+    more = max(_rise(trend, span_s, part_s, chance) * horizon_s / span_s for span_s, part_s in SPANS_S)
+    return min(1 + more / arrivals, MOST)
+
+
+def _rise(trend: Trend, span_s: float, part_s: float, chance: float) -> float:
+    """By how much a minute's arrivals rose over this span all along; 0 when they did not, or perhaps by chance."""
+    ages = (0.0, part_s, span_s - part_s, span_s)
+    now, late, early, then = (_before(trend, age_s) for age_s in ages)
+    if then is None or now is None or late is None or early is None:
+        return 0.0
+    least = PART_SHARE * (now - then) * part_s / span_s
+    is_more = math.sqrt(now) - math.sqrt(then) > chance
+    return now - then if is_more and min(now - late, early - then) >= least else 0.0
+
+
+def _before(trend: Trend, age_s: float) -> float | None:
+    """A minute's arrivals so long before the latest evaluation, between two that were noted; None before the first of them."""
+    at_s = trend.noted_s - age_s
+    later = trend.minutes[-1]
+    for minute in reversed(trend.minutes):
+        if minute[0] <= at_s:
+            between_s = later[0] - minute[0]
+            return minute[1] + (later[1] - minute[1]) * (at_s - minute[0]) / between_s if between_s else float(minute[1])
+        later = minute
+    return float(later[1]) if later[0] - at_s <= SLACK_S else None

@@ -36,6 +36,16 @@ def load_of(fleet: Fleet, ability: Ability, grows: float = 1.0) -> Load:
     return _load(fleet, ability, usual.arrivals / USUAL_S, grows)
 
 
+def arrivals_alone(load: Load) -> Load:
+    """What of a load follows from arrivals: not pages and queues, which change with the groups."""
+    return replace(load, kv_tokens=0.0, backlog_s=0.0)
+
+
+def burstiness_of(fleet: Fleet) -> float:
+    """How bursty arrivals are: the squared coefficient of variation of the times between them, 1 as by chance."""
+    return _shape(fleet).scv
+
+
 def heaviest_load_of(fleet: Fleet, ability: Ability) -> Load:
     """The heaviest minute that a load like that of the last five minutes brings by chance, once in hours."""
     usual, long = fleet.traffic.get(USUAL_S, _NOTHING), fleet.traffic.get(LONG_S, _NOTHING)

@@ -4,12 +4,13 @@
     not heard      fewer than half of the routers answered lately: hold, or after three evaluations go up to `fallback`
     no group       a request came: wake, with as many groups as the queue implies
     to zero        nothing was asked for long enough
-    out            two evaluations, 15 s apart, need more: to the smaller of the two
+    out            two evaluations, 15 s apart, need more now or by the time that a group serves: to the smaller of the two
     panic          the last 6 s alone need 1.5 times as many: at once
     in             fewer groups do, for the whole stabilisation time (`decide.consolidate`): one less, or a tenth
 
-Out is at most doubling, or 4, in 15 s. After a change of the groups that serve nothing is decided for two evaluations, for the
-numbers have not settled; a group that comes and goes for ever holds growth up for four at most. What starts counts as there.
+Out is at most doubling, or 4, in 15 s. After a change of the groups that serve, pages, queues and steps have not settled: for two
+evaluations only arrivals count, which no group changes, and only outwards; a group that comes and goes for ever holds the rest up
+for four at most. What starts counts as there.
 """
 
 import math
@@ -20,7 +21,17 @@ from phalanx_operator.decide.consolidate import objection
 from phalanx_operator.decide.demand import DRAIN_S, Ability, Demand, Targets, demand
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.forecast import Trend, followed, growth
-from phalanx_operator.decide.load import SHORT_S, USUAL_S, ability_of, fresh, heaviest_load_of, load_of, panic_load_of
+from phalanx_operator.decide.load import (
+    SHORT_S,
+    USUAL_S,
+    ability_of,
+    arrivals_alone,
+    burstiness_of,
+    fresh,
+    heaviest_load_of,
+    load_of,
+    panic_load_of,
+)
 
 TICK_S = 15.0
 PANIC_TICK_S = 2.0
@@ -40,6 +51,8 @@ LOST_S = 3 * TICK_S
 """For how long routers must have been silent until that counts as a loss: a new leader has not heard them at first."""
 COLD_S = 60.0
 """What a group is taken to need until it serves, before one was measured."""
+MEAN_AGE_S = USUAL_S / 2
+"""How old the mean of a minute is."""
 
 Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Fallback", "Unmeasured"]
 
@@ -199,18 +212,18 @@ def _evaluated(memory: Memory, ability: Ability, scene: Scene, rules: Rules) -> 
     """The evaluation of every 15 s."""
     fleet, now_s = scene.fleet, scene.now_s
     usual = fleet.traffic.get(USUAL_S)
-    arrivals = usual.arrivals if usual else 0
-    trend = followed(memory.trend, arrivals / USUAL_S)
+    trend = followed(memory.trend, now_s, usual.arrivals if usual else 0)
     memory = replace(memory, trend=trend, ticked_s=now_s)
-    if _is_frozen(memory, now_s):
-        return memory, Decision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
-    grows = growth(trend, (scene.cold_s + TICK_S) / TICK_S, arrivals)
-    need = demand(load_of(fleet, ability, grows), ability, rules.targets)
+    grows = growth(trend, scene.cold_s + TICK_S + MEAN_AGE_S, burstiness_of(fleet))
+    load, frozen = load_of(fleet, ability, grows), _is_frozen(memory, now_s)
+    need = demand(arrivals_alone(load) if frozen else load, ability, rules.targets)
     memory, decision = _panicked(memory, ability, scene, rules, Decision(scene.groups, "Steady", need.why, need.groups))
     if decision.groups > scene.groups:
         return memory, decision
     if need.groups > scene.groups:
         return _more(memory, scene, rules, need, grows)
+    if frozen:
+        return memory, Decision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
     memory = replace(memory, needs=())
     if now_s < memory.frozen_until_s:
         return memory, decision
@@ -234,9 +247,9 @@ def _panicked(memory: Memory, ability: Ability, scene: Scene, rules: Rules, calm
     """Out at once when the last seconds alone need far more; `calm` otherwise. What they need also keeps groups from going."""
     memory = replace(memory, panic_ticked_s=scene.now_s)
     load = panic_load_of(scene.fleet, ability)
-    if load is None or _is_frozen(memory, scene.now_s):
+    if load is None:
         return memory, calm
-    need = demand(load, ability, rules.targets)
+    need = demand(arrivals_alone(load) if _is_frozen(memory, scene.now_s) else load, ability, rules.targets)
     if need.groups >= scene.groups:
         memory = replace(memory, fits_since_s=None)
     if need.groups < PANIC * scene.groups:
