@@ -45,6 +45,10 @@ class DoorVitals:
         """Nothing: a door has no rank."""
         return ()
 
+    def kv_bytes_per_token(self) -> int | None:
+        """Unknown."""
+        return None
+
 
 def create_app(
     backend: Backend,
@@ -53,15 +57,15 @@ def create_app(
     limits: Limits | None = None,
     lifespan: Lifespan | None = None,
     keys: ApiKeys | None = None,
-    vitals: Vitals | None = None,
+    vitals: Callable[[Door], Vitals] = DoorVitals,
     metrics_prefix: str = "phalanx",
     keep_alive_s: float = 5.0,
 ) -> FastAPI:
     """The OpenAI server over a backend, with health and metrics.
 
     Starting and ending the backend is the caller's, for which `lifespan` is handed to FastAPI. `registry` may hold the
-    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. Without `vitals` the
-    door tells the backend's readiness and its own counts.
+    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. `vitals` makes what is told
+    of health and of counts; without it the door tells the backend's readiness and its own counts.
     """
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
@@ -70,9 +74,9 @@ def create_app(
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Gate, keys=keys)
-    vitals = vitals if vitals is not None else DoorVitals(door)
-    app.include_router(health_routes(vitals.health, registry, warm=door.warm), responses=ERRORS)
-    app.include_router(native_routes(door, vitals), responses=ERRORS)
+    told = vitals(door)
+    app.include_router(health_routes(told.health, registry, warm=door.warm), responses=ERRORS)
+    app.include_router(native_routes(door, told), responses=ERRORS)
     app.include_router(openai_routes(door), responses=ERRORS)
     return app
 

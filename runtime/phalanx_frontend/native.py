@@ -49,7 +49,7 @@ def native_routes(door: Door, vitals: Vitals) -> APIRouter:
     @routes.get("/v1/metrics")
     async def metrics() -> dict[str, Any]:
         """Counts since the start, and where the memory of each rank goes."""
-        return metrics_document(vitals.totals(), vitals.memory())
+        return metrics_document(vitals.totals(), vitals.memory(), vitals.kv_bytes_per_token())
 
     return routes
 
@@ -101,7 +101,7 @@ async def _accept_entry(door: Door, entries: Sequence[object], position: int, ca
         return error
 
 
-def metrics_document(totals: Totals, memory: Sequence[MemoryAccount]) -> dict[str, Any]:
+def metrics_document(totals: Totals, memory: Sequence[MemoryAccount], kv_bytes_per_token: int | None) -> dict[str, Any]:
     """The body of /v1/metrics. Averages are null before there is anything to divide by: acceptance while nothing was proposed."""
     return {
         "total_requests": totals.requests,
@@ -110,7 +110,7 @@ def metrics_document(totals: Totals, memory: Sequence[MemoryAccount]) -> dict[st
         "avg_throughput_tokens_per_sec": totals.generated_tokens / totals.latency_s if totals.latency_s else None,
         "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else None,
         "acceptance_rate": totals.accepted / totals.proposed if totals.proposed else None,
-        "kv_bytes_per_token": sum(account.kv_bytes_per_token for account in memory) or None,
+        "kv_bytes_per_token": kv_bytes_per_token,
         "memory": [
             {
                 "rank": account.rank,

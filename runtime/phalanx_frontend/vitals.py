@@ -30,7 +30,8 @@ class Health:
 class Totals:
     """Counts since the start of this process: requests that ended, and what they were given.
 
-    proposed, accepted: tokens that were proposed, and those of them that were drawn too.
+    proposed, accepted: tokens that were proposed, and those of them that were drawn too; at a router by the engines behind it,
+    since each of them started.
     """
 
     requests: int = 0
@@ -55,4 +56,8 @@ class Vitals(Protocol):
 
     def memory(self) -> Sequence[MemoryAccount]:
         """The account of each rank that has told one."""
+        ...
+
+    def kv_bytes_per_token(self) -> int | None:
+        """Bytes of one token in the KV caches of all ranks of a group; None while no group has told."""
         ...

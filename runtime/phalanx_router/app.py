@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from phalanx_frontend.app import create_app
+from phalanx_frontend.app import DoorVitals, create_app
 from phalanx_frontend.key_file import KeyFile
 from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_router.endpoints import LeaderSource
@@ -20,6 +20,7 @@ from phalanx_router.peers import Peers
 from phalanx_router.run import FleetSettings
 from phalanx_router.summary_door import BesideTheDoor, SummaryDoor
 from phalanx_router.summing import Summing
+from phalanx_router.vitals import FleetVitals
 
 
 def _raise(error: BaseException) -> None:
@@ -80,6 +81,7 @@ def make_router(
         keys=api_keys,
         metrics_prefix="phalanx_router",
         keep_alive_s=settings.keep_alive_s,
+        vitals=lambda door: FleetVitals(DoorVitals(door), fleet.links),
     )
     app.router.routes.append(PeerDoor(settings.link.token, fleet.resuming.copies).route())
     app.add_middleware(BesideTheDoor, door=summaries)

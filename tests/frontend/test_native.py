@@ -249,8 +249,8 @@ def test_the_memory_account_is_told_for_each_rank() -> None:
         )
         for rank in range(2)
     ]
-    assert metrics_document(Totals(proposed=8, accepted=6), ())["acceptance_rate"] == 0.75
-    told = metrics_document(Totals(), accounts)
+    assert metrics_document(Totals(proposed=8, accepted=6), (), None)["acceptance_rate"] == 0.75
+    told = metrics_document(Totals(), accounts, 8)
     assert told["kv_bytes_per_token"] == 8
     assert told["memory"][1] == {
         "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50, "total_bytes": 100

@@ -37,7 +37,7 @@ def make_leader_app(
     keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
     """The OpenAI door over the local engine, and the link when there is a token to prove."""
-    app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan, vitals=vitals, keys=ApiKeys(keys))
+    app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan, vitals=lambda _: vitals, keys=ApiKeys(keys))
     if link is not None:
         app.router.routes.append(LinkDoor(client, link).route())
     return app

@@ -59,3 +59,7 @@ class PodVitals:
     def memory(self) -> Sequence[MemoryAccount]:
         """The account of each rank that is ready."""
         return self._supervisor.memory()
+
+    def kv_bytes_per_token(self) -> int | None:
+        """What the ranks that are ready take for a token together."""
+        return sum(account.kv_bytes_per_token for account in self.memory()) or None

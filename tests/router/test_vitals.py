@@ -1,0 +1,48 @@
+"""What a router tells of the groups behind it at /v1/metrics."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_api.speculation import SpeculationCounts
+from tests.router.fakes import FakeLeader
+from tests.router.test_summary import KEYS, Router, running_router
+
+KEY = {"authorization": f"Bearer {KEYS[0].key}"}
+
+
+def leader(group: str, page_bytes: int, counts: SpeculationCounts) -> FakeLeader:
+    made = FakeLeader(group)
+    made.state = wire.State(True, 1, served=wire.Served("model", "layout", page_bytes))
+    made.load = msgspec.structs.replace(made.load, speculation=counts)
+    return made
+
+
+async def told(router: Router, **wanted: Any) -> dict[str, Any]:
+    """The document, as soon as it says this."""
+    async with asyncio.timeout(10):
+        while True:
+            document: dict[str, Any] = (await router.http.get("/v1/metrics", headers=KEY)).json()
+            if all(document[name] == value for name, value in wanted.items()):
+                return document
+            await asyncio.sleep(0.01)
+
+
+async def test_proposals_are_those_of_all_groups_and_a_token_takes_what_it_takes_in_one() -> None:
+    a = leader("a", 16 * 4096, SpeculationCounts(4, [4, 4], [3, 1]))
+    b = leader("b", 16 * 2048, SpeculationCounts(2, [2], [2]))
+    async with running_router(a, b) as router:
+        document = await told(router, acceptance_rate=6 / 10)
+        assert document["kv_bytes_per_token"] == 4096
+        assert document["memory"] == [], "a router has no rank"
+        assert document["total_requests"] == 0
+        a.load = msgspec.structs.replace(a.load, speculation=SpeculationCounts(14, [14, 4], [13, 1]))
+        await told(router, acceptance_rate=16 / 20)
+
+
+async def test_nothing_is_told_of_groups_that_told_nothing() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        document = await told(router)
+        assert (document["acceptance_rate"], document["kv_bytes_per_token"]) == (None, None)
