@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.model.linear import Kernels, can_pack, make_linear
 from phalanx_runtime.model.protocol import Form, Model
-from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.model.weights import INDEX
 from phalanx_runtime.rank.cgroup import System
 from phalanx_runtime.rank.gauge import HostGauge
@@ -54,21 +54,23 @@ class Loaded:
     share: int
 
 
-def load_and_tell(folder: Path, rank: int) -> None:
-    """In a process of its own."""
+def load_and_tell(folder: Path, rank: int, level: Level, first: Path) -> None:
+    """In a process of its own, which loaded a tiny model of the kind before: code that runs for the first time is no weight."""
     cpu = torch.device("cpu")
     kernels = Kernels(packed=can_pack(torch.float32))
     prepare_process(make_spec(folder), System())
     make_linear(torch.zeros(64, 64), None, kernels)(torch.zeros(1, 64))  # the library's own code and threads
     form = Form(torch.float32, cpu, kernels, 256)
+    open_model(first, level).load(SoloCollective(), form)
+    source = open_model(folder, level)
     kept: list[Model] = []
-    peak = HostGauge().peak(lambda: kept.append(open_model(folder).load(OneOfTwo(rank), form)))
+    peak = HostGauge().peak(lambda: kept.append(source.load(OneOfTwo(rank), form)))
     print(json.dumps({"peak": peak, "share": kept[0].num_bytes}))
 
 
-def loaded(folder: Path, rank: int) -> Loaded:
+def loaded(folder: Path, rank: int, level: Level, first: Path) -> Loaded:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", __name__, str(folder), str(rank)]
+    command = [sys.executable, "-m", __name__, str(folder), str(rank), level, str(first)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     return Loaded(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -91,23 +93,34 @@ def split(folder: Path) -> list[int]:
     return [(folder / name).stat().st_size for name in names]
 
 
-def test_a_rank_loads_within_its_share_and_one_shard(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "vocab_size": 6144,
-        "head_dim": 64,
-    }
-    folder = save_tiny(tmp_path / "model", num_attention_heads=12, num_key_value_heads=4, **sizes)
+DENSE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "vocab_size": 6144,
+    "head_dim": 64,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+EXPERTS = {**DENSE, "hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8}
+LOADED: dict[str, tuple[str, Level, dict[str, Any]]] = {
+    "fused": ("llama", "fused", DENSE),
+    "of transformers": ("llama", "transformers", DENSE),
+    "of transformers, with experts": ("mixtral", "transformers", EXPERTS),
+}
+
+
+@pytest.mark.parametrize(("family", "level", "sizes"), LOADED.values(), ids=LOADED.keys())
+def test_a_rank_loads_within_its_share_and_one_shard(tmp_path: Path, family: str, level: Level, sizes: dict[str, Any]) -> None:
+    folder, first = save_tiny(tmp_path / "model", family, **sizes), save_tiny(tmp_path / "first", family)
     shards = split(folder)
     total = sum(shards)
     assert total > 150 * MIB and max(shards) <= SHARD_BYTES + MIB and len(shards) > 5
-    for rank in (0, 1):
-        told = loaded(folder, rank)
+    for rank in (0, 1) if level == "fused" else (1,):  # transformers takes long to start
+        told = loaded(folder, rank, level, first)
         assert 0.49 * total < told.share < 0.52 * total
         assert told.share - 2 * MIB < told.peak < told.share + max(shards) + OF_THE_PROCESS, told
 
 
 if __name__ == "__main__":
-    load_and_tell(Path(sys.argv[1]), int(sys.argv[2]))
+    load_and_tell(Path(sys.argv[1]), int(sys.argv[2]), cast(Level, sys.argv[3]), Path(sys.argv[4]))

@@ -42,6 +42,10 @@ class Checkpoint:
         """All its tensors."""
         return list(self._files)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
     def part(self, name: str, take: Callable[[Any], Tensor] | None) -> Tensor:
         """A tensor as it is stored, or what `take` takes of its slice. It may be a view of the file, until that closes."""
         handle = self._handle(name)

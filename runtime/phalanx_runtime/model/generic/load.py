@@ -1,7 +1,8 @@
 """A `transformers` model made without memory, and filled with this rank's part of a checkpoint.
 
-Checkpoints name and stack tensors otherwise than the models of `transformers` 5; its own list of conversions says how. Where a
-parameter is made of several tensors these are read whole, one parameter at a time, then cut.
+Checkpoints name and stack tensors otherwise than the models of `transformers` 5; its own list of conversions says how. Experts
+that are stacked are read one by one into their places (`phalanx_runtime.model.generic.stack`). Where a parameter is made of
+several tensors in another way these are read whole, one parameter at a time, then cut.
 """
 
 import threading
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.generic.calls import PAGED
 from phalanx_runtime.model.generic.split import Cut
+from phalanx_runtime.model.generic.stack import kinds_of, read_stack
 from phalanx_runtime.model.weights import Checkpoint
 
 _making = threading.Lock()
@@ -70,9 +72,7 @@ def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], unread: Co
         _set(model, name, torch.empty((0, *shape[1:]), dtype=dtype, device=checkpoint.device))
     filled: dict[str, Tensor] = {}
     for parts in _grouped(model, checkpoint, wanted):
-        for name, tensor in parts.tensors(model, checkpoint, cuts).items():
-            if name in wanted:
-                filled[name] = _placed(tensor, wanted[name].dtype, checkpoint.device)
+        filled |= parts.tensors(model, checkpoint, cuts, wanted)
     for name, tensor in filled.items():
         _set(model, name, tensor)
     for name, buffer in list(model.named_buffers()):
@@ -96,15 +96,27 @@ class _Parts:
         """One more tensor of the checkpoint, and the pattern of the conversion that it matched."""
         self._sources.append((source, pattern))
 
-    def tensors(self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
-        """This rank's part of each parameter."""
+    def tensors(
+        self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], wanted: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """This rank's part of each parameter that is wanted, in its own memory."""
         if self._converter is None:
-            return {self._name: checkpoint.part(self._sources[-1][0], cuts[self._name].of if self._name in cuts else None)}
+            part = checkpoint.part(self._sources[-1][0], cuts[self._name].of if self._name in cuts else None)
+            return {self._name: _placed(part, wanted[self._name].dtype, checkpoint.device)}
+        stack = self._stack(checkpoint, cuts.get(self._name), wanted[self._name])
+        if stack is not None:
+            return {self._name: stack}
         for source, pattern in self._sources:
             self._converter.add_tensor(self._name, source, pattern, checkpoint.part(source, None))
         made = self._converter.convert(self._name, model=model, config=model.config)
         whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {name: cuts[name].of(value) if name in cuts else value for name, value in whole.items()}
+        parts = {name: cuts[name].of(value) if name in cuts else value for name, value in whole.items() if name in wanted}
+        return {name: _placed(part, wanted[name].dtype, checkpoint.device) for name, part in parts.items()}
+
+    def _stack(self, checkpoint: Checkpoint, cut: Cut | None, wanted: Tensor) -> Tensor | None:
+        """The parameter, where it is a stack of the tensors."""
+        kinds = kinds_of(self._converter, self._sources)
+        return None if kinds is None else read_stack(kinds, checkpoint, wanted.shape, wanted.dtype, cut)
 
 
 def _grouped(model: Any, checkpoint: Checkpoint, wanted: dict[str, Tensor]) -> list[_Parts]:
