@@ -126,8 +126,10 @@ async def test_metrics_count_every_choice_as_a_request() -> None:
     assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
 
 
-async def test_wishes_about_urgency_reach_the_backend() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_wishes_about_urgency_reach_the_backend(path: str) -> None:
     backend = FakeBackend()
+    asked: dict[str, Any] = {} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     wishes: dict[str, Any] = {
         "priority": -3,
         "tenant": "a",
@@ -136,11 +138,11 @@ async def test_wishes_about_urgency_reach_the_backend() -> None:
         "ttft_target_ms": 50,
         "tpot_target_ms": 5,
     }
-    await post(backend, max_tokens=1, user="someone", **wishes)
+    await post(backend, path, max_tokens=1, user="someone", **asked, **wishes)
     request = backend.requests[0]
     assert (request.priority, request.tenant, request.cache_salt) == (-3, "a", "s")
     assert (request.deadline_ms, request.ttft_target_ms, request.tpot_target_ms) == (900.0, 50.0, 5.0)
-    await post(backend, max_tokens=1, user="someone")
+    await post(backend, path, max_tokens=1, user="someone", **asked)
     assert (backend.requests[1].tenant, backend.requests[1].priority) == ("someone", 0)
 
 

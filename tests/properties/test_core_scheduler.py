@@ -186,6 +186,8 @@ class Workload:
         plan = self.scheduler.schedule(float(step))
         if plan is not None:
             assert 0 < sum(plan.counts) <= self.shape.budget
+            in_flight = {row for other in self.flights for row in other.rows}
+            assert not in_flight & set(plan.rows), "plans in flight are of disjoint requests"
             self.flights.append(plan)
         elif not self.flights:
             assert self.scheduler.is_idle(), "requests are there but nothing is computed"

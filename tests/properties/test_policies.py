@@ -2,7 +2,9 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from phalanx_runtime.core.policy import AGING_S, POLICY_NAMES, Deadline, Fcfs, P
 from phalanx_runtime.core.policy_fair import MAX_TENANTS, OUTPUT_WEIGHT, Fair
 from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from tests.properties.simulation import LIMITS, Job, Simulation
 from tests.runtime.fake_runner import FakeRunner
@@ -32,6 +35,36 @@ def test_a_request_that_waited_long_goes_before_a_better_one_that_came_now() -> 
     run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
     assert run.first_s[12] > late, "the engine was busy for as long as it took to age"
     assert run.first_s[13] < run.first_s[14]
+
+
+SLOW_TOKENS, QUICK_TOKENS = {"ttft_target_ms": 500.0, "tpot_target_ms": 9e3}, {"ttft_target_ms": 500.0, "tpot_target_ms": 10.0}
+LAST: dict[str, tuple[PolicyName, dict[str, Any], dict[str, Any], int]] = {
+    "fcfs": ("fcfs", {}, {}, 3),
+    "priority": ("priority", {"priority": 1}, {"priority": 0}, 2),
+    "deadline of the first token": ("deadline", {"ttft_target_ms": 60_000.0}, {"ttft_target_ms": 500.0}, 2),
+    "deadline of the next token": ("deadline", SLOW_TOKENS, QUICK_TOKENS, 1),
+    "fair": ("fair", {"tenant": "has two"}, {"tenant": "has one"}, 2),
+}
+
+
+@pytest.mark.parametrize(("policy", "wishes", "those_of_the_third", "victim"), LAST.values(), ids=LAST.keys())
+def test_who_is_last_by_the_policy_is_preempted(
+    policy: PolicyName, wishes: dict[str, Any], those_of_the_third: dict[str, Any], victim: int
+) -> None:
+    """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
+    each token the first, which has one more, has the most slack."""
+    runner = FakeRunner(16, 4)
+    scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, Rules(policy))
+    for handle in (1, 2, 3):
+        request = msgspec.structs.replace(asked(8, 24, seed=handle), **(wishes if handle < 3 else those_of_the_third))
+        assert scheduler.submit(handle, request, float(handle)) is None
+        plan = scheduler.schedule(float(handle))
+        assert plan is not None
+        scheduler.commit(runner.run(plan))
+    while (plan := scheduler.schedule(4.0)) is not None and not scheduler.num_preemptions:
+        scheduler.commit(runner.run(plan))
+    assert scheduler.num_preemptions == 1
+    assert [handle for handle in (1, 2, 3) if scheduler.held_by(handle) is None] == [victim]
 
 
 HOSTILE = [

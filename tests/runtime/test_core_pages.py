@@ -199,6 +199,9 @@ def test_a_log_that_runs_over_gives_a_snapshot_and_the_numbers_go_on(pages: int)
 
 
 def test_salt_tells_prefixes_apart() -> None:
+    roots = [root_key("m"), root_key("n"), *(root_key("m", **{name: "a"}) for name in ("adapter", "tenant", "cache_salt"))]
+    keys = {PrefixKeys(root, 4).extend([1] * 4)[0] for root in roots}
+    assert len(keys) == 5 and {len(key) * 8 for key in keys} == {128}
     assert keys_of([1] * 4, tenant="a") != keys_of([1] * 4, tenant="b")
     assert root_key("m", "ab") != root_key("ma", "b")
 

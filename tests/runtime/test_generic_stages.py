@@ -39,6 +39,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 """Layers that are called otherwise than Llama's, positions that are added to embeddings."""
+TWO_STAGES = [(family, 2) for family in (*FAMILIES, *MIXTURES, *OTHERS)] + [(family, 4) for family in (*FAMILIES, *MIXTURES)]
+"""Families by the number of ranks: one in each stage, or two. The others have no plan of how to split them."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,9 @@ def staged(stages: int, dtype: torch.dtype = torch.float32, num_pages: int = 64)
     return Build(dtype, level="transformers", stages=stages, num_pages=num_pages)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, *OTHERS])
-def test_two_stages_give_the_tokens_of_transformers(models: Models, family: str) -> None:
-    outputs = generate(models(family), [2], staged(2), chunk=7)
+@pytest.mark.parametrize(("family", "ranks"), TWO_STAGES)
+def test_two_stages_give_the_tokens_of_transformers(models: Models, family: str, ranks: int) -> None:
+    outputs = generate(models(family), [ranks], staged(2), chunk=7)
     outcome = compare(reference(models(family), outputs), outputs)
     assert outcome.holds, outcome
 

@@ -70,9 +70,10 @@ def plain(folder: Path) -> list[Served]:
     return [alone(folder, one) for one in requests()]
 
 
+@pytest.mark.parametrize("ranks", [2, 4], ids=["pp2", "pp2 x tp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_give_the_tokens_of_transformers_on_two_stages(models: Models, family: Family) -> None:
-    outputs = generate(models(family), [2], Build(stages=2), chunk=7)
+def test_families_give_the_tokens_of_transformers_on_two_stages(models: Models, family: Family, ranks: int) -> None:
+    outputs = generate(models(family), [ranks], Build(stages=2), chunk=7)
     outcome = compare(reference(models(family), outputs), outputs)
     assert outcome.holds, outcome
 

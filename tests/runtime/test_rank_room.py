@@ -31,17 +31,18 @@ ALL = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A gauge that was told what is held. Work takes nothing."""
+    """A gauge that was told what is held, and what work takes."""
 
     bytes_held: int
     device: torch.device = CPU
+    bytes_taken: int = 0
 
     def held(self) -> int:
         return self.bytes_held
 
     def peak(self, work: Callable[[], object]) -> int:
         work()
-        return 0
+        return self.bytes_taken
 
 
 class Large:
@@ -109,3 +110,20 @@ def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position
     room = Room(num_pages, 1, 1, 0, Needs(0, 0), 0)
     spec = msgspec.structs.replace(make_spec(Path()), max_model_len=asked, page_size=8)
     assert room.holds(spec, max_position) == holds
+
+
+def test_the_largest_step_is_measured_before_the_pool_takes_the_rest(folder: Path, tmp_path: Path) -> None:
+    """On a machine of 2 GiB, half of it held, whose largest step takes nothing or much, in the model and for its scores."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: {2 << 20} kB\n")
+    machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
+    model: Model = open_model(folder).load(SoloCollective(), Form(torch.float32, CPU, PLAIN, 256))
+    spec = msgspec.structs.replace(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
+
+    def room(taken: int) -> Room:
+        gauge = Scale(1 << 30, bytes_taken=taken)
+        return measure_room(spec, model, 256, Pipeline(SoloCollective()), torch.float32, machine, gauge, Drafting())
+
+    little, much = room(0), room(300 << 20)
+    assert much.needs.activations - little.needs.activations == much.needs.logits_sampler == 300 << 20
+    left = (1 << 30) - much.needs.activations - much.needs.logits_sampler
+    assert much.num_pages == left // much.page_bytes < little.num_pages
