@@ -42,6 +42,11 @@ SOURCES = (
         "h1:+GzQinGgeV0j58WpWpxByOXgF+YfUPW55zghM8GqjF0=",
         ("config/crd/volcano/bases/scheduling.volcano.sh_podgroups.yaml",),
     ),
+    Source(
+        "sigs.k8s.io/gateway-api@v1.4.0",
+        "h1:ZwlNM6zOHq0h3WUX2gfByPs2yAEsy/EenYJB78jpQfQ=",
+        ("config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",),
+    ),
 )
 
 
