@@ -370,3 +370,17 @@ def test_columns() -> None:
     assert usual == ["Ready", "Reason", "Desired", "Groups", "Updated", "TP", "Model", "Age"]
     assert set(columns) - set(usual) == {"PP", "URL", "Revision", "Restarts"}
     assert columns["Restarts"]["jsonPath"] == ".status.restarts"
+
+
+def test_no_rule_reads_a_field_that_may_be_absent() -> None:
+    """It would be an error of the rule, and refuse every service."""
+    rules_seen = 0
+    for path, node in nodes(schema()["properties"]["spec"], "spec"):
+        fields, required = node.get("properties", {}), node.get("required", [])
+        for one in node.get("x-kubernetes-validations", []):
+            read_there = set(re.findall(r"(?<!has\()self\.(\w+)", one["rule"])) & fields.keys()
+            sure = {name for name in read_there if name in required or "default" in fields[name]}
+            unsure = {name for name in read_there - sure if f"has(self.{name})" not in one["rule"]}
+            assert unsure == set(), (path, one["rule"])
+            rules_seen += bool(read_there)
+    assert rules_seen > 20
