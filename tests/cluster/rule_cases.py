@@ -25,6 +25,11 @@ def exposed(**fields: Any) -> dict[str, Any]:
     return {"router": {"expose": fields}}
 
 
+def drafted(**tree: Any) -> dict[str, Any]:
+    """A spec whose proposals branch so."""
+    return {"engine": {"speculative": {"method": "NGram", "tree": tree}}}
+
+
 def near(kind: str, **fields: Any) -> dict[str, Any]:
     """A spec with one requirement on nodes, or on the labels of other pods."""
     requirement = {"matchExpressions": [{"key": "a", **fields}]}
@@ -127,6 +132,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "spec.engine.speculative.exit: .*exit goes with method SelfDraft only",
     ),
     ({"engine": {"speculative": {"ratio": "0.40"}}}, "spec.engine.speculative.ratio: .*ratio goes with method SelfDraft only"),
+    (drafted(widths=[]), "spec.engine.speculative.tree.widths"),
+    (drafted(widths=[0]), r"spec.engine.speculative.tree.widths\[0\]"),
+    (drafted(widths=[2, 9]), r"spec.engine.speculative.tree.widths\[1\]"),
+    (drafted(widths=[1] * 17), "spec.engine.speculative.tree.widths"),
+    (drafted(shape="Static"), "spec.engine.speculative.tree.widths"),
+    (drafted(widths=[2], shape="Round"), "spec.engine.speculative.tree.shape"),
     ({"podTemplate": {"metadata": {"labels": {"phalanx.dev/group": "a"}}}}, "labels of phalanx.dev/"),
     ({"podTemplate": {"metadata": {"annotations": {"phalanx.dev/a": "b"}}}}, "annotations of phalanx.dev/"),
     (pods(hostname="a"), "hostname, subdomain and restartPolicy are the operator's"),
