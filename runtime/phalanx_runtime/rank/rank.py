@@ -77,7 +77,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     measure = partial(measure_room, spec, model, source.max_position, pipeline, dtype, system, gauge)
     room = measure(drafting)
     if spec.speculative_method == "draft" and not room.holds(spec, source.max_position):
-        drafting = drafting.without("beside the draft model there are too few pages: raise kv_cache_memory_bytes")
+        drafting = drafting.without(f"beside the draft model {room.lack}")
         room = measure(drafting)
     max_model_len = longest_request(spec.max_model_len, source.max_position, room.num_pages, spec.page_size)
     caches = make_caches(model.kv, room.num_pages, spec.page_size, dtype, device)

@@ -24,7 +24,7 @@ USUAL_TOKENS = 4096
 class Room:
     """Pages that all ranks hold, with their bytes on this rank and on all of them; and what else this rank holds and needs.
 
-    A page holds the layers of the target and of a draft model.
+    A page holds the layers of the target and of a draft model. `lack`: what there is too little of, where they are too few.
     """
 
     num_pages: int
@@ -33,6 +33,7 @@ class Room:
     held_bytes: int
     needs: Needs
     usable_bytes: int
+    lack: str = "there are too few pages: raise kv_cache_memory_bytes"
 
     def holds(self, spec: RankSpec, max_position: int) -> bool:
         """Whether there is room for one request of the length asked for, or of a usual one."""
@@ -61,7 +62,12 @@ def measure_room(
     if not num_pages:  # on any rank: all of them rehearse, or none
         return Room(0, size, group_page_bytes, held, needs, usable)
     longest = min(spec.max_model_len or max_position, num_pages * spec.page_size)
-    needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+    try:
+        needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+    except ModelError as error:
+        if not has_draft or pipeline.world.world_size > 1:  # the others are in the step, and wait
+            raise
+        return Room(0, size, group_page_bytes, held, needs, usable, str(error))
     drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
     needs = needs.most(drafts or needs)
     usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
