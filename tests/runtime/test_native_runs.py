@@ -1,5 +1,7 @@
 """Attention over a whole step of bf16 in one kernel gives the numbers of the definition, however prompts are cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from phalanx_runtime.model.attention import Attention, AttentionForm, Chunk, DecodeBand, DenseAttention, LayerCache, StepBatch
 from phalanx_runtime.model.native.attention import NativeAttention, attends
 from phalanx_runtime.model.native.library import Library, library
+from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
+from tests.runtime.test_trees import plan_of
 
 Runs = list[tuple[int, int]]
 """Of each request how many tokens are computed, and how long its context is then."""
@@ -122,3 +126,79 @@ def test_shapes_that_the_kernel_does_not_know_are_told() -> None:
     assert not attends(made, 16, 64, torch.float32)
     assert not attends(made, 24, 64, torch.bfloat16), "16 keys are read at once"
     assert not attends(made, 16, 48, torch.bfloat16), "32 dimensions are read at once"
+
+
+trees = st.lists(st.integers(0, 15), min_size=1, max_size=16).map(
+    lambda raw: [at - 1 - min(far, at) for at, far in enumerate(raw)]
+)
+
+
+def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, seed: int) -> Case:
+    """A step of these runs, then a tree of this shape behind so many tokens of a request, of which `own` are computed now."""
+    size, length = own + len(shape), runs[-1][1] + own + len(shape)
+    made = Case([*runs, (size, length)], page=page, group=group, dim=32, seed=seed)
+    last = made.batch.chunks[-1] if made.batch.chunks else None
+    if last is None or last.size != size:  # one token alone: it is a tree still
+        band = made.batch.bands.pop()
+        last = Chunk(band.start, 1, length, None, {}, band.tables[0])
+    else:
+        made.batch.chunks.pop()
+    made.batch.chunks.append(replace(last, parents=tuple(shape)))
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=trees,
+    own=st.integers(0, 2),
+    computed=st.integers(0, 3),
+    before=st.integers(1, 200),
+    page=st.sampled_from([16, 32]),
+    group=st.sampled_from([1, 3, 8]),
+    window=st.none() | st.integers(16, 90),
+    softcap=st.none() | st.just(3.0),
+    seed=st.integers(0, 9),
+)
+def test_trees_equal_the_definition(
+    shape: list[int],
+    own: int,
+    computed: int,
+    before: int,
+    page: int,
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Each token sees its own branch alone, as when a part of the tree was computed in the step before."""
+    made = tree_case([(1, 9), (3, before)] if before > 2 else [(1, 9), (1, before)], shape, own, page, group, seed)
+    if not own and computed < len(shape):
+        made = without_first(made, computed)
+    form = AttentionForm(window=window, softcap=softcap)
+    given = made.attended(NativeAttention(compiled()), form).float()
+    torch.testing.assert_close(given, made.defined(form), rtol=1e-2, atol=2e-2)
+
+
+def without_first(made: Case, computed: int) -> Case:
+    """The same step where so many tokens of the tree were computed before: the pages have them."""
+    last = made.batch.chunks[-1]
+    made.batch.chunks[-1] = replace(last, size=last.size - computed)
+    end = len(made.q) - computed
+    kept = [*range(last.start), *range(last.start + computed, len(made.q))]
+    made.q, made.k, made.v = made.q[kept], made.k[kept], made.v[kept]
+    slots = made.batch.slots.view(end + computed, -1)[kept].reshape(-1)
+    made.batch = replace(made.batch, slots=slots)
+    return made
+
+
+@pytest.mark.parametrize(("window", "num_kernel"), [(40, 6), (4, 0)], ids=["wide", "narrow"])
+def test_a_window_narrower_than_a_tree_is_left_to_the_twin(window: int, num_kernel: int) -> None:
+    batch = BatchBuilder(CacheShape(16, 2, 1 << 10), torch.bfloat16, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 60))
+    chance = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, 32, generator=chance).bfloat16() for heads in (4, 2, 2))
+    cache = LayerCache(*(torch.randn(10, 2, 16, 32, generator=chance).bfloat16() for _ in range(2)))
+    native, form = NativeAttention(compiled()), AttentionForm(window=window)
+    given = native(q, k, v, cache, batch, form).float()
+    wide = LayerCache(cache.k.float(), cache.v.float())
+    torch.testing.assert_close(given, DenseAttention()(q.float(), k.float(), v.float(), wide, batch, form), rtol=1e-2, atol=2e-2)
+    assert native.num_prefilled == num_kernel

@@ -1,15 +1,16 @@
 """Paged attention that reads the pages in place. `PagedAttention` is the twin, and takes what no kernel knows.
 
 Where the processor multiplies pairs of bf16, one kernel serves a whole step of that dtype, decoding requests and prompt chunks.
-Elsewhere, and in float, decoding is compiled and chunks go the way of the twin. So do trees everywhere.
+Elsewhere, and in float, decoding is compiled and chunks go the way of the twin.
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeBand, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.attention import Attention, AttentionForm, Chunk, DecodeBand, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.native.library import Library, library
 
 MAX_GROUP = 64
@@ -31,15 +32,39 @@ def attends(library: Library, page: int, head_dim: int, dtype: torch.dtype) -> b
     return library.has_runs and dtype == torch.bfloat16 and head_dim % 32 == 0 and page % 16 == 0
 
 
-def runs_of(batch: StepBatch) -> Tensor:
-    """The step's runs as the kernel reads them: [runs, 4] of start, size, length and the address of the page numbers. Trees are
-    none."""
-    runs = []
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A step as the kernel reads it. `runs`: [runs, 6] of start, size, length, the address of the page numbers, and of a tree the
+    address of its lines and where it begins, which are in `lines`. `longest`: of its trees."""
+
+    runs: Tensor
+    lines: list[Tensor]
+    longest: int
+
+
+def runs_of(batch: StepBatch) -> Runs:
+    """The step's runs: those of decoding requests, then those of chunks."""
+    runs, lines = [], []
     for band in batch.bands:
         first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
-        runs += [(band.start + i, 1, length, first + i * step) for i, length in enumerate(band.lengths)]
-    runs += [(chunk.start, chunk.size, chunk.length, chunk.table.data_ptr()) for chunk in batch.chunks if not chunk.parents]
-    return torch.tensor(runs, dtype=torch.int64)
+        runs += [(band.start + i, 1, length, first + i * step, 0, 0) for i, length in enumerate(band.lengths)]
+    for chunk in batch.chunks:
+        base, address = chunk.length - len(chunk.parents), 0
+        if chunk.parents:
+            lines.append(_lines(chunk, base))
+            address = lines[-1].data_ptr()
+        runs.append((chunk.start, chunk.size, chunk.length, chunk.table.data_ptr(), address, base))
+    longest = max((len(chunk.parents) for chunk in batch.chunks), default=0)
+    return Runs(torch.tensor(runs, dtype=torch.int64), lines, longest)
+
+
+def _lines(chunk: Chunk, base: int) -> Tensor:
+    """Of each token of a tree its position, and a bit for each slot from `base` on that it sees."""
+    first, seen = chunk.length - chunk.size, list[int]()
+    for node, parent in enumerate(chunk.parents):
+        seen.append(1 << node | (seen[parent] if parent >= 0 else 0))
+    told = [(at, 0) for at in range(first, base)] + [(base + bits.bit_count() - 1, bits) for bits in seen[max(0, first - base) :]]
+    return torch.tensor(told, dtype=torch.int64)
 
 
 class NativeAttention(PagedAttention):
@@ -54,7 +79,7 @@ class NativeAttention(PagedAttention):
         super().__init__()
         self._library = library
         self._batch: StepBatch | None = None
-        self._runs = torch.empty(0)
+        self._runs = Runs(torch.empty(0), [], 0)
         self.num_decoded = 0
         self.num_prefilled = 0
 
@@ -63,28 +88,26 @@ class NativeAttention(PagedAttention):
         kv_heads, page, dim = cache.k.shape[1:]
         if not attends(self._library, page, dim, q.dtype) or q.stride(1) != dim or q.stride(2) != 1:
             return super().__call__(q, k, v, cache, batch, form)
-        self._write(k, v, cache, batch.slots)
         if self._batch is not batch:  # the layers of a step share it
             self._batch, self._runs = batch, runs_of(batch)
+        if form.window is not None and form.window < self._runs.longest:  # the kernel cuts no branch
+            return super().__call__(q, k, v, cache, batch, form)
+        self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
             q.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
-            self._runs.data_ptr(),
-            len(self._runs),
+            self._runs.runs.data_ptr(),
+            len(self._runs.runs),
             out.data_ptr(),
             Six(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0),
             dim**-0.5 if form.scale is None else form.scale,
             form.softcap or 0.0,
         )
-        decoded, in_trees = sum(band.size for band in batch.bands), 0
-        for chunk in batch.chunks:
-            if chunk.parents:
-                self._prefill(q, k, v, cache, chunk, form, out.view(q.shape))
-                in_trees += chunk.size
+        decoded = sum(band.size for band in batch.bands)
         self.num_decoded += decoded
-        self.num_prefilled += q.shape[0] - decoded - in_trees
+        self.num_prefilled += q.shape[0] - decoded
         return out
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int BLOCK = 64, PAGE = 16, VECTORS = BLOCK / PAGE, STRIP = 6;
 constexpr int64_t TILE = 64, SPLIT = 512;
+constexpr int64_t NO_TREE = int64_t{1} << 62;
 constexpr float LOWEST = -1e30f;  // below every score, and no infinity: differences stay numbers
 constexpr float LOG2_E = 1.44269504f;
 
@@ -25,10 +26,12 @@ struct Task {
     float scale, softcap;
     int64_t group() const { return heads / kv_heads; }
 };
-// As the caller lays it out.
+// As the caller lays it out. lines: of a tree, for each token its position and a bit for each slot from `base` on that it sees, for
+// branches do not see one another; it sees all slots before `base`, as far as its position allows. Null for tokens in a row.
 struct Run {
     int64_t start, size, length;
-    const int64_t* table;
+    const int64_t *table, *lines;
+    int64_t base;
 };
 // Tokens [first, first + count) of a run against keys [from, to). merged: how many items make its result, or 0.
 struct Item {
@@ -36,19 +39,23 @@ struct Item {
     int64_t head, first, count, from, to, merged;
 };
 
-// Of one thread: the tile's queries, its sums, and of each row the position, the largest score and the mass.
+// Of one thread: the tile's queries, its sums, and of each row its position and slot, what it sees of a tree from slot `base` on, the
+// largest score and the mass.
 struct Scratch {
     std::vector<bf16> q;
     std::vector<float> sums, top;
-    std::vector<int64_t> position;
+    std::vector<int64_t> position, slot, line;
     std::vector<__m512> mass;
     std::vector<uint32_t> keys, values;
+    int64_t base = NO_TREE;
 
     void reserve(int64_t rows, int64_t dim) {
         q.resize(rows * dim);
         sums.resize(rows * dim);
         top.resize(rows);
         position.resize(rows);
+        slot.resize(rows);
+        line.resize(rows);
         mass.resize(rows);
         keys.resize(BLOCK * dim / 2);
         values.resize(BLOCK * dim / 2);
@@ -126,11 +133,14 @@ inline __m512bh pair_of(const bf16* from) {
 }
 inline __m512bh words(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// Which of 16 keys from `key` on a token at this position sees.
-inline __mmask16 seen(const Task& task, int64_t position, int64_t key) {
-    const int64_t after = std::clamp<int64_t>(position + 1 - key, 0, 16);
+// Which of 16 keys from `key` on a row sees.
+inline __mmask16 seen(const Task& task, const Scratch& s, int64_t row, int64_t key) {
+    const int64_t position = s.position[row], in_tree = key - s.base;
+    const int64_t after = std::clamp<int64_t>(std::min(position + 1, s.base) - key, 0, 16);
     const int64_t before = task.window > 0 ? std::clamp<int64_t>(position + 1 - task.window - key, 0, 16) : 0;
-    return static_cast<__mmask16>(((1u << after) - 1) & ~((1u << before) - 1));
+    uint32_t found = ((1u << after) - 1) & ~((1u << before) - 1);
+    if (in_tree > -16 && in_tree < 63) found |= in_tree > 0 ? s.line[row] >> in_tree : s.line[row] << -in_tree;
+    return static_cast<__mmask16>(found);
 }
 
 inline __m512 capped(__m512 score, float softcap) {
@@ -167,7 +177,7 @@ inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool 
             __m512 x = score[r][v] * task.scale;
             if (task.softcap > 0) x = capped(x, task.softcap) * LOG2_E;
             if (masked)
-                x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(task, s.position[row + r], key + PAGE * v), x);
+                x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(task, s, row + r, key + PAGE * v), x);
             score[r][v] = x;
             best = _mm512_max_ps(best, x);
         }
@@ -231,11 +241,12 @@ void meet_any(int64_t count, const Task& task, Scratch& s, int64_t row, int64_t 
 void meet_block(const Task& task, Scratch& s, int64_t rows, int64_t key, int64_t to) {
     for (int64_t row = 0; row < rows; row += STRIP) {
         const int64_t count = std::min<int64_t>(STRIP, rows - row);
-        const int64_t lowest = s.position[row], highest = s.position[row + count - 1];
+        const int64_t highest = s.slot[row + count - 1];
+        const int64_t lowest = *std::min_element(&s.position[row], &s.position[row] + count);
         const int64_t end = std::min(to, highest + 1);
         if (end <= key || (task.window > 0 && key + BLOCK <= lowest + 1 - task.window)) continue;
-        const bool masked = lowest + 1 < end || end % PAGE || (task.window > 0 && key < highest + 1 - task.window);
-        meet_any<STRIP>(count, task, s, row, key, static_cast<int>((end - key + PAGE - 1) / PAGE), masked);
+        const bool cut = lowest + 1 < end || end > s.base || (task.window > 0 && key < highest + 1 - task.window);
+        meet_any<STRIP>(count, task, s, row, key, static_cast<int>((end - key + PAGE - 1) / PAGE), cut || end % PAGE);
     }
 }
 
@@ -365,18 +376,21 @@ void attend_many(const Task& task, const Item& item, const bf16* k, const bf16* 
 }
 
 void attend(const Task& task, const Item& item, const Item& after, const bf16* q, const bf16* k, const bf16* v, Scratch& s) {
-    const int64_t dim = task.dim, group = task.group(), rows = item.count * group;
-    const int64_t start = item.run->start + item.first, position = item.run->length - item.run->size + item.first;
+    const int64_t *lines = item.run->lines, dim = task.dim, group = task.group(), rows = item.count * group;
+    const int64_t start = item.run->start + item.first, slot = item.run->length - item.run->size + item.first;
     s.reserve(rows, dim);
+    s.base = lines ? item.run->base : NO_TREE;
     for (int64_t row = 0; row < rows; row++) {
         const bf16* from = q + (start + row / group) * task.q_stride + (item.head * group + row % group) * dim;
         memcpy(&s.q[row * dim], from, dim * sizeof(bf16));
-        s.position[row] = position + row / group;
+        s.slot[row] = slot + row / group;
+        s.position[row] = lines ? lines[2 * (item.first + row / group)] : s.slot[row];
+        s.line[row] = lines ? lines[2 * (item.first + row / group) + 1] : 0;
         s.top[row] = LOWEST;
         s.mass[row] = _mm512_setzero_ps();
     }
     std::fill(s.sums.begin(), s.sums.end(), 0.0f);
-    if (item.count == 1 && rows <= STRIP)
+    if (item.count == 1 && rows <= STRIP && !lines)
         attend_few(task, item, after, k, v, s, rows);
     else
         attend_many(task, item, k, v, s, rows);
@@ -417,8 +431,9 @@ void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
     const int64_t tiles = (run.size + TILE - 1) / TILE, before = run.length - run.size;
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
         const int64_t first = tile * TILE, count = std::min(TILE, run.size - first), to = before + first + count;
-        const int64_t from = task.window > 0 ? std::max<int64_t>(0, before + first + 1 - task.window) / BLOCK * BLOCK : 0;
-        const int64_t splits = run.size > 1 ? 1 : (to - from + SPLIT - 1) / SPLIT;
+        const int64_t lowest = run.lines ? std::min(before + first, run.base) : before + first;
+        const int64_t from = task.window > 0 ? std::max<int64_t>(0, lowest + 1 - task.window) / BLOCK * BLOCK : 0;
+        const int64_t splits = run.size > 1 || run.lines ? 1 : (to - from + SPLIT - 1) / SPLIT;
         for (int64_t head = 0; head < task.kv_heads; head++)
             for (int64_t i = 0; i < splits; i++) {
                 const int64_t at = from + i * SPLIT, end = splits > 1 ? std::min(to, at + SPLIT) : to;
@@ -469,8 +484,9 @@ int64_t phalanx_attends() {
 }
 
 // Only where phalanx_attends. q: [tokens, heads, dim] of bf16, rows q_stride apart. k, v: [pages, kv_heads, page, dim]. runs:
-// [num_runs, 4] of start, size, length and the address of the request's page numbers. out: [tokens, heads * dim]. sizes: heads,
-// kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0: all tokens). softcap 0: none.
+// [num_runs, 6] of start, size, length, the address of the request's page numbers, and of a tree the address of its lines and its
+// base. out: [tokens, heads * dim]. sizes: heads, kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0:
+// all tokens; wider than any tree). softcap 0: none.
 void phalanx_attend(const void* q, const void* k, const void* v, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
                     double scale, double softcap) {
 #if defined(__AVX512BF16__)
