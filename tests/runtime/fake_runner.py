@@ -5,7 +5,7 @@ from collections import deque
 from phalanx_api import wire
 from phalanx_runtime.core.plan import Growth, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.trees import OWN, chain, places
-from phalanx_runtime.rank.paths import Drafted, filled, grown_shapes, num_drafted, proposals
+from phalanx_runtime.rank.paths import Drafted, filled, grown_shapes, num_drafted, proposals, undrafted
 
 VOCAB = 50
 
@@ -91,7 +91,7 @@ class FakeRunner:
         drawn = [token for run, _ in runs for token in run]
         taken = [(at, nodes) for at, (_, nodes) in enumerate(runs) if nodes != list(range(len(nodes)))]
         lengths = [len(run) for run, _ in runs] if plan.paths else []
-        return StepResult(plan.step, drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown))
+        return StepResult(plan.step, drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown), undrafted=undrafted(grown))
 
     def _run(self, plan: StepPlan, i: int, proposed: Drafted) -> tuple[list[int], list[int]]:
         """The tokens that request i draws, up to the first that is not proposed, and the proposals that it accepts."""

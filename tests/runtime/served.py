@@ -37,8 +37,8 @@ class Watched:
         self.admitted: list[NewRow] = []
         self.num_computed = 0
         self.num_proposed = self.num_accepted = self.num_cut = 0
-        self.num_branched = 0
-        """Accepted proposals that were not the first of their place."""
+        self.num_branched = self.num_undrafted = 0
+        """Accepted proposals that were not the first of their place; and places of drafts that got no token."""
         self.num_in_flight = self.most_in_flight = 0
         self._plans: deque[StepPlan] = deque()
 
@@ -65,6 +65,7 @@ class Watched:
         result = self._inner.finish()
         plan = self._plans.popleft()
         self.num_accepted += sum(run - 1 for run in result.runs)
+        self.num_undrafted += sum(len(nodes) for _, nodes in result.undrafted)
         shapes = iter(result.shapes)
         shape_of = {path.request: path.parents if path.growth is None else next(shapes, []) for path in plan.paths}
         for draw, nodes in result.taken:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx_api import wire
+from phalanx_api.speculation import Tree
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.core.plan import Path as Proposed
 from phalanx_runtime.core.rules import Rules
@@ -61,10 +62,12 @@ def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
     [
         (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [1], 1),
         (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [2], 1),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [2], 2),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [4], 2),
         (STATELESS, [1], 1),
-        (STATELESS, [2], 2),
+        (STATELESS, [3], 3),
     ],
-    ids=["every way", "every way, tp2", "without state", "without state, pp2"],
+    ids=["every way", "every way, tp2", "every way, pp2", "every way, pp2 x tp2", "without state", "without state, pp3"],
 )
 def test_a_draft_that_is_the_target_is_never_wrong(
     folder: Path, twin: dict[str, str], ways: dict[str, Any], pods: list[int], stages: int
@@ -86,6 +89,17 @@ def test_self_drafts_know_it_too(folder: Path) -> None:
     assert watched.num_accepted == watched.num_proposed > 30
 
 
+@pytest.mark.parametrize("widths", [[], [2, 2]], ids=["chain", "tree"])
+def test_places_behind_the_end_of_a_grammar_are_no_proposals(folder: Path, twin: dict[str, str], widths: list[int]) -> None:
+    """Three letters follow the first one, where eight tokens are asked for."""
+    ways: dict[str, dict[str, Any]] = {"one": {"grammar": wire.Grammar("regex", "ab[a-c]c"), "stop_token_ids": [EOS_ID]}}
+    how = Rules(speculating=Speculating("draft", 8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths)))
+    served, watched = run(folder, requests(ways), Build(torch.float64, num_pages=200, speculative=twin), how)
+    assert served[0].finish == "stop" and 0 < watched.num_accepted < 5
+    assert watched.num_undrafted >= (4 if not widths else 1)
+    assert watched.num_accepted + watched.num_undrafted <= watched.num_proposed
+
+
 def sampler(tmp_path: Path) -> Sampler:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -100,7 +114,7 @@ def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
     drawn.admit(new)
     along = [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)]
     drawn.admit(new)
-    ahead = Ahead({0: new}, drawn.rows, VOCAB_SIZE)
+    ahead = Ahead(drawn.rows)
     path: list[int] = []
     for at in range(6):
         path += ahead.draw(scores[at : at + 1], [Place(0, draw_of(asked, 2 + at), tuple(path))])[0].tokens
@@ -120,7 +134,7 @@ def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
     scores = torch.zeros((1, VOCAB_SIZE))
     for count in (1, 3):
         places = [Place(0, draw_of(new.sampling, 2))]
-        assert Ahead({0: new}, drawn.rows, VOCAB_SIZE).draw(scores, places, count) == [Rivals([], [])]
+        assert Ahead(drawn.rows).draw(scores, places, count) == [Rivals([], [])]
 
 
 @pytest.mark.parametrize(

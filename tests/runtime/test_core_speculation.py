@@ -26,8 +26,9 @@ from phalanx_runtime.core.request import make_request as new_request
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating, Speculator
-from phalanx_runtime.core.trees import OWN, places
+from phalanx_runtime.core.trees import OWN, levels, places
 from phalanx_runtime.core.verify_cost import VerifyCost
+from phalanx_runtime.rank.paths import NO_TOKEN
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
@@ -336,9 +337,65 @@ def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None
 
 def test_a_pause_in_a_draft_is_not_what_its_passes_cost() -> None:
     model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
-    for draft_s in (0.001, 5.0):
+    for draft_s in (0.001, 0.001, 0.001, 5.0):
         cost.learn(model, plain, 1, 1, 0.012 + draft_s, draft_s)
     assert cost.pass_s == pytest.approx(0.0011)
+
+
+def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
+    """The first of all may have loaded what later ones find: alone it is not believed, and soon forgotten."""
+    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
+    believed = []
+    for draft_s in (5.0, 0.003, 0.002, 0.002):
+        cost.learn(model, plain, 2, 2, 0.012 + draft_s, draft_s)
+        believed.append(cost.pass_s)
+    assert believed == pytest.approx([0.0, 0.0015, 0.001, 0.001])
+
+
+class Short(FakeRunner):
+    """Its drafts end behind the second level: the rest of each has no token."""
+
+    def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
+        tokens = super()._tokens(known, parents, seed)
+        return [token if level < 2 else NO_TOKEN for token, level in zip(tokens, levels(tuple(parents)), strict=True)]
+
+
+class Mute(FakeRunner):
+    """It drafts nothing."""
+
+    def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
+        return [NO_TOKEN] * len(parents)
+
+
+@pytest.mark.parametrize("tree", [Tree(), Tree([2, 2], "static"), Tree([2, 2])], ids=["chain", "static", "best first"])
+def test_what_was_not_drafted_counts_as_no_proposal(tree: Tree) -> None:
+    runner = Short(80, 4)
+    made = scheduler(runner, Speculating("draft", 8, False, DRAFTS, tree=tree))
+    made.submit(1, make_request(5, 100))
+    finish(runner, made)
+    counts = made.speculator.counts()
+    assert 0 < sum(counts.accepted) == runner.num_accepted
+    assert len(counts.proposed) == 2 and counts.proposed[0] > counts.paths * (1 if tree.widths else 0.99)
+    asked = sum(path.depth for plan in runner.plans for path in plan.paths)
+    assert sum(counts.proposed) < asked, "the plans asked for more"
+    assert bool(counts.branched) == bool(tree.widths)
+
+
+def test_a_draft_that_says_nothing_proposes_nothing() -> None:
+    runner = Mute(80, 4)
+    made = scheduler(runner, Speculating("draft", 4, False, DRAFTS))
+    made.submit(1, make_request(5, 40))
+    finish(runner, made)
+    assert any(plan.paths for plan in runner.plans)
+    assert made.speculator.counts().paths == 0 and sum(made.speculator.counts().proposed) == 0
+
+
+def test_what_fills_up_a_grown_tree_teaches_nothing_and_an_empty_place_of_an_asked_one_does() -> None:
+    shares = Shares(0.9)
+    add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0, 1], unasked={2})
+    assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.6, 0.5]
+    add_tree(shares, [-1, 0, 1], [-11, -12, -13], [0, 1])
+    assert [shares.of(grade, 0.5) for grade in (-11, -12, -13)] == [0.6, 0.6, 0.4]
 
 
 def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals() -> None:

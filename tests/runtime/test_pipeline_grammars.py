@@ -12,10 +12,11 @@ from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.grammar_orders import Compile, Compiled
+from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.rank import grammar as module
 from phalanx_runtime.rank.grammar import Compiled as CompiledGrammar
 from phalanx_runtime.rank.grammar import Grammars
-from phalanx_runtime.rank.grammar_threads import FarGrammars, GrammarService
+from phalanx_runtime.rank.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import serve
@@ -89,6 +90,25 @@ def test_steps_go_on_while_the_drawer_compiles(folder: Path, slow: type[Slow], p
     tokens = on_ranks(folder, pods, build(stages, slow), work)
     assert tokens == {handle: alone(folder, one) for handle, one in asked.items()}
     assert len(slow.threads) == 2 and all(name.startswith("grammar") for name in slow.threads), "none in a step, none twice"
+
+
+@groups
+def test_a_burst_of_orders_waits_for_no_rank_that_computes(folder: Path, slow: type[Slow], pods: list[int], stages: int) -> None:
+    """The drawer is held in a step, and takes no message meanwhile."""
+    several = [wire.Grammar("regex", f"[a-{letter}]{{9}}") for letter in "bcdefgh"]
+
+    def work(runner: ModelRunner) -> int:
+        grammars = runner.grammars()
+        assert grammars is not None
+        held = asking(HELD, 1).sampling
+        runner.start(StepPlan(1, [NewRow(0, held, 3, [4, 7, 9])], [0], [0], [3], [[0]], [4, 7, 9], [(0, 0)]))
+        assert slow.begun.wait(30)
+        found = [grammars.begin(grammar) for grammar in several]
+        slow.go.set()
+        assert len(runner.finish().tokens) == 1
+        return sum(one.result(30) is not None for one in found)
+
+    assert on_ranks(folder, pods, build(stages, slow), work) == len(several)
 
 
 def test_the_drawer_tells_why_a_grammar_cannot_be_used(folder: Path, slow: type[Slow], caplog: pytest.LogCaptureFixture) -> None:
@@ -186,3 +206,20 @@ def test_the_service_answers_each_order_once_and_nothing_after_its_end() -> None
     assert len(answers) == 3
     GrammarService(None, give).obey(Compile(4, wire.Grammar("regex", "a")))
     assert "without grammars" in answers[-1].why
+
+
+def test_who_drafts_has_a_grammar_too_before_it_is_told_that_there_is_one() -> None:
+    orders: list[Compile] = []
+    far, compiler = FarGrammars(orders.append), Known()
+    both = BothGrammars(far, ThreadedGrammars(compiler))
+    late, bad, soon = (wire.Grammar("regex", text) for text in ("late", "bad", "soon"))
+    waiting, wrong, quick = both.begin(late), both.begin(bad), both.begin(soon)
+    for order in orders:
+        far.hear(Compiled(order.number, "no" if order.grammar == bad else ""))
+    assert isinstance(wrong.exception(20), GrammarError)
+    assert quick.result(20) is not None and both.kept(soon) is not None
+    assert not waiting.done() and both.kept(late) is None and not waiting.cancel()
+    compiler.go.set()
+    held = waiting.result(20)
+    assert both.kept(late) == held
+    both.close()

@@ -6,7 +6,7 @@ tokens agree before it, for a draft its level; and how many others its parent ha
     share(grade) = (accepted + PRIOR * share of the engine) / (looked at + PRIOR)       the latest count more
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_runtime.core.trees import OWN, levels, places
@@ -67,11 +67,14 @@ def share_of(own: Shares, engine: Shares) -> Share:
     return lambda grade: own.of(grade, engine.of(grade, _first_share(grade)))
 
 
-def add_tree(shares: Shares, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int]) -> None:
-    """What became of proposals: these were accepted, and the other ones behind them and the request's own token were not."""
+def add_tree(
+    shares: Shares, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int], unasked: Collection[int] = ()
+) -> None:
+    """What became of proposals: these were accepted, and the other ones behind them and the request's own token were not. Those
+    of `unasked` say nothing."""
     taken = {OWN, *accepted}
     for node, (parent, grade) in enumerate(zip(parents, grades, strict=True)):
-        if parent in taken:
+        if parent in taken and node not in unasked:
             shares.add(grade, node in taken)
 
 

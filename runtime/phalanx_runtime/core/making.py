@@ -14,7 +14,8 @@ class Chunk:
 
     `proposed` is empty where the ranks draft them. `grades` say how likely each is, `parents` behind which each is; with `growth`
     the ranks choose that. `behind`: see `plan.Path`. `strays`: see `plan.StepPlan`. `num_pages`: pages that the request had
-    before it got some for proposals. `gained`: tokens that it was given, once the plan is finished.
+    before it got some for proposals. Once the plan is finished, `gained`: tokens that it was given; `undrafted`: proposals that
+    got no token from the ranks.
     """
 
     request: Request
@@ -30,6 +31,7 @@ class Chunk:
     strays: list[int] = field(default_factory=list)
     num_pages: int = 0
     gained: int = 0
+    undrafted: frozenset[int] = frozenset()
 
     @property
     def end(self) -> int:
@@ -38,8 +40,9 @@ class Chunk:
 
     @property
     def num_levels(self) -> int:
-        """How many proposals its longest branch has."""
-        return max(levels(tuple(self.parents)), default=-1) + 1
+        """How many proposals its longest branch has, as far as there are tokens."""
+        found = enumerate(levels(tuple(self.parents)))
+        return max((level for node, level in found if node not in self.undrafted), default=-1) + 1
 
     @property
     def has_branches(self) -> bool:

@@ -93,7 +93,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
     Where the plan has paths, draw d gave `runs[d]` tokens, at least one, at as many output indexes; tokens and details of all
     draws lie one after the other. `runs` is empty when each gave one. `taken`: pairs (d, proposals): those that draw d accepted,
-    where they are not the first ones. `shapes`: parents of the proposals of each path with `growth`, in their order.
+    where they are not the first ones. `shapes`: parents of the proposals of each path with `growth`, in their order. `undrafted`:
+    (p, proposals) of the p-th path with `is_drafted` for which there was no token.
 
     `ended`: positions in `draws` whose request is complete by its grammar. `prompt_details`: (i, start, details of the prompt
     tokens from `start` on) for request i of the plan. `failed`: positions in `draws` where no token could be drawn (the one in
@@ -114,6 +115,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     lost: str = ""
     taken: list[tuple[int, list[int]]] = []
     shapes: list[list[int]] = []
+    undrafted: list[tuple[int, list[int]]] = []
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

@@ -213,7 +213,7 @@ class Scheduler:
             self._reporter.recomputed_tokens += max(0, min(chunk.end, chunk.request.farthest) - chunk.start)
             chunk.request.computed, chunk.request.strays = chunk.end, []
             chunk.request.in_flight = False
-        self._tell_shapes(making, result)
+        self._tell_drafts(making, result)
         frame = self._read(making, result, runs)
         for chunk in making.chunks:
             chunk.request.farthest = max(chunk.request.farthest, chunk.request.computed)
@@ -325,10 +325,11 @@ class Scheduler:
         chunk.gained = kept
         self.speculator.heard(chunk, accepted, kept)
 
-    def _tell_shapes(self, making: Making, result: StepResult) -> None:
-        """The shapes that ranks chose for proposals."""
-        shapes = iter(result.shapes)
-        for chunk in making.chunks:
+    def _tell_drafts(self, making: Making, result: StepResult) -> None:
+        """What ranks made of drafts: shapes that they chose, and places that they left empty."""
+        shapes, empty = iter(result.shapes), dict(result.undrafted)
+        for at, chunk in enumerate(chunk for chunk in making.chunks if chunk.is_drafted):
+            chunk.undrafted = frozenset(empty.get(at, ()))
             if chunk.growth is not None:
                 chunk.parents = next(shapes, chain(chunk.depth))
                 chunk.grades = draft_grades(chunk.parents)

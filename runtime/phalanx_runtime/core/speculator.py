@@ -135,16 +135,19 @@ class Speculator:
         proposing = chunk.request.proposing
         if proposing is None or not chunk.depth:
             return
-        self._paths += 1
+        num_made = chunk.depth - len(chunk.undrafted)
+        self._paths += num_made > 0
         self._saved += max(0, kept - 1)
         shape = tuple(chunk.parents)
         for node, (level, place) in enumerate(zip(levels(shape), places(shape), strict=True)):
-            self._proposed[level] += 1
+            self._proposed[level] += node not in chunk.undrafted
             self._accepted[level] += node in accepted
             self._branched += place > 0 and node in accepted
-        if not chunk.request.gone or len(accepted) == chunk.depth:
-            add_tree(proposing.shares, chunk.parents, chunk.grades, accepted)
-            add_tree(self._shares, chunk.parents, chunk.grades, accepted)
+        if not chunk.request.gone or len(accepted) == num_made:
+            # A place of a shape that was asked for and left empty brought nothing; what fills up a grown one says nothing.
+            unasked = chunk.undrafted if chunk.growth is not None else ()
+            for shares in (proposing.shares, self._shares):
+                add_tree(shares, chunk.parents, chunk.grades, accepted, unasked)
 
     def settle(self, chunk: Chunk) -> None:
         """A chunk of a finished plan is computed, and what was accepted behind it. Pages that were taken for the rest go back."""

@@ -28,6 +28,8 @@ FEWEST, MOST = 0.1, 8.0
 """A measured cost of a token counts within these multiples of the predicted one."""
 LONGEST = 2.0
 """A step that takes longer than so many times what it was to take counts as this: pauses of the machine are nobody's cost."""
+FIRST_PASSES = 3
+"""So many measured passes of a draft count by the fastest of them."""
 DOUBT = 0.9
 """How much of what a pass of a draft took is still believed, after it kept a probe from being made."""
 LEAST_SHARE = 0.005
@@ -52,7 +54,8 @@ class VerifyCost:
         self._over: dict[_Kind, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
         self.pass_s = 0.0
-        """Of a draft."""
+        """Of a draft; 0 while nothing is believed of it."""
+        self._first: list[float] = []
 
     def costs(self, model: StepModel, plain: StepWork, has_trees: bool = False) -> StepCosts:
         """What a step of this work costs with proposals."""
@@ -83,8 +86,7 @@ class VerifyCost:
                 self._off[size] = off if size not in self._off else self._off[size] + FOLLOW * (off - self._off[size])
             return
         if depth:
-            pass_s, before = draft_s / depth, self.pass_s
-            self.pass_s = before + FOLLOW * (min(pass_s, LONGEST * before) - before) if before else pass_s
+            self._learn_pass(draft_s / depth)
         plain_s = self._plain_s(model, plain)
         expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
         over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
@@ -99,6 +101,17 @@ class VerifyCost:
     def doubt_passes(self) -> None:
         """Passes of the draft took too long for a probe: only a new one tells whether they still do."""
         self.pass_s *= DOUBT
+
+    def _learn_pass(self, pass_s: float) -> None:
+        """A pass of a draft was measured. Of the first ones the fastest is believed, and none alone: the first of all may have
+        loaded what later ones find."""
+        if len(self._first) < FIRST_PASSES:
+            self._first.append(pass_s)
+            if len(self._first) > 1:
+                self.pass_s = min(self._first)
+            return
+        before = self.pass_s or pass_s
+        self.pass_s = before + FOLLOW * (min(pass_s, LONGEST * before) - before)
 
     def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: "_Kind") -> float:
         """What a proposal costs in steps like this one."""

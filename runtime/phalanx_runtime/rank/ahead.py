@@ -1,19 +1,16 @@
 """Draws of a draft, ahead of the request's own: from scores that are changed as the request's will be on this path.
 
-Where there is one stage, the rank that drafts is the one that draws, and has each row's state: what was drawn for it. Behind
-proposals a copy of the row goes on as if they were drawn, so penalties, bad words and grammar count them too. With several
-stages the rows are the last stage's; here is known what follows from parameters alone: bias, allowed tokens, `min_tokens` and
-bad words of one token. What a draft does not know costs acceptance, never a token.
+The rank that drafts has each row's state, what was drawn for it: as the one that draws, or from the plans where another stage
+does (`drawn_rows`). Behind proposals a copy of the row goes on as if they were drawn, so penalties, bad words and grammar count
+them too. What a draft does not know costs acceptance, never a token.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
-from phalanx_runtime.core.plan import NewRow
 from phalanx_runtime.rank.changes import change
 from phalanx_runtime.rank.row import Row
 from phalanx_runtime.rank.sampling import Draw, Rivals, draw, draw_several
@@ -29,12 +26,10 @@ class Place:
 
 
 class Ahead:
-    """The rows of one step, and how they go on along what is proposed. `params`: all rows; `rows`: those whose state is known."""
+    """The rows of one step, and how they go on along what is proposed. `rows`: what is known of each."""
 
-    def __init__(self, params: Mapping[int, NewRow], rows: Mapping[int, Row], vocab_size: int) -> None:
-        self._params = params
+    def __init__(self, rows: Mapping[int, Row]) -> None:
         self._known = rows
-        self._vocab_size = vocab_size
         self._copies: dict[tuple[int, tuple[int, ...]], Row] = {}
 
     def draw(self, scores: Tensor, places: Sequence[Place], count: int = 1) -> list[Rivals]:
@@ -66,19 +61,9 @@ class Ahead:
         """A copy of the row that had these drawn, too."""
         known = self._copies.get((number, behind))
         if known is None:
-            known = _behind(self._row(number, behind[:-1]), behind[-1]) if behind else self._start(number)
+            known = _behind(self._row(number, behind[:-1]), behind[-1]) if behind else self._known[number].copy()
             self._copies[number, behind] = known
         return known
-
-    def _start(self, number: int) -> Row:
-        if number in self._known:
-            return self._known[number].copy()
-        asked = self._params[number].sampling
-        words = [word for word in asked.bad_words if len(word) == 1]
-        plain = msgspec.structs.replace(
-            asked, grammar=None, bad_words=words, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
-        )
-        return Row(NewRow(number, plain), self._vocab_size, None)
 
 
 def _behind(row: Row, token: int) -> Row:

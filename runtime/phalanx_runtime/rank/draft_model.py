@@ -89,7 +89,7 @@ class DraftModel:
 
     def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[Drafted]:
         self._builder.update(plan)
-        ahead = Ahead(self._builder.params, rows, self._vocab_size)
+        ahead = Ahead(rows)
 
         def states(small: StepPlan) -> Tensor:
             batch = self._builder.tensors(small)

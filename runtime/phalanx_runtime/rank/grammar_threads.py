@@ -100,6 +100,46 @@ class FarGrammars:
         """Nothing is to be done: the drawer ends with the engine."""
 
 
+class BothGrammars:
+    """Grammars of the drawer and of this process, which drafts: each is compiled in both before any step needs it.
+
+    Implements `phalanx_runtime.engine.ports.Grammars`.
+    """
+
+    def __init__(self, far: FarGrammars, near: ThreadedGrammars) -> None:
+        self._far = far
+        self._near = near
+
+    def kept(self, grammar: wire.Grammar) -> object | None:
+        """The compiled grammars, if there are two."""
+        both = self._far.kept(grammar), self._near.kept(grammar)
+        return None if None in both else both
+
+    def begin(self, grammar: wire.Grammar) -> Future[object]:
+        """What will be the compiled grammars. Cannot be taken back. Raises PeerLost."""
+        both = Future[object]()
+        both.set_running_or_notify_cancel()
+        far, near = self._far.begin(grammar), self._near.begin(grammar)
+        far.add_done_callback(lambda _: near.add_done_callback(lambda _: _end(both, far, near)))
+        return both
+
+    def close(self) -> None:
+        """Begins no more of them. Those that are being compiled are not waited for."""
+        self._far.close()
+        self._near.close()
+
+
+def _end(both: Future[object], far: Future[object], near: Future[object]) -> None:
+    """Tells what became of two that are done."""
+    if near.cancelled():
+        return  # the engine ends: nobody waits
+    error = far.exception() or near.exception()
+    if error is None:
+        both.set_result((far.result(), near.result()))
+    else:
+        both.set_exception(error)
+
+
 class GrammarService:
     """The drawer's part: obeys orders of rank 0 and holds what they ask for. `give` takes answers to rank 0, on any thread."""
 

@@ -65,6 +65,12 @@ def grown_shapes(plan: StepPlan) -> list[list[int]]:
     return [path.parents or chain(path.depth) for path in plan.paths if path.growth is not None]
 
 
+def undrafted(plan: StepPlan) -> list[tuple[int, list[int]]]:
+    """Proposals without a token, by the number of their path among the drafted ones; of paths that have any."""
+    found = [[node for node, token in enumerate(tokens) if token == NO_TOKEN] for _, tokens in _drafted(plan)]
+    return [(at, nodes) for at, nodes in enumerate(found) if nodes]
+
+
 def proposals(plan: StepPlan) -> list[Drafted]:
     """What is proposed behind the first token of each draw; parallel to the plan's `draws`."""
     ends = list(accumulate(plan.counts))

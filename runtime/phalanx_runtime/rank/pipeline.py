@@ -1,6 +1,6 @@
 """A rank's place in a pipeline of stages, and what it exchanges with the ranks of other stages.
 
-    plan     rank 0 -> all             every rank obeys the plans in the order in which they were made; among them stand
+    plan     rank 0 -> all             every rank obeys the plans in the order in which they were made; before one stand
                                        orders for grammars, which are the drawer's
     hidden   stage s -> stage s + 1    from each rank to the one of the same place in the next stage
     result   drawer -> rank 0          the drawer, first rank of the last stage, draws the tokens; answers to those orders too
@@ -12,7 +12,8 @@ results as they come. So the drawer never waits for rank 0, a stage waits only f
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -24,7 +25,7 @@ from phalanx_runtime.core.plan import StepPlan, StepResult
 from phalanx_runtime.model.partition import Stage
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_told = msgspec.msgpack.Decoder(StepPlan | Compile).decode
+_decode_told = msgspec.msgpack.Decoder(list[StepPlan | Compile]).decode
 _decode_given = msgspec.msgpack.Decoder(StepResult | Compiled).decode
 
 
@@ -44,6 +45,11 @@ class Pipeline:
         self._inbox = threading.Thread(target=self._take_results, name="results", daemon=True)
         self._giving = threading.Lock()
         self._hear: Callable[[Compiled], None] | None = None
+        self._orders: list[Compile] = []
+        """Not sent yet."""
+        self._num_plans = 0
+        """Those told whose result has not come, where it comes from another stage."""
+        self._unread: deque[StepPlan | Compile] = deque()
 
     @property
     def draws(self) -> bool:
@@ -54,18 +60,25 @@ class Pipeline:
         """From now on `hear` is told, on a thread of its own, what became of orders for grammars. Only on rank 0."""
         self._hear = hear
 
-    def tell(self, order: StepPlan | Compile | None) -> None:
-        """Sends a plan or an order to all ranks; None says that no plan follows. Only on rank 0. Raises PeerLost."""
-        if self.stage.count > 1 and self._inbox.ident is None:
-            self._inbox.start()  # not before: while ranks load, other messages come from the drawer
-        if self.world.world_size > 1:
-            self.world.broadcast(b"" if order is None else _encode(order))
+    def tell(self, plan: StepPlan | None) -> None:
+        """Sends a plan to all ranks, behind orders that wait; None says that nothing follows. Only on rank 0. Raises PeerLost."""
+        self._num_plans += plan is not None
+        self._send([] if plan is None else [*self._orders, plan])
+
+    def ask(self, order: Compile) -> None:
+        """Sends an order to all ranks: with the next plan, or now if no plan is in flight. A rank that computes takes no message,
+        and there is room for a few, which are the plans'. Only on rank 0. Raises PeerLost."""
+        self._orders.append(order)
+        self._send_orders()
 
     def told(self) -> StepPlan | Compile | None:
         """The next of them, whenever it comes. Not on rank 0. Raises PeerLost."""
-        message = self.world.broadcast(None)
-        told: StepPlan | Compile | None = _decode_told(message) if message else None
-        return told
+        if not self._unread:
+            message = self.world.broadcast(None)
+            if not message:
+                return None
+            self._unread.extend(_decode_told(message))
+        return self._unread.popleft()
 
     def receive(self, hidden: Tensor) -> Tensor:
         """The tensor, filled with what the stage before handed on. Raises PeerLost."""
@@ -89,7 +102,21 @@ class Pipeline:
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
+        self._num_plans -= 1
+        self._send_orders()
         return result
+
+    def _send_orders(self) -> None:
+        """Sends orders that wait, if no rank computes."""
+        if self._orders and not self._num_plans:
+            self._send(self._orders)
+
+    def _send(self, messages: Sequence[StepPlan | Compile]) -> None:
+        if self.stage.count > 1 and self._inbox.ident is None:
+            self._inbox.start()  # not before: while ranks load, other messages come from the drawer
+        if self.world.world_size > 1:
+            self.world.broadcast(_encode(messages) if messages else b"")
+        self._orders.clear()
 
     def _take_results(self) -> None:
         try:

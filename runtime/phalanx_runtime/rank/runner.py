@@ -5,6 +5,7 @@ With several stages a plan is in each of them in turn, so that as many plans are
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -19,10 +20,20 @@ from phalanx_runtime.engine.ports import Grammars
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.grammar_threads import FarGrammars, GrammarService, ThreadedGrammars
+from phalanx_runtime.rank.drawn_rows import DrawnRows
+from phalanx_runtime.rank.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
 from phalanx_runtime.rank.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.page_memory import DraftPages, open_pages
-from phalanx_runtime.rank.paths import drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing, num_drafted, proposals
+from phalanx_runtime.rank.paths import (
+    drafted_numbers,
+    filled,
+    filled_by_numbers,
+    grown_shapes,
+    nothing,
+    num_drafted,
+    proposals,
+    undrafted,
+)
 from phalanx_runtime.rank.pipeline import Pipeline
 from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
 from phalanx_runtime.rank.proposer import Proposer
@@ -30,6 +41,15 @@ from phalanx_runtime.rank.sampler import Sampler
 
 POLL_S = 0.001
 """How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """What came of one plan's drafts: how long they took, shapes that were chosen, and proposals without a token."""
+
+    draft_s: float = 0.0
+    shapes: list[list[int]] = field(default_factory=list)
+    undrafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -53,12 +73,14 @@ class ModelRunner:
         self._sampler = sampler
         self._proposer = proposer
         self._all_caches = [*caches, *(proposer.caches if proposer is not None else ())]
-        self._last_draft_s, self._last_shapes = 0.0, list[list[int]]()
-        self._drafts: deque[tuple[float, list[list[int]]]] = deque()
-        """Of the plans that were started and not finished: the time of their drafts, and the shapes that were chosen."""
+        self._latest = _Drafts()
+        self._drafts: deque[_Drafts] = deque()
+        """Of the plans that were started and not finished."""
         self._done: deque[StepResult] = deque()
         self._step_done = 0
         self._orders = GrammarService(sampler.grammars, pipeline.give) if pipeline.draws and pipeline.world.rank else None
+        is_drafter = proposer is not None and not proposer.lost and pipeline.world.rank == 0
+        self._followed = DrawnRows(sampler.vocab_size, sampler.grammars) if is_drafter and not pipeline.draws else None
 
     @property
     def pool(self) -> PoolShape:
@@ -87,12 +109,15 @@ class ModelRunner:
             time.sleep(POLL_S)
 
     def grammars(self) -> Grammars | None:
-        """Those that requests are drawn with: this rank's own, or those of the drawer. Only on rank 0, once."""
+        """Those that requests are drawn with, this rank's own or those of the drawer, and those that they are drafted with. Only
+        on rank 0, once."""
         if self._pipeline.draws:
             return None if self._sampler.grammars is None else ThreadedGrammars(self._sampler.grammars)
-        far = FarGrammars(self._pipeline.tell)
+        far = FarGrammars(self._pipeline.ask)
         self._pipeline.listen(far.hear)
-        return far
+        if self._followed is None or self._sampler.grammars is None:
+            return far
+        return BothGrammars(far, ThreadedGrammars(self._sampler.grammars))
 
     @property
     def fitting(self) -> Fitting | None:
@@ -108,17 +133,19 @@ class ModelRunner:
         """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
         self._pipeline.tell(plan)
         result = self._step(plan)
-        self._drafts.append((self._last_draft_s, self._last_shapes))
+        self._drafts.append(self._latest)
         if result is not None:
             self._done.append(result)
 
     def finish(self) -> StepResult:
         """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
         result = self._done.popleft() if self._pipeline.draws else self._pipeline.result()
-        draft_s, shapes = self._drafts.popleft()
+        made = self._drafts.popleft()
         if self._proposer is None:
             return result
-        return msgspec.structs.replace(result, draft_s=draft_s, lost=self._proposer.lost, shapes=shapes)
+        return msgspec.structs.replace(
+            result, draft_s=made.draft_s, lost=self._proposer.lost, shapes=made.shapes, undrafted=made.undrafted
+        )
 
     def follow(self) -> None:
         """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
@@ -199,10 +226,15 @@ class ModelRunner:
         if self._proposer is None:
             return filled(plan, nothing(plan)) if num_drafted(plan) else plan
         began = time.perf_counter()
-        drafted = self._proposer.propose(plan, self._builder, self._sampler.rows) if plan.rows else []
-        self._last_draft_s = time.perf_counter() - began
+        if self._followed is not None:
+            self._followed.follow(plan)
+        rows = self._sampler.rows if self._followed is None else self._followed.rows
+        drafted = self._proposer.propose(plan, self._builder, rows) if plan.rows else []
+        draft_s = time.perf_counter() - began
         plan = filled(plan, drafted) if drafted else plan
-        self._last_shapes = grown_shapes(plan)
+        self._latest = _Drafts(draft_s, grown_shapes(plan), undrafted(plan))
+        if self._followed is not None:
+            self._followed.proposed(plan)
         return plan
 
     def _hand_on(self, plan: StepPlan, hidden: Tensor) -> None:

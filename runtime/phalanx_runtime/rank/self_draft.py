@@ -41,7 +41,7 @@ class SelfDraft(Pageless):
         def states(small: StepPlan) -> Tensor:
             return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
 
-        ahead = Ahead(builder.params, rows, self._model.vocab_size)
+        ahead = Ahead(rows)
         choose = partial(self._choose, ahead)
         return [one.drafted for one in draft(plan, own_pieces(plan), builder.params, states, choose)]
 
