@@ -1,7 +1,6 @@
 """Where the rate of requests is going: ramps are followed, steps and chance are not, at whatever moment they are looked at."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -19,12 +18,14 @@ def minute(rate: Rate, now_s: float) -> int:
     return round(sum(rate(now_s - 60 + (i + 0.5) / 4) / 4 for i in range(240)))
 
 
-def grown(rate: Rate, until_s: float, every_s: float = 15.0, scv: float = 1.0, first_s: float = 0.0) -> list[float]:
+def grown(
+    rate: Rate, until_s: float, every_s: float = 15.0, scv: float = 1.0, first_s: float = 0.0, horizon_s: float = HORIZON_S
+) -> list[float]:
     """What was expected at each evaluation."""
     trend, found, now_s = Trend(), [], first_s
     while now_s <= until_s:
         trend = followed(trend, now_s, minute(rate, now_s))
-        found.append(growth(trend, HORIZON_S, scv))
+        found.append(growth(trend, horizon_s, scv))
         now_s += every_s
     return found
 
@@ -40,14 +41,13 @@ def step(low: float, high: float, at_s: float, until_s: float = 1e9) -> Rate:
 @pytest.mark.parametrize(
     ("rate", "until_s", "scv", "expected"),
     [
-        pytest.param(ramp(5.0, 0.05), 120.0, 1.0, 1.0, id="not before it has risen for longer than a minute"),
-        pytest.param(ramp(5.0, 0.05), 135.0, 1.0, 1 + 0.05 * HORIZON_S / (5 + 0.05 * 105), id="from then on as it goes"),
+        pytest.param(ramp(5.0, 0.05), 135.0, 1.0, 1.0, id="not before it has risen for longer than a minute"),
+        pytest.param(ramp(5.0, 0.05), 150.0, 1.0, 1 + 0.05 * HORIZON_S / (5 + 0.05 * 120), id="from then on as it goes"),
         pytest.param(ramp(5.0, 0.05), 400.0, 1.0, 1 + 0.05 * HORIZON_S / (5 + 0.05 * 370), id="and further"),
         pytest.param(ramp(5.0, 0.05), 400.0, 40.0, 1.0, id="not where arrivals are that bursty"),
         pytest.param(ramp(50.0, 0.08), 400.0, 1.0, 1 + 0.08 * HORIZON_S / (50 + 0.08 * 370), id="slowly, of many requests"),
         pytest.param(ramp(5.0, 0.004), 400.0, 1.0, 1.0, id="slowly, of few: it may be chance"),
         pytest.param(ramp(0.01, 0.0008), 400.0, 1.0, 1.0, id="of hardly any"),
-        pytest.param(lambda now_s: 5 * 1.018 ** max(now_s, 0.0), 150.0, 1.0, 2.0, id="never more than doubling"),
         pytest.param(ramp(20.0, -0.03), 400.0, 1.0, 1.0, id="falling"),
         pytest.param(step(10.0, 10.0, 0.0), 400.0, 1.0, 1.0, id="steady"),
         pytest.param(lambda now_s: 5.0 + 0.05 * min(now_s, 200.0), 290.0, 1.0, 1.0, id="over"),
@@ -58,10 +58,10 @@ def test_what_is_expected(rate: Rate, until_s: float, scv: float, expected: floa
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(20.0, 100.0), st.floats(1.3, 10.0), st.floats(200.0, 215.0), st.floats(14.6, 15.5))
-def test_after_a_step_growth_is_never_believed_twice(low: float, times: float, at_s: float, every_s: float) -> None:
+@given(st.floats(20.0, 100.0), st.floats(1.3, 10.0), st.floats(200.0, 215.0), st.floats(14.6, 16.5))
+def test_after_a_step_growth_is_never_believed(low: float, times: float, at_s: float, every_s: float) -> None:
     found = grown(step(low, low * times, at_s), 420.0, every_s)
-    assert not any(one > 1 and other > 1 for one, other in pairwise(found)), found
+    assert set(found) == {1.0}, found
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,11 +79,15 @@ def test_a_ramp_is_followed_within_a_tenth_as_long_as_it_goes(
     rate = ramp(low, low * per_minute / 60)
     for number, found in enumerate(grown(rate, 400.0, every_s, first_s=first_s)):
         now_s = first_s + number * every_s
-        arrivals, before = minute(rate, now_s), minute(rate, now_s - 75)
-        if now_s < first_s + 60 + 75 + every_s or arrivals**0.5 - before**0.5 < 2.1:
+        arrivals, before = minute(rate, now_s), minute(rate, now_s - 90)
+        if now_s < first_s + 60 + 90 + every_s or arrivals**0.5 - before**0.5 < 2.1:
             continue
         expected = min(1 + low * per_minute / 60 * HORIZON_S / (arrivals / 60), 2.0)
         assert found == pytest.approx(expected, rel=0.1), (now_s, found, expected)
+
+
+def test_more_than_doubling_is_never_believed() -> None:
+    assert max(grown(ramp(1.0, 0.1), 300.0, horizon_s=600.0)) == 2.0
 
 
 def test_windows_that_are_not_full_yet_are_no_growth() -> None:
@@ -94,10 +98,10 @@ def test_windows_that_are_not_full_yet_are_no_growth() -> None:
 def test_after_a_gap_it_begins_anew() -> None:
     rate = ramp(5.0, 0.05)
     trend = Trend()
-    for now_s in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0, 120.0, 135.0):
+    for now_s in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0, 120.0, 135.0, 150.0):
         trend = followed(trend, now_s, minute(rate, now_s))
     assert growth(trend, HORIZON_S, 1.0) > 1
-    trend = followed(trend, 181.0, minute(rate, 181.0))
+    trend = followed(trend, 196.0, minute(rate, 196.0))
     assert trend.minutes == () and growth(trend, HORIZON_S, 1.0) == 1.0
 
 

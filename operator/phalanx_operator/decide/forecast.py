@@ -1,9 +1,8 @@
 """Where the rate of requests is going: whether it has risen all along, and what it comes to by the time that a group serves.
 
 A minute's arrivals are noted at each evaluation. After a step they rise for one minute, which is how long their window takes to
-fill. So growth is believed of spans longer than that, where the first part and the last one rose as well, each by half of its
-share: after a step that is so at one evaluation at most, and two in a row count (`decide.scale`). What may be chance is none.
-More than doubling is never believed.
+fill. So growth is believed of a span longer than that when its first part and its last one rose as well, each by a good part of
+its share, where these lie a minute apart: no step does that. What may be chance is no growth. More than doubling is not believed.
 """
 
 import math
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 
 WINDOW_S = 60.0
 """Arrivals are those of the last minute."""
-SPANS_S = ((75.0, 15.0), (90.0, 30.0), (120.0, 30.0), (180.0, 60.0))
-"""Over how long growth is looked for, and how long its first and its last part are. By two spans or by one, two evaluations that
-are 14.5 s apart do not both take a step for growth: it looks so from 66 to 80 s after it."""
-PART_SHARE = 0.5
+SPANS_S = (90.0, 120.0, 150.0, 180.0)
+"""Over how long growth is looked for."""
+PART_SHARE = 0.4
 CHANCE = 2.0
 """Square roots of counts vary by a half, whatever the count: the difference of two by 0.7, and this is three times that."""
 GAP_S = 45.0
@@ -42,7 +40,7 @@ def followed(trend: Trend, now_s: float, arrivals: int) -> Trend:
         return Trend(since_s=now_s, noted_s=now_s)
     if now_s - trend.since_s < WINDOW_S - SLACK_S:
         return Trend(since_s=trend.since_s, noted_s=now_s)
-    longest_s = max(span_s for span_s, _ in SPANS_S) + GAP_S
+    longest_s = SPANS_S[-1] + GAP_S
     kept = tuple(minute for minute in trend.minutes if now_s - minute[0] <= longest_s)
     return Trend((*kept, (now_s, arrivals)), trend.since_s, now_s)
 
@@ -53,12 +51,13 @@ def growth(trend: Trend, horizon_s: float, scv: float) -> float:
     if arrivals < FEWEST_ARRIVALS:
         return 1.0
     chance = CHANCE * math.sqrt(max(scv, 1.0))
-    more = max(_rise(trend, span_s, part_s, chance) * horizon_s / span_s for span_s, part_s in SPANS_S)
+    more = max(_rise(trend, span_s, chance) * horizon_s / span_s for span_s in SPANS_S)
     return min(1 + more / arrivals, MOST)
 
 
-def _rise(trend: Trend, span_s: float, part_s: float, chance: float) -> float:
+def _rise(trend: Trend, span_s: float, chance: float) -> float:
     """By how much a minute's arrivals rose over this span all along; 0 when they did not, or perhaps by chance."""
+    part_s = (span_s - WINDOW_S) / 2
     ages = (0.0, part_s, span_s - part_s, span_s)
     now, late, early, then = (_before(trend, age_s) for age_s in ages)
     if then is None or now is None or late is None or early is None:

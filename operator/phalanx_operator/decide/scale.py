@@ -4,7 +4,7 @@
     not heard      fewer than half of the routers answered lately: hold, or after three evaluations go up to `fallback`
     no group       a request came: wake, with as many groups as the queue implies
     to zero        nothing was asked for long enough
-    out            two evaluations, 15 s apart, need more now or by the time that a group serves: to the smaller of the two
+    out            two evaluations, 15 s apart, need more: to the smaller of the two; one that foresees growth (`decide.forecast`)
     panic          the last 6 s alone need 1.5 times as many: at once
     in             fewer groups do, for the whole stabilisation time (`decide.consolidate`): one less, or a tenth
 
@@ -231,12 +231,13 @@ def _evaluated(memory: Memory, ability: Ability, scene: Scene, rules: Rules) -> 
 
 
 def _more(memory: Memory, scene: Scene, rules: Rules, need: Demand, grows: float) -> tuple[Memory, Decision]:
-    """Out, once two evaluations in a row said so for long enough."""
+    """Out, once two evaluations in a row said so for long enough; growth has been seen for longer than that already."""
     since_s = memory.over_since_s if memory.needs else scene.now_s
-    needs = (*memory.needs, need.groups)[-EVALUATIONS:]
+    looks = EVALUATIONS if grows == 1 else 1
+    needs = (*memory.needs, need.groups)[-looks:]
     memory = replace(memory, needs=needs, over_since_s=since_s, fits_since_s=None)
     why = need.why + (f", growing to {grows:.0%}" if grows > 1 else "")
-    enough = len(needs) == EVALUATIONS and scene.now_s - since_s >= rules.up_s - SLACK_S
+    enough = len(needs) == looks and scene.now_s - since_s >= rules.up_s - SLACK_S
     count = _capped(min(needs), memory, scene, rules) if enough else scene.groups
     if count > scene.groups:
         return memory, Decision(count, "Out", why, need.groups)
