@@ -18,7 +18,7 @@ from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
-from tests.runtime.tiny import VOCAB_SIZE, save_tiny
+from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=40)
 LIMITS = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64)
@@ -128,3 +128,12 @@ def test_preemption_beside_plans_in_flight_changes_no_token(model: Path, ranks: 
 def test_requests_that_come_late_join_the_batch_and_change_no_token(model: Path) -> None:
     scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, Disturbance(lag=3)))
     assert scheduler.sharing.hit_tokens > 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_every_family_keeps_its_tokens_in_chunks_with_shared_prefixes_and_preemption(tmp_path: Path, family: str) -> None:
+    """Windows, soft caps, layers without positions and experts; mixtures by the models of transformers."""
+    folder = save_tiny(tmp_path / "model", family)
+    scheduler = on_ranks(folder, [1], BUILD, partial(compare_runs, Disturbance(budget=7, lag=2, thief=5)))
+    assert scheduler.num_preemptions > 0
+    assert scheduler.sharing.hit_tokens > 0 and scheduler.pool.counters.copied > 0

@@ -191,6 +191,8 @@ def test_a_runtime_tells_where_the_memory_of_each_rank_went(world: World) -> Non
     assert rank["weights_bytes"] > 0 and rank["activations_bytes"] > 0 and rank["logits_sampler_bytes"] >= 0
     assert 0.9 * 8_000_000 < rank["kv_pool_bytes"] <= 8_000_000
     assert told["kv_bytes_per_token"] > 0
+    routed = httpx.get(f"{world.router.base_url}/v1/metrics", timeout=10).json()
+    assert (routed["kv_bytes_per_token"], routed["memory"]) == (told["kv_bytes_per_token"], []), "a router has no rank"
     assert sum(rank[f"{part}_bytes"] for part in ("weights", "activations", "logits_sampler", "kv_pool")) < rank["total_bytes"]
 
 

@@ -1,6 +1,7 @@
 """More load than the real program can bear, and clients that leave: only 429 with Retry-After, and nothing held."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import aiohttp
@@ -10,8 +11,11 @@ from bench.overload import Shape, capacity, flood, gauges, leave
 from bench.programs import running
 from tests.runtime.tiny import save_tiny
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = pytest.mark.system
 SHAPE = Shape(prompt=32, output=100, vocab=256)
+LONG = Shape(prompt=32, output=900, vocab=256)
+"""One that still runs when its client leaves."""
+CLIENTS = 500
 
 
 async def overload(url: str) -> None:
@@ -21,13 +25,30 @@ async def overload(url: str) -> None:
         assert not seen.wrong
         assert seen.whole > 0 and seen.refused > 0
         assert min(seen.retry_after_s) >= 1
-        held = await leave(session, url, SHAPE, 500)
+        assert not any((await leave(session, url, SHAPE, CLIENTS)).values())
+
+
+async def disconnects(url: str) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        held = await leave(session, url, LONG, CLIENTS)
         assert len(held) == 4 and not any(held.values())
         assert await gauges(session, url) == held
+        async with session.get(f"{url}/metrics") as response:
+            page = await response.text()
+    ended = dict(re.findall(r'^vllm:request_success_total{[^}]*finished_reason="(\w+)"[^}]*} (\S+)$', page, re.MULTILINE))
+    assert float(ended["abort"]) >= 0.9 * CLIENTS, ended
+    assert sum(map(float, ended.values())) == CLIENTS
 
 
-def test_overload_is_refused_and_disconnects_leak_nothing(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_overload_is_refused_and_holds_nothing(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     flags = ["--max-num-seqs", "8", "--max-num-queued-tokens", "2000"]
     with running("runtime", "phalanx_runtime", ["serve", str(model), *flags], tmp_path) as program:
         asyncio.run(overload(program.base_url))
+
+
+def test_clients_that_leave_in_the_middle_of_their_streams_hold_no_page(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", max_position_embeddings=2048)
+    with running("runtime", "phalanx_runtime", ["serve", str(model), "--max-num-seqs", "64"], tmp_path) as program:
+        asyncio.run(disconnects(program.base_url))
