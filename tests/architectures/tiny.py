@@ -42,6 +42,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

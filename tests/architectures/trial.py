@@ -1,4 +1,4 @@
-"""One architecture tried: a tiny random model of it through level 0, against `transformers` itself."""
+"""One architecture tried: a tiny random model of it through level 0, in one stage and in two, against `transformers` itself."""
 
 import tempfile
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.load import make_empty
 from phalanx_runtime.model.generic.source import check_config
-from tests.architectures.tiny import VOCAB_SIZE, save_model
-from tests.runtime.equal import Stream, compare
+from tests.architectures.tiny import CHANGES, VOCAB_SIZE, save_model
+from tests.runtime.equal import Equality, Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks
 
 Status = Literal["works", "refused", "failed"]
@@ -21,10 +22,11 @@ LENGTHS = (1, 6, 40)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one class. `why` is the reason where it does not work, and the level that computes it where it does."""
+    """What became of one class, and of two pipeline stages of it where it works. `why`: the reason of what does not work."""
 
     status: Status
     why: str
+    stages: Status | None = None
 
 
 def try_model(model_type: str) -> Outcome:
@@ -36,18 +38,19 @@ def try_model(model_type: str) -> Outcome:
             return Outcome("refused", f"transformers cannot make this model here: {_line(error)}")
         except Exception as error:
             return _judge_by_config(model_type, error)
-        try:
-            return _compare(Path(folder))
-        except ModelError as error:
-            return Outcome("refused", _line(error))
-        except Exception as error:
-            return Outcome("failed", _line(error))
+        status, why = _try(Path(folder), 1)
+        if status != "works":
+            return Outcome(status, why)
+        stages, why = _try(Path(folder), 2)
+        return Outcome(status, why, stages)
 
 
 def _judge_by_config(model_type: str, error: Exception) -> Outcome:
-    """What its default config tells, where no tiny model can be made."""
+    """What its default config tells, and the empty model of it, where no tiny model can be made."""
     try:
-        check_config(transformers.CONFIG_MAPPING[model_type]())
+        config = transformers.CONFIG_MAPPING[model_type](**CHANGES.get(model_type, {}))
+        check_config(config)
+        make_empty(config, torch.float32, "eager")
     except ModelError as reason:
         return Outcome("refused", _line(reason))
     except Exception as other:
@@ -55,16 +58,26 @@ def _judge_by_config(model_type: str, error: Exception) -> Outcome:
     return Outcome("failed", f"no tiny model: {_line(error)}")
 
 
-def _compare(folder: Path) -> Outcome:
+def _try(folder: Path, stages: int) -> tuple[Status, str]:
+    """What becomes of the model in this folder in so many stages, and why it does not work."""
+    try:
+        outcome = _compare(folder, stages)
+    except ModelError as error:
+        return "refused", _line(error)
+    except Exception as error:
+        return "failed", _line(error)
+    return ("works", "") if outcome.holds else ("failed", f"other tokens than transformers: {outcome}")
+
+
+def _compare(folder: Path, stages: int) -> Equality:
     chance = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCAB_SIZE, (size,), generator=chance).tolist() for size in LENGTHS]
     asked = [Asked(prompt) for prompt in prompts]
-    build = Build(level="transformers")
-    outputs = on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=7))
+    build = Build(level="transformers", stages=stages)
+    outputs = on_ranks(folder, [stages], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=7))
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    outcome = compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
-    return Outcome("works", "") if outcome.holds else Outcome("failed", f"other tokens than transformers: {outcome}")
+    return compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
 
 
 @torch.inference_mode()

@@ -4,8 +4,8 @@ import multiprocessing
 
 import pytest
 
-from tests.architectures.table import PAGE, causal_classes, read
-from tests.architectures.trial import try_model
+from tests.architectures.table import PAGE, causal_classes, read, render, summary
+from tests.architectures.trial import Outcome, try_model
 
 SOME = ["gpt2", "cohere", "olmoe", "deepseek_v3", "bloom", "mamba", "roberta"]
 
@@ -15,19 +15,31 @@ def test_the_page_has_every_class_with_its_reason() -> None:
 
     text = PAGE.read_text()
     rows = read(text)
-    assert all(row.outcome.why for row in rows.values() if row.outcome.status != "works")
-    works = sum(row.outcome.status == "works" for row in rows.values())
-    assert f"{works} of {len(rows)} work." in text and works >= 40
-    assert not any("other tokens than transformers" in row.outcome.why for row in rows.values()), "wrong tokens are never served"
+    outcomes = [row.outcome for row in rows.values()]
+    assert all(outcome.why for outcome in outcomes if (outcome.status, outcome.stages) != ("works", "works"))
+    assert all((outcome.status == "works") == (outcome.stages is not None) for outcome in outcomes)
+    works, staged = summary(list(rows.values()))
+    assert f"{works} of {len(rows)} work, {staged} of these on two stages." in text and works >= 40 and staged >= 40
+    assert not any("other tokens than transformers" in outcome.why for outcome in outcomes), "wrong tokens are never served"
+    assert all("failed" not in (outcome.status, outcome.stages) for outcome in outcomes), "each works or is refused"
     if f"`transformers` {transformers.__version__}," in text:
         assert set(rows) == set(causal_classes())
+        assert render(list(rows.values())) == text
+
+
+def told() -> dict[str, tuple[str, str | None]]:
+    """What the page says of each model_type: what becomes of it, and of two stages of it."""
+    return {row.model_type: short(row.outcome) for row in read(PAGE.read_text()).values()}
+
+
+def short(outcome: Outcome) -> tuple[str, str | None]:
+    return outcome.status, outcome.stages
 
 
 @pytest.mark.parametrize("model_type", SOME)
 def test_some_classes_do_what_the_page_says(model_type: str) -> None:
-    (told,) = [row.outcome.status for row in read(PAGE.read_text()).values() if row.model_type == model_type]
     outcome = try_model(model_type)
-    assert outcome.status == told, outcome
+    assert short(outcome) == told()[model_type], outcome
 
 
 @pytest.mark.slow
@@ -36,5 +48,5 @@ def test_all_classes_do_what_the_page_says() -> None:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.architectures.apart"])
-    told = {row.model_type: row.outcome.status for row in read(PAGE.read_text()).values()}
-    assert {model_type: try_apart(context, model_type).status for model_type in told} == told
+    expected = told()
+    assert {model_type: short(try_apart(context, model_type)) for model_type in expected} == expected
