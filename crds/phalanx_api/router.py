@@ -64,7 +64,7 @@ class Expose(Record):
     gateway: Gateway | None = None
     """HTTPRoute: where clients come in."""
     annotations: dict[str, Note] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
-    """Of the Ingress or HTTPRoute: what its controller reads. Streams may be silent for 5 s, and last as long as they last."""
+    """Of the Ingress or HTTPRoute: what its controller reads. Streams may be silent for 10 s, and last as long as they last."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Expose":

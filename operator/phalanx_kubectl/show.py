@@ -56,7 +56,7 @@ def status(body: Json, operator: str = "") -> str:
     facts = [
         ("Service", f"{metadata['namespace']}/{metadata['name']}"),
         ("URL", said.get("url")),
-        ("Model", ((body.get("spec") or {}).get("model") or {}).get("uri")),
+        ("Model", _model(body)),
         ("Revision", _revisions(said)),
         ("Groups", f"{said.get('readyReplicas', 0)} of {_wanted(body)} ready, {said.get('drainingReplicas', 0)} being emptied"),
         ("Scaling", _scaling(said)),
@@ -72,6 +72,13 @@ def status(body: Json, operator: str = "") -> str:
     hot = (said.get("rebalancing") or {}).get("hotspots") or []
     spots = [(one.get("group"), one.get("cause"), one.get("since"), one.get("action")) for one in hot]
     return text + ("\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], spots) if spots else "")
+
+
+def _model(body: Json) -> str:
+    """Where the model comes from, and which version of that is served, if it has versions."""
+    uri = ((body.get("spec") or {}).get("model") or {}).get("uri") or ""
+    version = (_status(body).get("model") or {}).get("resolvedRevision")
+    return f"{uri} at {version}" if version else str(uri)
 
 
 def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:

@@ -7,10 +7,14 @@ from typing import get_args
 import pytest
 from prometheus_client import CollectorRegistry
 
+from phalanx_api.summary import Routing
 from phalanx_router.balance.causes import THRESHOLDS
 from phalanx_router.balance.ladder import Action
 from phalanx_router.balance.records import RefusalCode, Rung
+from phalanx_router.link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.route.freshness import SUSPECT_AFTER_S
+from phalanx_router.run import FleetSettings
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balancing.md"
 SIGNALS = {
@@ -50,3 +54,15 @@ def test_named_metrics_exist() -> None:
     known = {sample for metric in registry.collect() for sample in (metric.name, f"{metric.name}_total")}
     named = set(re.findall(r"`(phalanx_router_\w+)", PAGE.read_text())) - {"phalanx_router"}
     assert named and named <= known
+
+
+def test_every_policy_of_routing_is_told_and_when_a_group_counts_as_silent() -> None:
+    text = " ".join(PAGE.read_text().split())
+    assert [policy for policy in get_args(Routing) if f"| `{policy}` |" not in text] == []
+    assert f"has told nothing for {SUSPECT_AFTER_S:g} s gets no new request" in text
+
+
+def test_clients_from_outside_are_told_how_long_a_stream_may_be_silent() -> None:
+    keep_alive_s = FleetSettings(LinkSettings("token", "router-0")).keep_alive_s
+    text = " ".join((PAGE.parent / "installation.md").read_text().split())
+    assert f"Streams send a comment when nothing else was sent for {keep_alive_s:g} to {2 * keep_alive_s:g} s" in text

@@ -8,6 +8,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from phalanx_api.conditions import find_condition
+from phalanx_api.status import MAX_HISTORY
 from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
 from phalanx_operator.asking import Pace
 from phalanx_operator.decide import autoscaler, scale
@@ -308,6 +309,7 @@ def test_the_example_in_the_guide_is_valid() -> None:
         ("For 300 s, or 60 s", (scale.SLOW_IN_S, scale.FAST_IN_S) == (300.0, 60.0)),
         ("in the last 45 s", 3 * Pace().routine_s == 45.0),
         ("silent for 45 s more", scale.LOST_S == 45.0),
+        ("its `history` the last five changes", MAX_HISTORY == 5),
         ("leaves that count for five minutes", autoscaler.CONFLICT_S == 300.0),
     ],
 )

@@ -8,13 +8,14 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.upkeep import Rollout
 from phalanx_operator.decide import progress
 from phalanx_operator.decide.groups import live, staying
-from phalanx_operator.decide.rollout import next_step
+from phalanx_operator.decide.rollout import next_step, run_to_end
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod
 from phalanx_operator.decide.status import status
 from phalanx_operator.kube import PODS
 from tests.control.builders import NOW, make_desired, make_group, make_snapshot
+from tests.control.conftest import Check
 from tests.control.summaries import fleet_of, group, summary
-from tests.control.test_rollout import start_one
+from tests.control.test_rollout import shown, start_one
 from tests.control.test_rollout_small_cases import MOST_STEPS, STRATEGIES, checked, starts
 from tests.control.worlds import World
 
@@ -62,6 +63,13 @@ def aged(groups: tuple[ObservedGroup, ...], before: tuple[ObservedGroup, ...]) -
     """A slow world in which who becomes ready is young for a moment."""
     was_ready = {each.uid for each in before if each.ready}
     return tuple(replace(each, young=each.ready and each.uid not in was_ready) for each in groups)
+
+
+def test_golden_rollout(golden: Check) -> None:
+    """Before the next group goes there is a step in which nothing is done: the last one has to prove itself."""
+    groups = tuple(make_group(name, "old", created=name) for name in "abc")
+    history = run_to_end(make_desired(3), groups, lambda now: aged(start_one(now), now))
+    golden("rollouts/min-ready.txt", "\n".join(shown(*moment) for moment in history) + "\n")
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)

@@ -78,6 +78,14 @@ def test_a_service_in_full() -> None:
     )
 
 
+def test_the_version_of_the_model_is_shown_where_it_has_one() -> None:
+    told = body()
+    told["status"]["model"] = {"resolvedRevision": "c0ffee", "cachedNodes": 2}
+    assert "Model:    hf://a/b at c0ffee\n" in show.status(told)
+    told["status"]["model"] = {"resolvedRevision": "", "cachedNodes": 0}
+    assert "Model:    hf://a/b\n" in show.status(told)
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [
