@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from phalanx_api import labels
 from phalanx_api.inference_service import InferenceService, Spec, parse
 from phalanx_api.status import Status
@@ -23,9 +25,18 @@ def make_body(name: str = "chat", namespace: str = "team", uid: str = "uid-1", *
     }
 
 
+def refuse_strangers(spec: dict[str, Any]) -> None:
+    """Fails at fields that do not exist: `parse` leaves them out, as it must, and here they are mistakes."""
+    try:
+        Spec.model_validate(spec)
+    except ValidationError as error:
+        strangers = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        assert strangers == [], "no such field"
+
+
 def make_service(**spec: Any) -> InferenceService:
     body = make_body(**spec)
-    Spec.model_validate(body["spec"])  # `parse` leaves out fields that it does not know, as it must: here they are mistakes
+    refuse_strangers(body["spec"])
     service = parse(body)
     assert isinstance(service, InferenceService), service
     return service

@@ -13,7 +13,7 @@ from phalanx_operator.offers import Offers
 from phalanx_operator.reconcile import Reconciler
 from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.objects import Images
-from tests.control.builders import NOW, make_body
+from tests.control.builders import NOW, make_body, refuse_strangers
 from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters
 
 KEY = ("team", "chat")
@@ -41,6 +41,7 @@ class World:
             body = make_body(**spec)
             for field in [field for field, value in body["spec"].items() if value is None]:
                 del body["spec"][field]
+            refuse_strangers(body["spec"])
             self.kube.put(SERVICES_OF_OURS, body)
 
     async def look(self) -> list[str]:
@@ -61,6 +62,7 @@ class World:
 
     async def change(self, **spec: Any) -> None:
         body = self.service
+        refuse_strangers(body["spec"] | spec)
         self.kube.put(SERVICES_OF_OURS, body | {"spec": body["spec"] | spec})
 
     @property
