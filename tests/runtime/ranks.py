@@ -35,6 +35,8 @@ T = TypeVar("T")
 PLAIN = Kernels()
 PAGE_SIZE = 8
 JOIN_S = 20.0
+LONGEST_S = 600.0
+"""Longest wait for the work of ranks: of a bench beside others, too."""
 _names = count()
 
 
@@ -53,7 +55,7 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(LONGEST_S)
     if errors:
         raise errors[0]
     assert len(results) == len(tasks), "a rank did not end"

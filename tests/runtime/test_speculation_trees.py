@@ -114,6 +114,38 @@ def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: st
     assert watched.num_branched > 0 and 0.1 < watched.num_accepted / watched.num_proposed < 0.9
 
 
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
+
+
+@pytest.mark.parametrize(
+    ("way", "widths", "group"),
+    [
+        ("ngram", (), "pp2"),
+        ("ngram", (3, 2), "tp2"),
+        ("draft", (), "tp2"),
+        ("draft", (3, 2), "pp2"),
+        ("self_draft", (), "pp2"),
+        ("self_draft", (3, 2), "one"),
+    ],
+)
+def test_a_json_schema_gives_equal_tokens(
+    folder: Path, ways: dict[str, Any], way: Method, widths: tuple[int, ...], group: str
+) -> None:
+    """Greedy and seeded, with penalties and without; lookups find the beginning of such an object in the prompt."""
+    (pods, stages), prompt = GROUPS[group], list(b'{"a": 17, "b": "no"} {"a": 1, "b": "yes"} ')
+    asked = [
+        wire.Request(
+            str(n), 1, prompt[n:], [], wire.Sampling(36, n, 0.9 * (n % 2), grammar=wire.Grammar("json_schema", SCHEMA), **more)
+        )
+        for n, more in enumerate([{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.7}])
+    ]
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    made = Build(torch.float64, num_pages=200, stages=stages, **ways[way])
+    served, watched = run(folder, asked, made, rules(way, widths=widths), pods=pods)
+    assert [(one.tokens, one.finish) for one in served] == [(one.tokens, one.finish) for one in whole]
+    assert 0 < watched.num_accepted < watched.num_proposed
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_way_to_sample_alone_accepts_branches(folder: Path, plain: list[Served], ways: dict[str, Any], name: str) -> None:
     """The proposer is wrong now and then in the first place, and then right in the second."""
