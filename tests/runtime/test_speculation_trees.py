@@ -97,7 +97,7 @@ def test_every_way_to_sample_draws_equal_tokens(
     made = Build(torch.float64, num_pages=num_pages, stages=stages, **ways[way])
     served, watched = run(folder, requests(), made, rules("self_draft" if way == "self_draft" else "draft", shape), bounds, pods)
     assert_equal(served, plain)
-    assert watched.num_branched > 2, "branches other than the first were drawn"
+    assert watched.num_branched > 1, "branches other than the first were drawn"
     assert 0.1 < watched.num_accepted / watched.num_proposed < 0.9
     if limits == "preempted":
         assert len(watched.admitted) > len(FIELDS) and watched.num_cut > 0
