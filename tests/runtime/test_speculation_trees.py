@@ -133,11 +133,12 @@ def test_a_json_schema_gives_equal_tokens(
 ) -> None:
     """Greedy and seeded, with penalties and without; lookups find the beginning of such an object in the prompt."""
     (pods, stages), prompt = GROUPS[group], list(b'{"a": 17, "b": "no"} {"a": 1, "b": "yes"} ')
+    penalties: list[dict[str, Any]] = [{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.7}]
     asked = [
         wire.Request(
             str(n), 1, prompt[n:], [], wire.Sampling(36, n, 0.9 * (n % 2), grammar=wire.Grammar("json_schema", SCHEMA), **more)
         )
-        for n, more in enumerate([{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.7}])
+        for n, more in enumerate(penalties)
     ]
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
     made = Build(torch.float64, num_pages=200, stages=stages, **ways[way])
