@@ -37,10 +37,10 @@ def measured(peer: Peer, machine: Machine, limits: Limits) -> dict[str, object]:
         with peer.start(machine) as program:
             row["start_s"] = time.monotonic() - began
             deadline = time.monotonic() + limits.seconds
-            ask = partial(_asked, peer, program, deadline, limits.is_trial)
+            ask = partial(asked, peer, program, deadline, limits.is_trial)
             ask("W1", -1)  # warm
             for name in NAMES:
-                runs = [_figures(*ask(name, run)) for run in range(limits.runs)]
+                runs = [figures_of(*ask(name, run)) for run in range(limits.runs)]
                 row[name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]} | {"runs": runs}
             row["memory"] = _memory(peer, program, ask)
     except (RuntimeError, OSError, TimeoutError) as error:
@@ -48,7 +48,7 @@ def measured(peer: Peer, machine: Machine, limits: Limits) -> dict[str, object]:
     return row
 
 
-def _asked(
+def asked(
     peer: Peer, program: Program, deadline: float, is_trial: bool, name: WorkloadName, run: int
 ) -> tuple[list[Answer], float]:
     """All answers and the seconds they took. Raises RuntimeError when one is short or missing, TimeoutError past the deadline."""
@@ -82,7 +82,8 @@ def _body(peer: Peer, prompt: list[int], max_tokens: int) -> dict[str, object]:
     }
 
 
-def _figures(answers: list[Answer], seconds: float) -> Figures:
+def figures_of(answers: list[Answer], seconds: float) -> Figures:
+    """Tokens per second, and milliseconds to the first token and between tokens."""
     ttft = [answer.ttft_s * _MS for answer in answers]
     gaps = [gap * _MS for answer in answers for gap in answer.gaps_s]
     tpot = statistics.median(answer.tpot_s or 0 for answer in answers)

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from bench.figures import ratio_of
 from bench.peers import checkpoint
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.environments import REQUIREMENTS, version_of
 from bench.peers.memory import pool_bytes, pss_bytes, sampled
+from bench.peers.pairs import paired, verdict
 from bench.peers.run import Limits, measured
 from bench.peers.shown import misses, page
 from bench.peers.workloads import NAMES, workload
@@ -85,20 +87,40 @@ class NoAnswer(StreamRequestHandler):
             pass
 
 
-def measured_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str, object]:
-    """The row of an engine whose door is this."""
+def peer_of(name: str, handler: type[BaseRequestHandler]) -> Peer:
+    """An engine whose door is this."""
 
     @contextmanager
     def start(machine: Machine) -> Iterator[Program]:
         with ThreadingTCPServer(("127.0.0.1", 0), handler) as door, subprocess.Popen(["sleep", "60"]) as process:
             Thread(target=door.serve_forever, kwargs={"poll_interval": 0.05}).start()
             try:
-                yield Program("door", f"http://127.0.0.1:{door.server_address[1]}", process, Path("door.log"))
+                yield Program(name, f"http://127.0.0.1:{door.server_address[1]}", process, Path("door.log"))
             finally:
                 door.shutdown()
                 process.kill()
 
-    return measured(Peer("door", "bfloat16", start), MACHINE, Limits(1, True, seconds))
+    return Peer(name, "bfloat16", start)
+
+
+def measured_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str, object]:
+    return measured(peer_of("door", handler), MACHINE, Limits(1, True, seconds))
+
+
+def test_two_engines_take_turns_and_the_first_of_a_pair_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    two = [peer_of("one", OneAnswer), peer_of("two", OneAnswer)]
+    found = paired(two, MACHINE, "W2", 3, 60, True)
+    assert [len(figures) for figures in found] == [3, 3] and all(figure > 0 for figures in found for figure in figures)
+    turns = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert turns[2:] == ["W2 0 one", "W2 0 two", "W2 1 two", "W2 1 one", "W2 2 one", "W2 2 two"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"), [([1.2, 1.3], "yes"), ([0.7, 0.8], "NO"), ([0.9, 1.2], "not distinguishable"), ([1.1], "not distinguishable")]
+)
+def test_a_ratio_is_judged_by_its_interval(ours: list[float], said: str) -> None:
+    pairs = [each for each in ours for _ in range(4)] if len(ours) > 1 else ours
+    assert verdict(ratio_of(pairs, [1.0] * len(pairs)), 1.0) == said
 
 
 def test_an_engine_may_close_what_it_answered_on() -> None:
