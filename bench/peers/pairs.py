@@ -25,7 +25,9 @@ from tools.cache import cache_root
 _OF = {bound.part: bound for bound in BOUNDS if not bound.at_most}
 
 
-def paired(two: Sequence[Peer], machine: Machine, name: WorkloadName, pairs: int, seconds: float, is_trial: bool) -> list[list[float]]:
+def paired(
+    two: Sequence[Peer], machine: Machine, name: WorkloadName, pairs: int, seconds: float, is_trial: bool
+) -> list[list[float]]:
     """The figure that the workload is judged by, of each engine and pair. Raises RuntimeError, OSError, TimeoutError."""
     found: list[list[float]] = [[], []]
     with two[0].start(machine) as one, two[1].start(machine) as other:

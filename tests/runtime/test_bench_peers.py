@@ -116,7 +116,8 @@ def test_two_engines_take_turns_and_the_first_of_a_pair_changes(capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("ours", "said"), [([1.2, 1.3], "yes"), ([0.7, 0.8], "NO"), ([0.9, 1.2], "not distinguishable"), ([1.1], "not distinguishable")]
+    ("ours", "said"),
+    [([1.2, 1.3], "yes"), ([0.7, 0.8], "NO"), ([0.9, 1.2], "not distinguishable"), ([1.1], "not distinguishable")],
 )
 def test_a_ratio_is_judged_by_its_interval(ours: list[float], said: str) -> None:
     pairs = [each for each in ours for _ in range(4)] if len(ours) > 1 else ours

@@ -25,7 +25,7 @@ from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.request import make_request as new_request
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculator import PROBE_EVERY, Speculating, Speculator
+from phalanx_runtime.core.speculator import Speculating, Speculator
 from phalanx_runtime.core.trees import OWN, levels, places
 from phalanx_runtime.core.verify_cost import VerifyCost
 from phalanx_runtime.rank.paths import NO_TOKEN
@@ -278,78 +278,6 @@ def test_ranks_that_lost_their_draft_are_asked_no_more() -> None:
         result = runner.run(plan)
         made.commit(msgspec.structs.replace(result, lost="out of memory" * (turn == 2)))
     assert made.load().speculation.lost == "out of memory"
-
-
-def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
-    """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
-
-    class Wrong(FakeRunner):
-        def _drafted(self, plan):  # type: ignore[no-untyped-def]
-            return plan
-
-    runner = Wrong(60, 4)
-    made = scheduler(runner, Speculating("draft", 4, drafts=DRAFTS))
-    made.submit(1, make_request(5, 150))
-    while not made.is_idle():
-        plan = made.schedule()
-        assert plan is not None
-        made.commit(runner.run(plan), 0.001 * sum(plan.counts))
-    deep = [sum(plan.depths) for plan in runner.plans]
-    late = deep[len(deep) // 2 :]
-    assert 0 < sum(late) <= len(late) / PROBE_EVERY + 1
-
-
-def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
-    """What agrees most goes on with a token that the request may not draw, another line with one that it may; neither pays."""
-    request = running_request([8, 1, 2, 5, 7, 1, 2, 6, 8, 1, 2], "ngram", pages=2)
-    assert request.proposing is not None
-    request.proposing.tree, request.row, request.sent = Tree([3], "static"), 0, 1
-    speculator = Speculator(
-        Limits(100_000, 1, 400), PagePool(8, 4), Speculating("ngram"), lambda _row, tokens, _index: 0 if tokens[0] == 5 else 4
-    )
-    made = []
-    for step in range(PROBE_EVERY + 1):
-        making = Making(step, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
-        speculator.propose(making, StepModel(0.001, 1.0, 0, 0.0, 0.0), 0, False)
-        made.append(making.chunks[0].proposed)
-    assert made == [[]] * PROBE_EVERY + [[6]]
-
-
-@pytest.mark.parametrize("is_fitted", [True, False], ids=["fitted", "before the fit has its samples"])
-def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None:
-    """Steps of 10 ms and 1 ms for each token, a target of 20 ms, and passes of 0.5 ms, but half a second for the first of all."""
-    runner = FakeRunner(60, 4)
-    limits = Limits(200, 4, 64, itl_target_s=0.020)
-    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
-    made.submit(1, make_request(5, 190))
-    slow = 0
-    while not made.is_idle():
-        plan = made.schedule()
-        assert plan is not None
-        passes = sum(plan.depths)
-        is_first = passes > 0 and not slow and (made.fit.model() is not None) == is_fitted
-        draft_s = 0.5 if is_first else 0.0005 * passes
-        slow += is_first
-        made.commit(msgspec.structs.replace(runner.run(plan), draft_s=draft_s), 0.010 + 0.001 * sum(plan.counts) + draft_s)
-    late = runner.plans[-20:]
-    assert slow and sum(sum(plan.depths) > 0 for plan in late) > 15
-
-
-def test_a_pause_in_a_draft_is_not_what_its_passes_cost() -> None:
-    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
-    for draft_s in (0.001, 0.001, 0.001, 5.0):
-        cost.learn(model, plain, 1, 1, 0.012 + draft_s, draft_s)
-    assert cost.pass_s == pytest.approx(0.0011)
-
-
-def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
-    """The first of all may have loaded what later ones find: alone it is not believed, and soon forgotten."""
-    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
-    believed = []
-    for draft_s in (5.0, 0.003, 0.002, 0.002):
-        cost.learn(model, plain, 2, 2, 0.012 + draft_s, draft_s)
-        believed.append(cost.pass_s)
-    assert believed == pytest.approx([0.0, 0.0015, 0.001, 0.001])
 
 
 class Short(FakeRunner):

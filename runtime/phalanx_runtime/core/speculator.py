@@ -8,6 +8,7 @@
 Where nothing pays nothing is proposed, but for a probe now and then. A request's tokens depend on none of it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,9 @@ from phalanx_runtime.core.verify_cost import VerifyCost
 
 PROBE_EVERY = 16
 """Steps without a proposal, though some were offered, after which one request gets one: shares and costs change."""
+PROBE_SHARE = 0.01
+"""Of the time, at most, that dear probes take: the next one waits accordingly, at most twice as long as the last did."""
+LONGEST_REST = 512
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
@@ -79,6 +83,10 @@ class Speculator:
         self._cost = VerifyCost()
         self._barren = 0
         """Steps since the last proposal, in which some were offered."""
+        self._rest = PROBE_EVERY
+        """How many these are until the next probe."""
+        self._probed: int | None = None
+        """The step of the latest probe."""
         self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
@@ -110,11 +118,13 @@ class Speculator:
             return
         room = self._room(making, has_prompts)
         of, taken = self._choose(making, offered, model, room, has_prompts)
-        if not any(taken) and room > 0:
+        if any(taken):
+            self._rest = PROBE_EVERY
+        elif room > 0:
             self._barren += 1
             oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
-            if self._barren > PROBE_EVERY and self._may_probe(offered[oldest], self._costs(making, model, has_prompts)):
-                taken[oldest] = [0]
+            if self._barren > self._rest and self._may_probe(offered[oldest], self._costs(making, model, has_prompts)):
+                taken[oldest], self._probed = [0], making.step
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
                 self._take(making, one, found, nodes, running, left)
@@ -175,6 +185,9 @@ class Speculator:
             deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
             proposals = sum(chunk.depth for chunk in making.chunks)
             has_trees = any(chunk.has_branches for chunk in making.chunks)
+            if making.step == self._probed and not making.plain.prefill_tokens:
+                over_s = wall_s - self._cost.costs(model, making.plain).plain_s
+                self._rest_after(over_s / (wall_s - over_s))
             self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees)
 
     def counts(self) -> SpeculationCounts:
@@ -260,6 +273,10 @@ class Speculator:
         if _may_take(costs, False):
             self._cost.doubt_passes()
         return False
+
+    def _rest_after(self, over: float) -> None:
+        """A probe took so many plain steps more than none would have."""
+        self._rest = min(max(PROBE_EVERY, math.ceil(over / PROBE_SHARE)), 2 * self._rest, LONGEST_REST)
 
     def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int, left: _Left) -> None:
         """Puts proposals into the step, as many as there are pages for."""

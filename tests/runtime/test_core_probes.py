@@ -1,0 +1,142 @@
+"""When a proposal is tried that does not seem to pay, and what is learned of the cost of drafts."""
+
+import math
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.speculation import Method, Tree
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.making import Chunk, Making
+from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.speculator import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Speculating, Speculator
+from phalanx_runtime.core.verify_cost import VerifyCost
+from tests.runtime.fake_runner import FakeRunner, make_request
+from tests.runtime.test_core_speculation import running_request, scheduler
+
+DRAFTS: frozenset[Method] = frozenset({"draft"})
+
+
+class Wrong(FakeRunner):
+    """What it drafts is never accepted, but after `turns` plans."""
+
+    def __init__(self, num_pages: int, page_size: int, turns: float = math.inf) -> None:
+        super().__init__(num_pages, page_size)
+        self._turns = turns
+
+    def _drafted(self, plan):  # type: ignore[no-untyped-def]
+        return plan if len(self.plans) < self._turns else super()._drafted(plan)
+
+
+def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
+    """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
+    runner = Wrong(60, 4)
+    made = scheduler(runner, Speculating("draft", 4, drafts=DRAFTS))
+    made.submit(1, make_request(5, 150))
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        made.commit(runner.run(plan), 0.001 * sum(plan.counts))
+    deep = [sum(plan.depths) for plan in runner.plans]
+    late = deep[len(deep) // 2 :]
+    assert 0 < sum(late) <= len(late) / PROBE_EVERY + 1
+
+
+def drafting_steps(runner: FakeRunner, max_tokens: int, pass_s: float) -> list[bool]:
+    """Which steps of one request draft, where a step takes 20 ms and a pass of the draft this long."""
+    limits = Limits(4 * max_tokens, 4, 64)
+    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 4, drafts=DRAFTS)))
+    made.submit(1, make_request(5, max_tokens))
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        draft_s = pass_s * max(plan.depths, default=0)
+        made.commit(msgspec.structs.replace(runner.run(plan), draft_s=draft_s), 0.020 + 0.0001 * sum(plan.counts) + draft_s)
+    return [sum(plan.depths) > 0 for plan in runner.plans]
+
+
+def test_dear_probes_take_little_of_the_time() -> None:
+    drafted = drafting_steps(Wrong(1000, 4), 3000, 0.020)
+    late = drafted[1000:]
+    assert 0 < sum(late) <= 2 * PROBE_SHARE * len(late)
+
+
+def test_probes_go_on_where_a_draft_gets_better() -> None:
+    """It is wrong for 1,500 steps, and right from then on: within the longest rest and some probes more it is used."""
+    drafted = drafting_steps(Wrong(1000, 4, turns=1500), 3500, 0.004)
+    assert sum(drafted[1000:1500]) < 50
+    assert sum(drafted[-100:]) > 50 and len(drafted) < 3500
+
+
+@pytest.mark.parametrize("pause_s", [100.0, 0.0])
+def test_a_pause_in_a_probe_doubles_the_rest_at_most(pause_s: float) -> None:
+    """Whatever a probe seemed to cost, the next comes within twice the steps; a cheap one changes nothing."""
+    request = running_request([8] * 3, "draft", pages=2)
+    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), Speculating("draft", drafts=DRAFTS))
+    probed, model = [], StepModel(0.001, 1.0, 0, 0.0, 0.0)
+    for step in range(6 * PROBE_EVERY):
+        making = Making(step, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making.describe_plain()
+        speculator.propose(making, model, 0, False)
+        if making.chunks[0].depth:
+            probed.append(step)
+            plain_s = model.predict(making.plain)
+            speculator.learn(making, model, plain_s * 1.05 + pause_s, 0.0, "")
+    gaps = [later - earlier for earlier, later in pairwise(probed)]
+    assert gaps[0] == (2 * PROBE_EVERY + 1 if pause_s else PROBE_EVERY + 1) and max(gaps) <= LONGEST_REST
+
+
+def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
+    """What agrees most goes on with a token that the request may not draw, another line with one that it may; neither pays."""
+    request = running_request([8, 1, 2, 5, 7, 1, 2, 6, 8, 1, 2], "ngram", pages=2)
+    assert request.proposing is not None
+    request.proposing.tree, request.row, request.sent = Tree([3], "static"), 0, 1
+    speculator = Speculator(
+        Limits(100_000, 1, 400), PagePool(8, 4), Speculating("ngram"), lambda _row, tokens, _index: 0 if tokens[0] == 5 else 4
+    )
+    made = []
+    for step in range(PROBE_EVERY + 1):
+        making = Making(step, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        speculator.propose(making, StepModel(0.001, 1.0, 0, 0.0, 0.0), 0, False)
+        made.append(making.chunks[0].proposed)
+    assert made == [[]] * PROBE_EVERY + [[6]]
+
+
+@pytest.mark.parametrize("is_fitted", [True, False], ids=["fitted", "before the fit has its samples"])
+def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None:
+    """Steps of 10 ms and 1 ms for each token, a target of 20 ms, and passes of 0.5 ms, but half a second for the first of all."""
+    runner = FakeRunner(60, 4)
+    limits = Limits(200, 4, 64, itl_target_s=0.020)
+    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
+    made.submit(1, make_request(5, 190))
+    slow = 0
+    while not made.is_idle():
+        plan = made.schedule()
+        assert plan is not None
+        passes = sum(plan.depths)
+        is_first = passes > 0 and not slow and (made.fit.model() is not None) == is_fitted
+        draft_s = 0.5 if is_first else 0.0005 * passes
+        slow += is_first
+        made.commit(msgspec.structs.replace(runner.run(plan), draft_s=draft_s), 0.010 + 0.001 * sum(plan.counts) + draft_s)
+    late = runner.plans[-20:]
+    assert slow and sum(sum(plan.depths) > 0 for plan in late) > 15
+
+
+def test_a_pause_in_a_draft_is_not_what_its_passes_cost() -> None:
+    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
+    for draft_s in (0.001, 0.001, 0.001, 5.0):
+        cost.learn(model, plain, 1, 1, 0.012 + draft_s, draft_s)
+    assert cost.pass_s == pytest.approx(0.0011)
+
+
+def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
+    """The first of all may have loaded what later ones find: alone it is not believed, and soon forgotten."""
+    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
+    believed = []
+    for draft_s in (5.0, 0.003, 0.002, 0.002):
+        cost.learn(model, plain, 2, 2, 0.012 + draft_s, draft_s)
+        believed.append(cost.pass_s)
+    assert believed == pytest.approx([0.0, 0.0015, 0.001, 0.001])
