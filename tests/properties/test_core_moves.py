@@ -4,10 +4,11 @@ The fake runner draws from what the page slots hold, so a page that did not come
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
@@ -176,7 +177,10 @@ class World:
         self.moving.remove(moving)
 
     def _copy(self, moving: Moving, pages: Sequence[int], end: int) -> None:
-        source, target = self.sides[moving.source].runner, self.sides[1 - moving.source].runner
+        """Pages as they are behind all plans in flight, which the ranks compute before they send."""
+        source, target = deepcopy(self.sides[moving.source].runner), self.sides[1 - moving.source].runner
+        for plan in self.sides[moving.source].flights:
+            source.run(plan)
         for i in range(moving.copied, min(end, len(moving.reservation.pages))):
             target.put(moving.reservation.pages[i], source.page(pages[i]))
             moving.copied = i + 1
@@ -223,8 +227,17 @@ SHAPES = st.builds(
 )
 
 
+SHARES_WHAT_IS_IN_FLIGHT = {
+    "prompts": [(1, 3, 1), (20, 0, 1), (1, 1, 2)],
+    "orders": [Order(2, 2, 1, 0, "move", 0)],
+    "shape": Shape(40, 1, 3, 3, "fcfs", True),
+}
+"""The third request is copied while a page that it shares is being written by a plan in flight."""
+
+
 @settings(max_examples=200, deadline=None)
 @given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
+@example(**SHARES_WHAT_IS_IN_FLIGHT)
 def test_requests_move_at_any_step_and_no_page_is_lost_and_no_token_differs(
     prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape
 ) -> None:

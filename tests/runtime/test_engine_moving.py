@@ -28,6 +28,8 @@ class FakeCarrier:
 
     told: list[tuple[int, copying.Report]] = field(default_factory=list)
     orders: list[tuple[object, ...]] = field(default_factory=list)
+    sent_after: list[int] = field(default_factory=list)
+    """The steps that pages are sent after."""
     addresses: Sequence[moves.PageAddress] = tuple(HERE)
     is_slow: bool = False
 
@@ -44,6 +46,7 @@ class FakeCarrier:
 
     def send(self, asked: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
         self.orders.append(("send", asked.move, first, tuple(pages), num_computed))
+        self.sent_after.append(step)
 
     def stop(self, move: str) -> None:
         self.orders.append(("stop", move))
@@ -142,6 +145,18 @@ def test_a_stopped_request_is_frozen_after_its_step_and_ends_without_a_word_when
     assert not [end for frame in engine.of(wire.Tokens) for end in frame.finished]
     load = engine.load
     assert (load.running, load.free_pages, load.leaks) == (0, 40, 0)
+
+
+def test_pages_are_sent_after_the_plans_in_flight_which_may_write_what_is_shared() -> None:
+    engine = Engine(depth=2)
+    engine.turn(wire.Submit(1, make_request(30, 30)), wire.Submit(2, make_request(30, 30)), times=4)
+    engine.turn(out())
+    num_run = 0
+    while not engine.carrier.sent_after:
+        num_run = len(engine.runner.plans)
+        engine.turn()
+    assert engine.runner.most_in_flight == 2
+    assert engine.carrier.sent_after == [num_run + 1], "the other request is in a plan"
 
 
 @pytest.mark.parametrize("how", ["thaw", "lease", "failed"])

@@ -107,7 +107,8 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             assert tokens_of(engine) == expected
             long = [7] * 40
             engine.send(wire.encode(wire.Submit(7, wire.Request("long", 0, long, [], wire.Sampling(1, 0)))))
-            assert pages_of(engine) == set(PrefixKeys(root_key(served.model_hash), 16).extend(long)), "a router can compute them"
+            known = {name: keys_of(served, tokens) for name, tokens in (("first", PROMPT + expected), ("long", long))}
+            assert known["long"] <= pages_of(engine) <= known["first"] | known["long"], "a router can compute them"
             assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)
             second.kill()
             engine.send(wire.encode(wire.Submit(6, request)))
@@ -123,6 +124,11 @@ def tokens_of(engine: "zmq.Socket[bytes]") -> list[int]:
             tokens += frame.tokens
             if frame.finished:
                 return tokens
+
+
+def keys_of(served: wire.Served, tokens: list[int]) -> set[bytes]:
+    """The keys of the full pages of these tokens."""
+    return set(PrefixKeys(root_key(served.model_hash), 16).extend(tokens))
 
 
 def pages_of(engine: "zmq.Socket[bytes]") -> set[bytes]:

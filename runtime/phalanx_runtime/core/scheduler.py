@@ -88,6 +88,12 @@ class Scheduler:
         self._is_unsorted = False
 
     @property
+    def planned_step(self) -> int:
+        """The number of the latest plan. Pages may be found by key from when their writer is planned: who reads the pages of a
+        request outside of plans waits until this one is computed."""
+        return self._step
+
+    @property
     def num_preemptions(self) -> int:
         """How often a request lost its pages, since the start."""
         return self._composer.num_preemptions

@@ -236,7 +236,8 @@ class Moving:
             self._act(self._out.failed(asked.move, "incompatible", why), now)
         else:
             pages = list(held.pages[action.first : action.end])
-            self._carrier.send(asked, action.first, pages, self._step, action.num_computed)
+            # What it shares may be written by a plan in flight, so all of them come first.
+            self._carrier.send(asked, action.first, pages, self._scheduler.planned_step, action.num_computed)
 
     def _reserve(self, action: do.Reserve, now: float) -> None:
         move = action.asked.move
