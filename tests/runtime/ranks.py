@@ -4,10 +4,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +39,8 @@ PAGE_SIZE = 8
 JOIN_S = 20.0
 LONGEST_S = 600.0
 """Longest wait for the work of ranks: of a bench beside others, too."""
+GRACE_S = 2.0
+"""Wait for the others once one has failed: threads of one process do not lose the peer that a process would."""
 _names = count()
 
 
@@ -44,18 +48,20 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Results of tasks that run side by side. The first exception is raised again here."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    ended = SimpleQueue[int]()
 
     def run(index: int) -> None:
         try:
             results[index] = tasks[index]()
         except BaseException as error:
             errors.append(error)
+        ended.put(index)
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(tasks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST_S)
+    for index in range(len(tasks)):
+        threading.Thread(target=run, args=(index,), daemon=True).start()
+    with suppress(Empty):
+        for _ in tasks:
+            ended.get(timeout=GRACE_S if errors else LONGEST_S)
     if errors:
         raise errors[0]
     assert len(results) == len(tasks), "a rank did not end"
