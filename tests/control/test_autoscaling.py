@@ -74,13 +74,18 @@ async def test_a_count_that_changed_meanwhile_is_decided_anew() -> None:
     assert world.service["spec"]["replicas"] == 3
 
 
-async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
-    world = await scaled()
-    await world.look()
+def somebody_scales(world: World) -> None:
+    """Somebody else wrote the count half a minute ago."""
     body = world.service
     metadata = body["metadata"] | {"managedFields": [written_by("kubectl", "2026-01-02T03:04:30Z")]}
     world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata, "spec": body["spec"] | {"replicas": 1}})
     world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
+
+
+async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
+    world = await scaled()
+    await world.look()
+    somebody_scales(world)
     writes = await world.look()
     assert not any("scale" in write for write in writes)
     assert world.condition("ScalingActive") == ("False", "ConflictingScaler")
@@ -363,10 +368,7 @@ async def test_the_last_changes_are_told_the_newest_last() -> None:
 async def test_what_another_writer_keeps_from_being_written_is_no_change() -> None:
     world = await scaled()
     await world.look()
-    body = world.service
-    metadata = body["metadata"] | {"managedFields": [written_by("kubectl", "2026-01-02T03:04:30Z")]}
-    world.kube.put(SERVICES_OF_OURS, body | {"metadata": metadata, "spec": body["spec"] | {"replicas": 1}})
-    world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
+    somebody_scales(world)
     await world.look()
     assert world.condition("ScalingActive") == ("False", "ConflictingScaler")
     assert world.status.autoscaling and len(world.status.autoscaling.history) == 1

@@ -186,8 +186,7 @@ class Speculator:
             proposals = sum(chunk.depth for chunk in making.chunks)
             has_trees = any(chunk.has_branches for chunk in making.chunks)
             if making.step == self._probed and not making.plain.prefill_tokens:
-                over_s = wall_s - self._cost.costs(model, making.plain).plain_s
-                self._rest_after(over_s / (wall_s - over_s))
+                self._rest_after(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
             self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees)
 
     def counts(self) -> SpeculationCounts:
