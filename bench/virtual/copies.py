@@ -78,7 +78,9 @@ class VirtualCarrier:
 
     # The source
 
-    def send(self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
+    def send(
+        self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
         """Begins to send, after what is being sent of this move."""
         before = self._sending.get(asked.move)
         self._sending[asked.move] = asyncio.create_task(self._send(asked, first, pages, num_computed, before))

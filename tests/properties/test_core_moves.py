@@ -3,20 +3,24 @@
 The fake runner draws from what the page slots hold, so a page that did not come, or was given to another, gives other tokens.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.catching_up import drafted_when_sent
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.reservations import Reservation
 from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduler import Held
+from phalanx_runtime.core.speculator import Speculating
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 End = Literal["move", "thaw", "drop", "replay", "lose"]
@@ -43,6 +47,7 @@ class Shape:
     flights: int
     policy: PolicyName
     caching: bool
+    drafts: bool = False
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Moving:
     copied: int
     freeze_at: int
     decide_at: int | None = None
+    drafted: int | None = None
 
 
 @dataclass
@@ -69,7 +75,10 @@ class Side:
     def __post_init__(self) -> None:
         self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
         limits = Limits(64, self.shape.seqs, 24, plans_in_flight=self.shape.flights)
-        self.scheduler = make_scheduler(limits, self.runner.pool, Rules(self.shape.policy, "lru", self.shape.caching))
+        drafting = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+        rules = Rules(self.shape.policy, "lru", self.shape.caching)
+        rules = replace(rules, speculating=drafting) if self.shape.drafts else rules
+        self.scheduler = make_scheduler(limits, self.runner.pool, rules)
 
 
 class World:
@@ -86,7 +95,9 @@ class World:
 
     def _request(self, number: int, own: int, common: int, max_tokens: int) -> wire.Request:
         prompt = [(5 * i * i) % VOCAB for i in range(common)] + [(number * 11 + 7 * i) % VOCAB for i in range(own)]
-        return make_request(prompt, max_tokens, seed=number)
+        request = make_request(prompt, max_tokens, seed=number)
+        wanted = (Speculation(), Speculation("none"), Speculation("ngram"))[number % 3]  # pages of some lack the draft's part
+        return msgspec.structs.replace(request, speculation=wanted if self.sides[0].shape.drafts else Speculation())
 
     def run(self) -> "World":
         for handle, request in self.requests.items():
@@ -124,7 +135,7 @@ class World:
 
     def _now(self, handle: int) -> wire.Request:
         request = self.requests[handle]
-        return wire.Request(request.id, 1, request.prompt, list(self.output[handle]), request.sampling)
+        return msgspec.structs.replace(request, epoch=1, delivered=list(self.output[handle]))
 
     def _tokens(self, handle: int) -> list[int]:
         return self.requests[handle].prompt + self.output[handle]
@@ -135,17 +146,19 @@ class World:
         if held is None or held.num_losses != moving.losses or order.handle not in self.output:
             self._call_off(moving)
         elif moving.decide_at is None and step < moving.freeze_at:
-            self._copy(moving, held.pages, held.computed // self.sides[0].shape.page_size)
+            self._copy(moving, held, held.computed // self.sides[0].shape.page_size)
         elif moving.decide_at is None:
             assert source.freeze(order.handle)
             moving.decide_at = step + order.wait
         elif held.is_settled and step >= moving.decide_at:
-            self._decide(moving, held.pages, held.computed)
+            self._decide(moving, held)
 
-    def _decide(self, moving: Moving, pages: Sequence[int], computed: int) -> None:
+    def _decide(self, moving: Moving, held: Held) -> None:
+        computed = held.computed
         handle, source = moving.order.handle, self.sides[moving.source].scheduler
         target = self.sides[1 - moving.source].scheduler
-        self._copy(moving, pages, -(-computed // self.sides[0].shape.page_size))
+        self._copy(moving, held, -(-computed // self.sides[0].shape.page_size))
+        target.reservations.drafted(moving.name, moving.drafted or 0)
         has_room = computed <= len(moving.reservation.pages) * self.sides[0].shape.page_size
         if moving.order.end in ("move", "drop") and has_room:
             target.reservations.arrived(moving.name, computed)
@@ -176,13 +189,16 @@ class World:
         target.reservations.drop(moving.name)
         self.moving.remove(moving)
 
-    def _copy(self, moving: Moving, pages: Sequence[int], end: int) -> None:
+    def _copy(self, moving: Moving, held: Held, end: int) -> None:
         """Pages as they are behind all plans in flight, which the ranks compute before they send."""
+        size, end = self.sides[0].shape.page_size, min(end, len(moving.reservation.pages))
+        if end > moving.copied:
+            moving.drafted = drafted_when_sent(moving.drafted, moving.copied * size, end * size, held.num_drafted)
         source, target = deepcopy(self.sides[moving.source].runner), self.sides[1 - moving.source].runner
         for plan in self.sides[moving.source].flights:
             source.run(plan)
-        for i in range(moving.copied, min(end, len(moving.reservation.pages))):
-            target.put(moving.reservation.pages[i], source.page(pages[i]))
+        for i in range(moving.copied, end):
+            target.put(moving.reservation.pages[i], source.page(held.pages[i]), source.drafted_page(held.pages[i]))
             moving.copied = i + 1
 
     def _turn(self, side: int, group: Side, step: int) -> None:
@@ -224,6 +240,7 @@ SHAPES = st.builds(
     flights=st.integers(1, 3),
     policy=st.sampled_from(POLICY_NAMES),
     caching=st.booleans(),
+    drafts=st.booleans(),
 )
 
 
@@ -256,6 +273,16 @@ def test_a_crowd_moves_there_and_back_and_shares_what_the_other_side_has() -> No
     world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True)).run()
     assert world.num_moved >= 8
     assert world.num_held > 0
+
+
+def test_a_draft_goes_on_with_what_came_of_its_pages_and_catches_up_with_the_rest() -> None:
+    """Some of the requests have no drafts, and others share their pages: the fake draft asserts that it lacks nothing."""
+    orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(6)]
+    world = World([(4 + i, 16, 25) for i in range(6)], orders, Shape(360, 4, 6, 1, "fcfs", caching=True, drafts=True)).run()
+    assert world.num_moved >= 8
+    runners = [side.runner for side in world.sides]
+    assert any(plan.catch_ups for runner in runners for plan in runner.plans)
+    assert all(runner.num_accepted > 0 for runner in runners)
 
 
 def test_a_request_that_waits_for_its_grammar_stays_frozen_whoever_thaws_it() -> None:

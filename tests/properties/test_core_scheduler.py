@@ -106,7 +106,7 @@ class Workload:
     """One run, every claim checked at every step. Times are numbers of steps."""
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
-        self.runner = FakeRunner(shape.num_pages, shape.page_size)
+        self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculating.method != "self_draft")
         limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
         rules = Rules(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
@@ -197,7 +197,10 @@ class Workload:
     def commit(self) -> None:
         if not self.flights:
             return
-        frame = self.scheduler.commit(self.runner.run(self.flights.popleft()), wall_s=0.01)
+        result = self.runner.run(self.flights.popleft())
+        is_dear = result.step // 32 % 2 and any(path.is_drafted for path in self.runner.plans[-1].paths)  # then they rest
+        result = msgspec.structs.replace(result, draft_s=0.02 if is_dear else 0.0)
+        frame = self.scheduler.commit(result, wall_s=0.01 + result.draft_s)
         for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
             assert index == len(self.output[handle]), "an index is missing or double"
             self.output[handle].append(token)
@@ -271,6 +274,7 @@ def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
             assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.95
             assert bool(run.runner.num_branched > 3) == bool(speculating.tree.widths), "branches other than the first were drawn"
             assert bool(any(plan.strays for plan in run.runner.plans)) == bool(speculating.tree.widths)
+            assert bool(any(plan.catch_ups for plan in run.runner.plans)) == (speculating.method == "draft")
             counts = run.scheduler.speculator.counts()
             assert counts.branched == run.runner.num_branched
             assert counts.saved <= sum(counts.accepted) == run.runner.num_accepted

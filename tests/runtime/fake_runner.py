@@ -3,7 +3,7 @@
 from collections import deque
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import Growth, PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.plan import Growth, Path, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.trees import OWN, chain, places
 from phalanx_runtime.rank.paths import Drafted, filled, grown_shapes, num_drafted, proposals, undrafted
 
@@ -32,10 +32,15 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9) -> list[i
 
 
 class FakeRunner:
-    """Implements StepRunner; `plans` are those it ran. It runs a plan when it is finished, as late as it may."""
+    """Implements StepRunner; `plans` are those it ran. It runs a plan when it is finished, as late as it may.
 
-    def __init__(self, num_pages: int, page_size: int, depth: int = 1) -> None:
+    has_pages: drafts are made by a model of its own, from what it computed in its own slots and nothing else; or they need none.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, depth: int = 1, has_pages: bool = True) -> None:
         self.depth = depth
+        self._has_pages = has_pages
+        self._drafted_slots: list[int | None] = [None] * (num_pages * page_size)
         self.most_in_flight = 0
         self._started: deque[StepPlan] = deque()
         self._pool = PoolShape(num_pages, page_size)
@@ -70,7 +75,8 @@ class FakeRunner:
             self._seeds[new.row] = new.sampling.seed
         for source, target in plan.copies:
             size = self._pool.page_size
-            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+            for slots in (self._slots, self._drafted_slots):
+                slots[target * size : (target + 1) * size] = slots[source * size : (source + 1) * size]
         for request, kept in plan.cuts:
             assert len(self._tables[plan.rows[request]]) > kept, "a cut that cuts nothing"
             del self._tables[plan.rows[request]][kept:]
@@ -79,11 +85,13 @@ class FakeRunner:
             moved = [self._slots[self._slot(row, position)] for position in lie]
             for at, token in enumerate(moved):
                 self._slots[self._slot(row, first + at)] = token
+        for row, pages in zip(plan.rows, plan.pages, strict=True):
+            self._tables[row] += pages
+        self._catch_up(plan)
         grown = self._drafted(plan)
         tokens = iter(grown.tokens)
-        for row, start, count, pages in zip(plan.rows, plan.starts, plan.counts, plan.pages, strict=True):
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             assert count > 0, "a row without work"
-            self._tables[row] += pages
             for position in range(start, start + count):
                 self._slots[self._slot(row, position)] = next(tokens)
         assert next(tokens, None) is None, "more tokens than counts"
@@ -122,12 +130,33 @@ class FakeRunner:
                 own = sum(plan.counts[: path.request])
                 context = [self._slots[self._slot(row, position)] for position in range(start)] + [plan.tokens[own]]
                 known = [token for token in context if token is not None]
-                assert known[start - len(path.behind) : start] == path.behind, "the tokens before its own"
-                assert not path.behind, "nothing came by a move"
                 parents = path.parents or (chain(path.depth) if path.growth is None else _grown(path.depth, path.growth))
                 tokens = self._tokens(known, parents, self._seeds[row])
                 drafted.append(Drafted(tokens, [] if path.growth is None else parents))
+                if self._has_pages:
+                    self._draft_from_its_pages(plan, path, known, tokens, parents)
         return filled(plan, drafted)
+
+    def _catch_up(self, plan: StepPlan) -> None:
+        """Computes what the draft is told to, in its own slots."""
+        assert self._has_pages or not plan.catch_ups, "no pages to catch up in"
+        drafted = {path.request for path in plan.paths if path.is_drafted}
+        for told in plan.catch_ups:
+            start, count = plan.starts[told.request], plan.counts[told.request]
+            end = start if told.request in drafted else start + count
+            assert told.tokens and told.start + len(told.tokens) <= end, "no more than there is"
+            for position, token in enumerate(told.tokens, told.start):
+                self._drafted_slots[self._slot(plan.rows[told.request], position)] = token
+        assert len({told.request for told in plan.catch_ups}) == len(plan.catch_ups)
+
+    def _draft_from_its_pages(self, plan: StepPlan, path: Path, known: list[int], tokens: list[int], parents: list[int]) -> None:
+        """Its slots hold the request up to its own token, and then what it drafts but for the last: of a tree in some order."""
+        row, end = plan.rows[path.request], len(known)
+        self._drafted_slots[self._slot(row, end - 1)] = known[-1]
+        assert [self._drafted_slots[self._slot(row, position)] for position in range(end)] == known, "it lacks nothing"
+        order = list(range(path.depth - 1))
+        for place, node in enumerate(order if parents == chain(path.depth) else order[::-1]):
+            self._drafted_slots[self._slot(row, end + place)] = tokens[node]
 
     def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
         """A token for each place of a shape, behind what is known."""
@@ -143,10 +172,17 @@ class FakeRunner:
         size = self._pool.page_size
         return self._slots[page * size : (page + 1) * size]
 
-    def put(self, page: int, slots: list[int | None]) -> None:
-        """Writes a page, as one that came from another group."""
+    def drafted_page(self, page: int) -> list[int | None]:
+        """What the draft's slots of a page hold."""
         size = self._pool.page_size
-        self._slots[page * size : (page + 1) * size] = slots
+        return self._drafted_slots[page * size : (page + 1) * size]
+
+    def put(self, page: int, slots: list[int | None], drafted: list[int | None] | None = None) -> None:
+        """Writes a page, as one that came from another group, with or without the draft's slots."""
+        own = slice(page * self._pool.page_size, (page + 1) * self._pool.page_size)
+        self._slots[own] = slots
+        if drafted is not None:
+            self._drafted_slots[own] = drafted
 
     def _slot(self, row: int, position: int) -> int:
         size = self._pool.page_size

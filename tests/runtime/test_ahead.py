@@ -15,7 +15,7 @@ from phalanx_runtime.core.plan import Path as Proposed
 from phalanx_runtime.core.rules import Rules
 from phalanx_runtime.core.speculator import Speculating
 from phalanx_runtime.rank.ahead import Ahead, Place
-from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.paths import NO_TOKEN
 from phalanx_runtime.rank.runner import ModelRunner
@@ -219,6 +219,6 @@ def test_a_draft_stops_behind_a_token_that_ends_its_request() -> None:
     def choose(hidden: torch.Tensor, places: Any, count: int) -> list[Rivals]:
         return [Rivals([7], [0.0]) for _ in places]
 
-    drafted = [one.drafted.tokens for one in draft(plan, own_pieces(plan), new, states, choose)]
+    drafted = [one.tokens for one in draft(plan, new, states, choose)]
     assert drafted == [[7, NO_TOKEN, NO_TOKEN], [7, 7, NO_TOKEN]]
     assert passes == [[0, 1], [1]]

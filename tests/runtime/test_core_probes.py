@@ -11,10 +11,11 @@ from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE
 from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculator import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Speculating, Speculator
+from phalanx_runtime.core.speculator import Speculating, Speculator
 from phalanx_runtime.core.verify_cost import VerifyCost
-from tests.runtime.fake_runner import FakeRunner, make_request
+from tests.runtime.fake_runner import VOCAB, FakeRunner, make_request
 from tests.runtime.test_core_speculation import running_request, scheduler
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
@@ -27,8 +28,9 @@ class Wrong(FakeRunner):
         super().__init__(num_pages, page_size)
         self._turns = turns
 
-    def _drafted(self, plan):  # type: ignore[no-untyped-def]
-        return plan if len(self.plans) < self._turns else super()._drafted(plan)
+    def _tokens(self, known: list[int], parents: list[int], seed: int) -> list[int]:
+        found = super()._tokens(known, parents, seed)
+        return [(token + 1) % VOCAB for token in found] if len(self.plans) < self._turns else found
 
 
 def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
@@ -78,7 +80,7 @@ def test_a_pause_in_a_probe_doubles_the_rest_at_most(pause_s: float) -> None:
     speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), Speculating("draft", drafts=DRAFTS))
     probed, model = [], StepModel(0.001, 1.0, 0, 0.0, 0.0)
     for step in range(6 * PROBE_EVERY):
-        making = Making(step, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
         making.describe_plain()
         speculator.propose(making, model, 0, False)
         if making.chunks[0].depth:
@@ -99,7 +101,7 @@ def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
     )
     made = []
     for step in range(PROBE_EVERY + 1):
-        making = Making(step, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
         speculator.propose(making, StepModel(0.001, 1.0, 0, 0.0, 0.0), 0, False)
         made.append(making.chunks[0].proposed)
     assert made == [[]] * PROBE_EVERY + [[6]]

@@ -37,17 +37,20 @@ DRAFTS: frozenset[Method] = frozenset({"draft"})
 def speculated(speculating: Speculating, requests: Sequence[Request], num_pages: int, running: int = 0) -> list[Chunk]:
     """What one step proposes behind the last tokens of requests that have their pages."""
     limits = Limits(100_000, len(requests), 400)
-    speculator = Speculator(limits, PagePool(num_pages, 4), speculating)
-    making = Making(1, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
+    pool = PagePool(num_pages + sum(len(request.pages) for request in requests), 4)
+    for request in requests:
+        request.pages = pool.take(len(request.pages)) or []
+    speculator = Speculator(limits, pool, speculating)
+    making = Making(1, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
     speculator.propose(making, None, running, False)
     return making.chunks
 
 
-def running_request(tokens: list[int], method: Method, pages: int = 0, missing_from: int | None = None) -> Request:
+def running_request(tokens: list[int], method: Method, pages: int = 0) -> Request:
     """One with an output token. `pages`: those that it has beside the ones for its tokens."""
     asked = make_request(tokens[:-1], 10_000, delivered=tokens[-1:])
     request = new_request(1, 1, asked, 100_000)
-    request.proposing = Proposing(method, 4, missing_from=missing_from)
+    request.proposing = Proposing(method, 4)
     request.computed, request.pages = len(tokens) - 1, [0] * (-(-len(tokens) // 4) + pages)
     return request
 
@@ -63,7 +66,7 @@ def test_a_request_without_a_page_for_proposals_leaves_others_what_drafts_may_ca
     """Each is to be caught up with by more than half of what a step may."""
 
     def wants(pages: int) -> Request:
-        return running_request([7] * 300, "draft", pages, missing_from=0)
+        return running_request([7] * 300, "draft", pages)
 
     setting = Speculating("draft", 4, False, DRAFTS)
     both = speculated(setting, [wants(2), wants(2)], 1)

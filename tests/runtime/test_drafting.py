@@ -14,7 +14,6 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.vocabulary import difference
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache, StepBatch
 from phalanx_runtime.model.partition import Stage
@@ -194,7 +193,7 @@ def test_a_draft_whose_step_fails_is_forgotten_and_the_group_goes_on(
     caches = make_caches(model.kv, 200, PAGE_SIZE, torch.float64, CPU)
     shape = CacheShape(PAGE_SIZE, model.kv.kv_heads, page_bytes(model.kv, PAGE_SIZE, torch.float64) // 4)
     builder = BatchBuilder(shape, torch.float64, CPU)
-    proposer = DraftModel(model, caches, builder, PoolShape(200, PAGE_SIZE), model.vocab_size, SoloCollective())
+    proposer = DraftModel(model, caches, builder, model.vocab_size, SoloCollective())
     plain = on_ranks(folder, [1], Build(torch.float64, num_pages=200), lambda runner: serve(runner, requests(), ROOMY))
 
     def work(runner: ModelRunner) -> tuple[Any, Watched]:

@@ -44,7 +44,9 @@ class FakeCarrier:
     def forget(self, move: str) -> None:
         self.orders.append(("forget", move))
 
-    def send(self, asked: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
+    def send(
+        self, asked: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
         self.orders.append(("send", asked.move, first, tuple(pages), num_computed))
         self.sent_after.append(step)
 

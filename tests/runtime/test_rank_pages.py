@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
@@ -143,8 +144,9 @@ def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
         (source if lost == "source" else target).draft = None
     with source, target:
         target.door.obey(Expect("m1", KEY, 0, [9, 7], 0))
-        source.door.obey(send(target, 0, [0, 4], 2 * PAGE_SIZE))
-        assert [one.num_computed for one in target.wait(Came) if isinstance(one, Came)] == [2 * PAGE_SIZE]
+        source.door.obey(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
+        came = [(one.num_computed, one.num_drafted) for one in target.wait(Came) if isinstance(one, Came)]
+        assert came == [(2 * PAGE_SIZE, is_carried * (PAGE_SIZE + 1))]
         source.wait(Sent)
         assert source.same(target, [(0, 9), (4, 7)])
         carried = [

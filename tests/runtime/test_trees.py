@@ -18,7 +18,6 @@ from phalanx_runtime.core.plan import Growth, NewRow, Path, StepPlan
 from phalanx_runtime.core.trees import OWN, chain, is_chain, levels, part, places
 from phalanx_runtime.model.attention import AttentionForm, DenseAttention, LayerCache, PagedAttention
 from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.draft_rows import DraftRows
 from phalanx_runtime.rank.growth import BestFirst, Fixed
 from phalanx_runtime.rank.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing
 from phalanx_runtime.rank.sampler import Sampler
@@ -105,19 +104,19 @@ def test_a_known_shape_is_filled_level_by_level() -> None:
     assert one.next() == [1] and one.behind(1) == (10, 20)
     one.add(1, rivals([40, 41], [0.5, 0.4]), ())
     assert one.next() == []
-    assert one.drafted() == (Drafted([10, 20, 40, 11, 30, 21]), [0, 3, 1])
+    assert one.slots == [0, 3, 1] and one.drafted() == Drafted([10, 20, 40, 11, 30, 21])
 
 
 def test_behind_an_end_and_where_nothing_is_left_nothing_is_proposed() -> None:
     one = Fixed(SHAPE)
     one.add(OWN, rivals([10, 11], [0.5, 0.0]), {10})
-    assert one.next() == [] and one.drafted() == (Drafted([10, *[NO_TOKEN] * 5]), [])
+    assert one.next() == [] and one.drafted() == Drafted([10, *[NO_TOKEN] * 5])
     best = BestFirst(4, Growth([3, 2], 3))
     best.add(OWN, rivals([10, 11, 12], [0.5, 0.3, 0.0]), {10})
     assert best.next() == [1] and best.behind(1) == (11,)
     best.add(1, rivals([], []), ())
     assert best.next() == []
-    assert best.drafted() == (Drafted([10, 11, NO_TOKEN, NO_TOKEN], [OWN, OWN, 1, 2]), [1])
+    assert best.drafted() == Drafted([10, 11, NO_TOKEN, NO_TOKEN], [OWN, OWN, 1, 2])
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,7 +136,7 @@ def test_best_first_keeps_the_likeliest_that_it_could_reach(
         for node in nodes:
             one.add(node, rivals([0, 1, 2], shares(one.behind(node))), ())
         nodes = one.next()
-    told, slots = one.drafted()
+    told, slots = one.drafted(), one.slots
     assert len(slots) <= count and len(told.tokens) == len(told.parents) == count
     width = [*widths, *[1] * deepest]
     every = [line for size in range(1, deepest + 1) for line in product(range(3), repeat=size) if fits(line, width)]
@@ -267,42 +266,3 @@ def test_a_run_follows_the_branch_that_is_drawn(sampling: dict[str, Any]) -> Non
     scores = torch.stack([scores_after(prompt + line, 16) for line in lines])
     found = sampler.draw(scores, [(0, 0)], [Drafted(tokens, parents)])
     assert (found.tokens, found.runs, found.taken) == (drawn[:4], [4], [(0, [2, 4, 6])])
-
-
-PAGE = 4
-
-
-def draft_plan(start: int, own: list[int], depth: int, is_drafted: bool, strays: list[int]) -> StepPlan:
-    paths = [Path(0, depth, is_drafted)] if depth else []
-    tokens = own + [900 + at for at in range(depth)]
-    return StepPlan(
-        1, [], [0], [start], [len(tokens)], [[]], tokens, [(0, 1)], paths=paths, strays=[(0, strays)] if strays else []
-    )
-
-
-@given(st.integers(1, 9), st.randoms(use_true_random=False))
-def test_a_draft_goes_on_from_whatever_branch_was_accepted(num_prompt: int, chance: random.Random) -> None:
-    """Its pages hold the request's own tokens before each draft, whatever it left in its slots."""
-    tokens = [chance.randrange(100) for _ in range(num_prompt + 1)]
-    rows, strays = DraftRows(PAGE), list[int]()
-    pieces = rows.pieces(StepPlan(1, [NewRow(0, wire.Sampling(1, 0))], [0], [0], [num_prompt], [[]], tokens[:-1], []))
-    pages = {piece.start + at: token for piece in pieces for at, token in enumerate(piece.tokens)}
-    for _ in range(25):
-        depth, is_drafted = chance.randrange(6), chance.random() < 0.6
-        parents = [chance.randrange(OWN, at) for at in range(depth)]
-        proposed = [chance.randrange(100) for _ in range(depth)]
-        made = draft_plan(len(tokens) - 1, tokens[-1:], depth, is_drafted, strays)
-        if not is_drafted:
-            made.tokens[1:] = proposed
-        for piece in rows.pieces(made):
-            pages |= {piece.start + at: token for at, token in enumerate(piece.tokens)}
-        if is_drafted and depth:
-            assert [pages.get(at) for at in range(len(tokens))] == tokens, "it drafts behind the request's own tokens"
-            slots = [node for node in range(depth) if node in parents]
-            chance.shuffle(slots)
-            pages |= {len(tokens) + at: proposed[node] for at, node in enumerate(slots)}
-            rows.drafted(0, proposed, slots)
-        accepted = branch(parents, chance.randrange(OWN, depth))
-        first = next((at for at, node in enumerate(accepted) if node != at), len(accepted))
-        strays = [len(tokens) + node for node in accepted[first:]]
-        tokens += [*(proposed[node] for node in accepted), chance.randrange(100, 200)]

@@ -63,7 +63,8 @@ class Composer:
 
     def _by_itself(self, step: int, request: Request, model: StepModel | None, now: float) -> Making:
         """A step of this request and no other; empty when it does not fit."""
-        making = Making(step, budget=prefill_tokens(self._limits, model, 0, 0, 0))
+        making = self._making(step)
+        making.budget = prefill_tokens(self._limits, model, 0, 0, 0)
         making.whole = making.budget
         put_off: list[Request] = []
         if request.row is None:
@@ -74,11 +75,15 @@ class Composer:
             self._sharing.note_written(making.add(request, 1), making)
         for late in put_off:
             self._queue.push(late, now)
+        self._speculator.follow_prompts(making)
         return making
+
+    def _making(self, step: int) -> Making:
+        return Making(step, draft_room=self._limits.max_num_batched_tokens)
 
     def _together(self, step: int, model: StepModel | None, now: float) -> Making:
         """A step of all requests that share steps; empty when none of them can be computed now."""
-        making = Making(step)
+        making = self._making(step)
         before = self.num_preemptions
         elsewhere = self._add_decodes(making, now)
         if self.num_preemptions == before:
@@ -88,6 +93,7 @@ class Composer:
         proposals = sum(chunk.depth for chunk in making.chunks)
         making.budget = prefill_tokens(self._limits, model, making.num_tokens, context, elsewhere, draft_s, proposals)
         self._add_prompts(making, now, may_admit=self.num_preemptions == before)
+        self._speculator.follow_prompts(making)
         return making
 
     def _place(self, request: Request, now: float) -> Place:

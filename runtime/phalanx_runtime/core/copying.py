@@ -29,7 +29,8 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Send positions from `first` on, which lie in these pages; with `num_computed` they are the last of so many tokens."""
+    """Send positions from `first` on, which lie in these pages; with `num_computed` they are the last of so many tokens, and a
+    draft model has computed `num_drafted` of the tokens in all pages that were sent."""
 
     move: str
     address: PageAddress
@@ -39,6 +40,7 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     step: int
     num_computed: int | None = None
     bytes_per_s: float | None = None
+    num_drafted: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -73,13 +75,13 @@ class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
 class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them.
 
-    has_draft: they came with the layers of the draft model that this rank has.
+    num_drafted: they came with the layers of the draft model that this rank has, which computed so many of the first tokens.
     """
 
     move: str
     num_bytes: int
     num_computed: int | None = None
-    has_draft: bool = False
+    num_drafted: int = 0
 
 
 class ComeFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):

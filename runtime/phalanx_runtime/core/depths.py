@@ -17,6 +17,8 @@ MARGIN = 1.03
 """By how much a step must promise to be faster."""
 BELIEVED_CHANCE = 0.4
 """Before steps were measured: a chance that is thought to pay."""
+PAYBACK = 64
+"""Steps within which what a draft catches up with has to pay, or a request's last ones."""
 _Ranked = tuple[float, int, int, int]
 """Chance, position and offer of a proposal, and the passes of a draft that it takes."""
 
@@ -49,12 +51,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds: of the step without proposals, with so many of them beside it, of a pass of the draft, and those it may take."""
+    """Seconds: of the step without proposals, with so many of them beside it, of a pass of the draft, those it may take, and of a
+    token that a draft catches up with."""
 
     plain_s: float
     extra_s: Callable[[int], float]
     pass_s: float = 0.0
     limit_s: float = math.inf
+    behind_s: float = 0.0
 
 
 def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> Choice:
@@ -72,6 +76,28 @@ def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int
         if speed > best:
             best, counts, passes = speed, found, longest
     return Choice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
+
+
+def could_pay(costs: StepCosts, decodes: int, room: int) -> bool:
+    """Whether proposals that need no draft would pay, if all were accepted."""
+    least, count = MARGIN * decodes / costs.plain_s, 1
+    while count < room:
+        if (decodes + count) / (costs.plain_s + costs.extra_s(count)) > least:
+            return True
+        count *= 2
+    return (decodes + room) / (costs.plain_s + costs.extra_s(room)) > least
+
+
+def with_catching_up(
+    chances: Sequence[float], costs: StepCosts | None, decodes: int, missing: int, steps: int
+) -> Sequence[float]:
+    """What these chances of a draft are worth when it has to catch up with so many tokens first, for so many steps of use; none
+    when that costs more than they bring. The time counts as the tokens that plain steps bring in it."""
+    if costs is None or not missing or not costs.behind_s:
+        return chances
+    worth = sum(chances)
+    left = worth - missing * costs.behind_s * decodes / (costs.plain_s * max(1, min(steps, PAYBACK)))
+    return [chance * left / worth for chance in chances] if left > 0 else ()
 
 
 def choose_all(offers: Sequence[Offer], room: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from phalanx_api.cost import StepWork, describe
-from phalanx_runtime.core.plan import Growth, NewRow, Path, StepPlan
+from phalanx_runtime.core.plan import CatchUp, Growth, NewRow, Path, StepPlan
 from phalanx_runtime.core.request import Request, needs_history
 from phalanx_runtime.core.trees import is_chain, levels
 
@@ -13,9 +13,9 @@ class Chunk:
     """The next `count` tokens of a request from `start`, and behind them `depth` proposals.
 
     `proposed` is empty where the ranks draft them. `grades` say how likely each is, `parents` behind which each is; with `growth`
-    the ranks choose that. `behind`: see `plan.Path`. `strays`: see `plan.StepPlan`. `num_pages`: pages that the request had
-    before it got some for proposals. Once the plan is finished, `gained`: tokens that it was given; `undrafted`: proposals that
-    got no token from the ranks.
+    the ranks choose that. `behind`: positions that a draft model catches up with. `strays`: see `plan.StepPlan`. `num_pages`:
+    pages that the request had before it got some for proposals. Once the plan is finished, `gained`: tokens that it was given;
+    `undrafted`: proposals that got no token from the ranks.
     """
 
     request: Request
@@ -25,7 +25,7 @@ class Chunk:
     proposed: list[int] = field(default_factory=list)
     grades: list[int] = field(default_factory=list)
     is_drafted: bool = False
-    behind: list[int] = field(default_factory=list)
+    behind: range = range(0)
     parents: list[int] = field(default_factory=list)
     growth: Growth | None = None
     strays: list[int] = field(default_factory=list)
@@ -59,7 +59,8 @@ class Chunk:
 class Making:
     """One step. `budget` counts tokens that prompts may still get, of `whole`; `others`: all but one with prompt tokens.
 
-    `fresh`: pages that this step writes, which no copy before it may read. `plain`: its work without proposals.
+    `fresh`: pages that this step writes, which no copy before it may read; `drafted`: those that a draft model writes, so that a
+    copy lacks what it computes. `draft_room`: tokens that it may still catch up with. `plain`: the work without proposals.
     """
 
     step: int
@@ -70,6 +71,8 @@ class Making:
     admitted: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
+    drafted: set[int] = field(default_factory=set)
+    draft_room: int = 0
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -111,6 +114,7 @@ class Making:
         paths: list[Path] = []
         cuts: list[tuple[int, int]] = []
         strays: list[tuple[int, list[int]]] = []
+        catch_ups: list[CatchUp] = []
         for i, chunk in enumerate(self.chunks):
             request = chunk.request
             assert request.row is not None, "only running requests compute"
@@ -126,12 +130,26 @@ class Making:
             if chunk.depth:
                 tokens.extend(chunk.proposed or [0] * chunk.depth)
                 parents = [] if chunk.growth is not None or is_chain(chunk.parents) else chunk.parents
-                paths.append(Path(i, chunk.depth, chunk.is_drafted, chunk.behind, parents, chunk.growth))
+                paths.append(Path(i, chunk.depth, chunk.is_drafted, parents, chunk.growth))
             if chunk.strays:
                 strays.append((i, chunk.strays))
+            if chunk.behind:
+                catch_ups.append(CatchUp(i, chunk.behind.start, request.tokens[chunk.behind.start : chunk.behind.stop]))
         plain = self.describe_plain()
         self.work = self._describe(with_proposals=True) if any(chunk.depth for chunk in self.chunks) else plain
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.depth for chunk in self.chunks]
         return StepPlan(
-            self.step, self.admitted, rows, starts, counts, pages, tokens, self.draws, self.copies, paths, cuts, strays
+            self.step,
+            self.admitted,
+            rows,
+            starts,
+            counts,
+            pages,
+            tokens,
+            self.draws,
+            self.copies,
+            paths,
+            cuts,
+            strays,
+            catch_ups,
         )

@@ -14,6 +14,7 @@ How a request uses it (`keys` are those of `phalanx_api.prefix.PrefixKeys`, for 
     pool.reuse(run, len(keys)); pages = run + pool.take(...)       reuse first: `take` may evict what nobody holds
     pool.publish(pages[i], keys[i], pages[i - 1])                  at once, in order, for each page that has a key now
     pool.mark_written(pages[i], slots)                             when a chunk that writes them is in the plan for certain
+    pool.mark_drafted(pages[i], slots)                             the same of a draft model that shares the numbers of the pages
     pool.give_back(pages)                                          end, abort, preemption alike
 
 A page is published before it is written, so that one burst computes its prefix once. `written(page)` slots of it are written by
@@ -64,6 +65,7 @@ class PagePool:
         self._refs = array("q", bytes(8 * num_pages))
         """Holders of a page. Who holds a published page holds those before it, so an idle chain is idle to its end."""
         self._written = array("q", bytes(8 * num_pages))
+        self._drafted = array("q", bytes(8 * num_pages))
         self._keys: list[bytes | None] = [None] * num_pages
         """The key that finds the page."""
         self._page_of: dict[bytes, int] = {}
@@ -103,7 +105,7 @@ class PagePool:
         pages = [free.pop() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
-            self._written[page] = 0
+            self._written[page] = self._drafted[page] = 0
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -184,6 +186,19 @@ class PagePool:
     def written(self, page: int) -> int:
         """How many slots of the page are written by the plans made so far."""
         return self._written[page]
+
+    def mark_drafted(self, page: int, slots: int) -> None:
+        """A draft model computes the first `slots` slots of the page by the plans made so far; it may lag behind `written`."""
+        self._drafted[page] = max(slots, self._drafted[page])
+
+    def drafted(self, page: int) -> int:
+        """How many slots of the page a draft model computes by the plans made so far."""
+        return self._drafted[page]
+
+    def copied(self, source: int, target: int, slots: int, is_drafted: bool) -> None:
+        """The first `slots` slots of a page lie in another one too, with what a draft model computed of them or without."""
+        self.counters.copied += 1
+        self._drafted[target] = min(slots, self._drafted[source]) if is_drafted else 0
 
     def match_beginning(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
         """A page published after `parent`, and how many of `tokens` it begins with and has written; None when there is none."""

@@ -37,8 +37,7 @@ class Path(msgspec.Struct, frozen=True, array_like=True):
     """Proposed tokens of one request: the last `depth` of those that it computes in this step, behind its own.
 
     request: its index into `rows`. With `is_drafted` the plan does not know them, and has a 0 for each: the proposer of the first
-    stage fills them in. `behind`: tokens before the request's own in this step that a draft model may lack, for their pages
-    came by a move. `parents`: the shape, see `trees`; empty is a chain. With `growth` the proposer fills it in, too.
+    stage fills them in. `parents`: the shape, see `trees`; empty is a chain. With `growth` the proposer fills it in, too.
 
     Proposal p lies in the slot of position q + p, where the request's own tokens end before q, and is computed as if it were at
     q + its level: it sees the request's own tokens and those of its branch.
@@ -47,9 +46,20 @@ class Path(msgspec.Struct, frozen=True, array_like=True):
     request: int
     depth: int
     is_drafted: bool = False
-    behind: list[int] = []
     parents: list[int] = []
     growth: Growth | None = None
+
+
+class CatchUp(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one request that a draft model computes in this step, from position `start` on: it lacks them, nothing before.
+
+    request: its index into `rows`. Where the request's path is drafted they end before its own tokens, which the draft computes
+    as well; else they may end anywhere up to the end of these.
+    """
+
+    request: int
+    start: int
+    tokens: list[int]
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -66,6 +76,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     where none is. cuts: pairs (i, n): the row keeps the first n pages of its table before `pages[i]` are appended, for those
     after them were taken for proposals that came to nothing. strays: pairs (i, positions): what lies in these slots of row i
     belongs right before `starts[i]`, in this order, and is copied there before the pass: accepted proposals of a tree.
+    catch_ups: at most one for each request. A draft model computes these tokens and those of drafted paths, and no others.
     """
 
     step: int
@@ -80,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     paths: list[Path] = []
     cuts: list[tuple[int, int]] = []
     strays: list[tuple[int, list[int]]] = []
+    catch_ups: list[CatchUp] = []
 
     @property
     def depths(self) -> list[int]:

@@ -11,8 +11,7 @@ from phalanx_runtime.core.lookup import Lookup
 class Proposing:
     """By which method, how many at once at most, and how they may branch.
 
-    missing_from: from this position on a draft model may have computed nothing, for the pages came by a move; None: it has
-    what plans brought.
+    num_drafted_pages: so many of its first pages a draft model has computed whole; see `catching_up`.
     """
 
     method: Method
@@ -20,5 +19,5 @@ class Proposing:
     tree: Tree = CHAIN
     lookup: Lookup = field(default_factory=Lookup)
     shares: Shares = field(default_factory=lambda: Shares(FADE_OF_REQUEST))
-    missing_from: int | None = None
+    num_drafted_pages: int = 0
     last_step: int = 0

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx_api import wire
-from phalanx_api.speculation import MAX_DEPTH
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, fits_ever, fits_now
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.seats import Seats
@@ -23,7 +22,7 @@ from phalanx_runtime.core.sharing import Sharing
 class Reservation:
     """The first `num_held` of `pages` were found in the cache. `arrived`: tokens in the pages, once all ranks have them.
 
-    has_draft: the others came with the layers of this group's draft model.
+    num_drafted: so many of the first tokens came with what the draft model has computed of them, if the held ones have it.
     """
 
     move: str
@@ -32,7 +31,7 @@ class Reservation:
     num_held: int
     row: int
     arrived: int | None = None
-    has_draft: bool = False
+    num_drafted: int = 0
 
 
 class Reservations:
@@ -85,11 +84,11 @@ class Reservations:
         one = self._open[move]
         one.arrived = max(num_tokens, one.num_held * self._sharing.pool.page_size)
 
-    def drafted(self, move: str) -> None:
-        """The pages come with the layers of the draft. A move without a reservation is no error."""
+    def drafted(self, move: str, num_tokens: int) -> None:
+        """Pages came with what the draft has computed of so many tokens. A move without a reservation is no error."""
         one = self._open.get(move)
         if one is not None:
-            one.has_draft = True
+            one.num_drafted = num_tokens
 
     def take(self, move: str, request: Request) -> bool:
         """Whether the request runs now, on the pages that came for it. If not, its reservation stays, for `drop`."""
@@ -107,11 +106,9 @@ class Reservations:
         request.told = request.num_prompt - 1 if request.num_output else 0
         assert one.arrived is not None, "checked by _is_of"
         self._sharing.adopt(request, one.pages[:wanted] + more, one.num_held, one.arrived)
-        if request.proposing is not None and request.proposing.method == "draft":
-            # When it was frozen the draft had put off no more than that. Of full pages copied before it may miss more: there
-            # proposals are rejected.
-            last = one.arrived - pool.page_size - MAX_DEPTH if one.has_draft else 0
-            request.proposing.missing_from = max(one.num_held * pool.page_size, last)
+        drafted = min(one.num_drafted, one.arrived)
+        for at in range(one.num_held, pool.pages_for(drafted)):
+            pool.mark_drafted(request.pages[at], min(pool.page_size, drafted - at * pool.page_size))
         return True
 
     def drop(self, move: str) -> None:

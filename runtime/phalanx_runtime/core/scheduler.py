@@ -19,6 +19,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepFit
 from phalanx_runtime.core.acceptance import draft_grades
 from phalanx_runtime.core.admission import Limits, Refuse, fits_ever, may_wait
+from phalanx_runtime.core.catching_up import num_drafted
 from phalanx_runtime.core.compose import Composer
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
@@ -40,6 +41,7 @@ class Held:
     """A running request: its tokens, those of its output and those in its pages. `is_settled`: it is frozen, and in no plan.
 
     `num_losses` counts preemptions: while it is the same, the pages are the same ones, and full ones hold the same.
+    `num_drafted`: of so many of the first tokens they hold what a draft model computed, once the plans so far are.
     """
 
     num_tokens: int
@@ -48,6 +50,7 @@ class Held:
     pages: Sequence[int]
     is_settled: bool
     num_losses: int
+    num_drafted: int = 0
 
 
 def strays(first: int, accepted: Sequence[int]) -> list[int]:
@@ -172,7 +175,8 @@ class Scheduler:
         if request is None or request.row is None:
             return None
         settled = request.is_frozen and not request.in_flight
-        return Held(len(request.tokens), request.num_output, request.placed, request.pages, settled, request.num_losses)
+        drafted = num_drafted(self.pool, request)
+        return Held(len(request.tokens), request.num_output, request.placed, request.pages, settled, request.num_losses, drafted)
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
         """How near the pool is to its end, and who would lose pages first; None while half of it is free."""

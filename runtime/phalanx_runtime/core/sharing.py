@@ -159,7 +159,7 @@ class Sharing:
         request.is_cut = False
         request.strays = []
         if request.proposing is not None:
-            request.proposing.missing_from = None
+            request.proposing.num_drafted_pages = 0
 
     def _shares(self, request: Request) -> bool:
         return self._is_on and (request.sampling.prompt_logprobs is None or request.num_output > 0)
@@ -191,7 +191,7 @@ class Sharing:
         if pages and pages[0] in making.fresh:
             return False
         if pages and self.pool.written(pages[0]) >= len(tail[1]):
-            self._copy(pages[0], own, making)
+            self._copy(pages[0], own, len(tail[1]), making)
             request.computed += len(tail[1])
             self.pool.mark_written(own, len(tail[1]))
             making.fresh.add(own)
@@ -226,12 +226,13 @@ class Sharing:
             return
         same = min(found[1], request.missing - 1)
         if same:
-            self._copy(found[0], request.pages[position], making)
+            self._copy(found[0], request.pages[position], same, making)
             request.computed += same
 
-    def _copy(self, source: int, target: int, making: Making) -> None:
+    def _copy(self, source: int, target: int, count: int, making: Making) -> None:
+        """Copies happen before the pass: what a draft computes in this very step is not among them."""
         making.copies.append((source, target))
-        self.pool.counters.copied += 1
+        self.pool.copied(source, target, count, is_drafted=source not in making.drafted)
 
     def _publish(self, request: Request, keys: list[bytes], end: int | None = None) -> None:
         """Offers full pages of a request to the cache, those not written yet included.

@@ -5,7 +5,8 @@
     pages     a depth that finds no page is shorter: no request is preempted, and each keeps a page to grow into
     heard     accepted tokens are computed; pages that were taken for the others go back
 
-Where nothing pays nothing is proposed, but for a probe now and then. A request's tokens depend on none of it.
+Where nothing pays nothing is proposed, but for a probe now and then, nor looked at (`probing`). What a draft model lacks of a
+request it computes when it is asked again (`catching_up`). A request's tokens depend on none of it.
 """
 
 import math
@@ -18,21 +19,20 @@ from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, SpeculationCounts,
 from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree, share_of
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
-from phalanx_runtime.core.depths import Offer, StepCosts, choose_all, choose_depths
+from phalanx_runtime.core.catching_up import catch_up, mark, num_missing
+from phalanx_runtime.core.depths import Offer, StepCosts, choose_all, choose_depths, could_pay, with_catching_up
 from phalanx_runtime.core.lookup import AT_ONCE, PLACES
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import Growth
+from phalanx_runtime.core.probing import Probing
 from phalanx_runtime.core.proposing import Proposing
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.trees import is_chain, levels, part, places
 from phalanx_runtime.core.verify_cost import VerifyCost
 
-PROBE_EVERY = 16
-"""Steps without a proposal, though some were offered, after which one request gets one: shares and costs change."""
-PROBE_SHARE = 0.01
-"""Of the time, at most, that dear probes take: the next one waits accordingly, at most twice as long as the last did."""
-LONGEST_REST = 512
+NEAR = 64
+"""Tokens that a draft may lack of a request that is probed for its turn; of those that lack more the one that lacks least is."""
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
@@ -55,20 +55,14 @@ class Speculating:
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
-    """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not."""
+    """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not. `missing`:
+    tokens that a draft model catches up with first."""
 
     chunk: Chunk
     chain: Candidates
     tree: Candidates
     is_drafted: bool
-
-
-@dataclass(slots=True)
-class _Left:
-    """What one step may still do beside its own work: places that lookups enter, tokens that a draft model catches up with."""
-
-    places: int
-    tokens: int
+    missing: int = 0
 
 
 class Speculator:
@@ -81,12 +75,9 @@ class Speculator:
         self._fitting = fitting
         self._shares = Shares(FADE_OF_ENGINE)
         self._cost = VerifyCost()
-        self._barren = 0
-        """Steps since the last proposal, in which some were offered."""
-        self._rest = PROBE_EVERY
-        """How many these are until the next probe."""
-        self._probed: int | None = None
-        """The step of the latest probe."""
+        self._probing = Probing()
+        self._places = 0
+        """Places that lookups may still enter in this step."""
         self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
         self._draft_s = 0.0
@@ -112,30 +103,52 @@ class Speculator:
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
-        left = _Left(AT_ONCE, self._limits.max_num_batched_tokens)
-        offered = [one for chunk in making.chunks if (one := self._offer(chunk, left)) is not None]
-        if not offered:
+        decodes, probing = len(making.chunks), self._probing
+        if not decodes or (self.setting.is_adaptive and probing.sleeps(making.step, decodes)):
             return
-        room = self._room(making, has_prompts)
-        of, taken = self._choose(making, offered, model, room, has_prompts)
+        room, costs = self._room(making, has_prompts), self._costs(making, model, has_prompts)
+        self._places = AT_ONCE
+        if costs is not None and costs.behind_s and costs.limit_s < math.inf:
+            left_s = costs.limit_s - costs.plain_s - costs.extra_s(1) - costs.pass_s
+            making.draft_room = min(making.draft_room, int(left_s / costs.behind_s))
+        is_free = not self.setting.is_adaptive or probing.is_next or costs is None
+        may_look_up = is_free or (costs is not None and could_pay(costs, decodes, max(1, room)))
+        offered = [one for chunk in making.chunks if (one := self._offer(chunk, may_look_up)) is not None]
+        if not offered:
+            if not may_look_up:
+                probing.found_nothing(making.step, decodes, may_sleep=True)
+            return
+        most = making.draft_room
+        of, taken = self._choose(making, offered, model, costs, room, has_prompts)
         if any(taken):
-            self._rest = PROBE_EVERY
+            probing.paid(any(nodes and one.is_drafted for one, nodes in zip(offered, taken, strict=True)))
         elif room > 0:
-            self._barren += 1
-            oldest = min(range(len(offered)), key=lambda at: _last_step(offered[at].chunk))
-            if self._barren > self._rest and self._may_probe(offered[oldest], self._costs(making, model, has_prompts)):
-                taken[oldest], self._probed = [0], making.step
+            may_sleep = costs is not None and not (may_look_up and any(map(_looks_up, making.chunks)))
+            probing.found_nothing(making.step, decodes, may_sleep)
+            if probing.is_due:
+                self._probe(making, offered, taken, costs)
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
-                self._take(making, one, found, nodes, running, left)
+                self._take(making, one, found, nodes, running)
+            elif one.missing > max(0, most) and making.draft_room > 0 and self._drafts_pay and not one.chunk.behind:
+                catch_up(self._pool, making, one.chunk, one.chunk.start)
+
+    def follow_prompts(self, making: Making) -> None:
+        """Lets a draft model compute the prompt tokens of a step too, where drafts pay: then they will be wanted."""
+        if self._lost or not self._drafts_pay:
+            return
+        for chunk in making.chunks:
+            if not chunk.is_decode and _lags(chunk) and making.draft_room > 0:
+                catch_up(self._pool, making, chunk, chunk.end)
 
     def draft_s(self, making: Making) -> float:
-        """How long the drafts of a step take."""
-        return self._cost.pass_s * max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
+        """How long the drafts of a step take, but for those of prompt tokens."""
+        deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
+        return self._cost.draft_s(deepest, sum(len(chunk.behind) for chunk in making.chunks if chunk.is_decode))
 
     def draft_s_behind_decodes(self, making: Making, draft_s: float) -> float:
         """How much of this measured time of drafts went into proposals: beside prompts no more than is known of passes."""
-        if not any(chunk.is_drafted for chunk in making.chunks):
+        if not any(chunk.is_drafted or (chunk.behind and chunk.is_decode) for chunk in making.chunks):
             return 0.0
         is_known = self._cost.pass_s > 0 and making.work.prefill_tokens > 0
         return min(draft_s, self.draft_s(making)) if is_known else draft_s
@@ -164,8 +177,9 @@ class Speculator:
         request = chunk.request
         if request.gone:
             return
-        if request.proposing is not None and chunk.is_drafted:
-            request.proposing.missing_from = None
+        if chunk.is_drafted and _lags(chunk) and chunk.growth is None and is_chain(chunk.parents):
+            # Of a chain the draft computed all but the last; what it left in the slots of a tree it computes again.
+            mark(self._pool, None, chunk, min(chunk.end + chunk.depth - 1, request.computed))
         if not chunk.depth and not chunk.strays:
             return
         last = max([request.computed, *(slot + 1 for slot in request.strays)])
@@ -185,9 +199,10 @@ class Speculator:
             deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
             proposals = sum(chunk.depth for chunk in making.chunks)
             has_trees = any(chunk.has_branches for chunk in making.chunks)
-            if making.step == self._probed and not making.plain.prefill_tokens:
-                self._rest_after(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
-            self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees)
+            behind = sum(max(0, len(chunk.behind) - 1) for chunk in making.chunks)
+            if self._probing.was_probe(making.step) and not making.plain.prefill_tokens:
+                self._probing.took(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
+            self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees, behind)
 
     def counts(self) -> SpeculationCounts:
         """What became of all proposals."""
@@ -203,7 +218,11 @@ class Speculator:
             self._branched,
         )
 
-    def _offer(self, chunk: Chunk, left: _Left) -> _Offered | None:
+    @property
+    def _drafts_pay(self) -> bool:
+        return not self.setting.is_adaptive or self._probing.drafts_pay
+
+    def _offer(self, chunk: Chunk, may_look_up: bool) -> _Offered | None:
         """What could be proposed behind a decode."""
         request = chunk.request
         proposing = request.proposing
@@ -212,20 +231,23 @@ class Speculator:
         most = min(proposing.most, request.max_len - len(request.tokens) - 1)
         if most < 1:
             return None
-        share, widths = share_of(proposing.shares, self._shares), proposing.tree.widths
+        share, widths, missing = share_of(proposing.shares, self._shares), proposing.tree.widths, 0
         if proposing.method == "ngram":
-            left.places -= proposing.lookup.enter(request.tokens, left.places)
+            if not may_look_up:
+                return None
+            self._places -= proposing.lookup.enter(request.tokens, self._places)
             lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
             counts = [self._num_fitting(request, tokens) for tokens, _ in lines]
             fitting = [(tokens[:count], agreed) for (tokens, agreed), count in zip(lines, counts, strict=True) if count]
             one = looked_up(share, most, (), fitting[:1])
             tree = looked_up(share, most, widths, fitting) if widths else one
-        elif self._lost or _num_missing(chunk, proposing) > left.tokens:
-            return None  # a longer one goes on without proposals
+        elif self._lost:
+            return None
         else:
+            missing = num_missing(self._pool, chunk) if _lags(chunk) else 0
             one = drafted(share, most, ())
             tree = drafted(share, most, widths) if widths else one
-        return _Offered(chunk, one, tree, proposing.method != "ngram") if tree.parents else None
+        return _Offered(chunk, one, tree, proposing.method != "ngram", missing) if tree.parents else None
 
     def _num_fitting(self, request: Request, tokens: list[int]) -> int:
         """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""
@@ -250,40 +272,56 @@ class Speculator:
         return replace(costs, limit_s=costs.plain_s + (left_s / PROMPT_PART if has_prompts else left_s))
 
     def _choose(
-        self, making: Making, offered: Sequence[_Offered], model: StepModel | None, room: int, has_prompts: bool
+        self,
+        making: Making,
+        offered: Sequence[_Offered],
+        model: StepModel | None,
+        costs: StepCosts | None,
+        room: int,
+        has_prompts: bool,
     ) -> tuple[list[Candidates], list[list[int]]]:
         """Which of what each gets: of trees, where these promise more than chains."""
         chains, trees = [one.chain for one in offered], [one.tree for one in offered]
-        lines = [Offer(one.chain.chances, one.is_drafted, one.chain.levels) for one in offered]
-        branching = [Offer(one.tree.chances, one.is_drafted, one.tree.levels) for one in offered]
+        decodes, most = len(making.chunks), making.draft_room
         if not self.setting.is_adaptive:
-            return trees, choose_all(branching, room)
-        decodes = len(making.chunks)
-        straight = choose_depths(lines, self._costs(making, model, has_prompts), decodes, room)
+            return trees, choose_all([_worth(one, one.tree, None, decodes, most) for one in offered], room)
+        straight = choose_depths([_worth(one, one.chain, costs, decodes, most) for one in offered], costs, decodes, room)
         if model is None or all(one.tree is one.chain for one in offered):
             return chains, straight.taken
-        found = choose_depths(branching, self._costs(making, model, has_prompts, has_trees=True), decodes, room)
+        costs = self._costs(making, model, has_prompts, has_trees=True)
+        found = choose_depths([_worth(one, one.tree, costs, decodes, most) for one in offered], costs, decodes, room)
         return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
+
+    def _probe(self, making: Making, offered: Sequence[_Offered], taken: list[list[int]], costs: StepCosts | None) -> None:
+        """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room."""
+        at = min(range(len(offered)), key=lambda at: (max(NEAR, offered[at].missing), _last_step(offered[at].chunk)))
+        one = offered[at]
+        if not self._may_probe(one, costs):
+            return
+        if one.missing <= max(0, making.draft_room):
+            self._probing.probes(making.step)
+            taken[at] = [0]
+        elif making.draft_room > 0:
+            self._probing.probes(making.step)
+            self._probing.proposed()
+            catch_up(self._pool, making, one.chunk, one.chunk.start)
+        else:
+            self._cost.doubt_drafts()
 
     def _may_probe(self, one: _Offered, costs: StepCosts | None) -> bool:
         """Whether one proposal that is due is made. Where only the draft takes too long, that is believed less the next time."""
         if _may_take(costs, one.is_drafted):
             return True
         if _may_take(costs, False):
-            self._cost.doubt_passes()
+            self._cost.doubt_drafts()
         return False
 
-    def _rest_after(self, over: float) -> None:
-        """A probe took so many plain steps more than none would have."""
-        self._rest = min(max(PROBE_EVERY, math.ceil(over / PROBE_SHARE)), 2 * self._rest, LONGEST_REST)
-
-    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int, left: _Left) -> None:
+    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""
         chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
         proposing = request.proposing
         assert proposing is not None, "it was offered"
-        missing = _num_missing(chunk, proposing) if one.is_drafted else 0
-        if missing > left.tokens:
+        if one.missing > max(0, making.draft_room):
             return
         chunk.num_pages = pool.pages_for(chunk.end) if chunk.strays else len(request.pages)
         more = pool.pages_for(chunk.end + depth) - len(request.pages)
@@ -292,26 +330,41 @@ class Speculator:
         depth = min(depth, len(request.pages) * pool.page_size - chunk.end)
         if depth < 1:
             return
-        left.tokens -= missing
-        self._barren, proposing.last_step = 0, making.step
+        self._probing.proposed()
+        proposing.last_step = making.step
         nodes = nodes[:depth]
         chunk.depth, chunk.parents, chunk.grades = depth, part(found.parents, nodes), [found.grades[node] for node in nodes]
         chunk.proposed = [found.tokens[node] for node in nodes] if found.tokens else []
         chunk.is_drafted = one.is_drafted
         if chunk.is_drafted and proposing.tree.shape == "best_first" and not is_chain(chunk.parents):
             chunk.growth = Growth(proposing.tree.widths, chunk.num_levels)
-        if missing:
-            chunk.behind = request.tokens[proposing.missing_from : chunk.start]
+        if chunk.is_drafted and _lags(chunk):
+            catch_up(pool, making, chunk, chunk.start)
+            mark(pool, making, chunk, chunk.end)
 
 
-def _num_missing(chunk: Chunk, proposing: Proposing) -> int:
-    """Tokens before the chunk that a draft model may not have computed."""
-    return 0 if proposing.missing_from is None else chunk.start - proposing.missing_from
+def _worth(one: _Offered, found: Candidates, costs: StepCosts | None, decodes: int, most: int) -> Offer:
+    """What is offered, less what it costs to catch up; nothing where a draft cannot catch up in one step."""
+    request = one.chunk.request
+    chances: Sequence[float] = () if one.missing > max(0, most) else found.chances
+    if chances and one.missing:
+        chances = with_catching_up(chances, costs, decodes, one.missing, request.max_len - len(request.tokens))
+    return Offer(chances, one.is_drafted, found.levels if chances else ())
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
     """Whether a step with one proposal takes no longer than it may."""
     return costs is None or costs.plain_s + costs.extra_s(1) + is_drafted * costs.pass_s <= costs.limit_s
+
+
+def _lags(chunk: Chunk) -> bool:
+    """Whether a draft model drafts for the request, which computes no more than it is told."""
+    return chunk.request.proposing is not None and chunk.request.proposing.method == "draft"
+
+
+def _looks_up(chunk: Chunk) -> bool:
+    """Whether any step may bring something to propose for the request."""
+    return chunk.request.proposing is not None and chunk.request.proposing.method == "ngram"
 
 
 def _last_step(chunk: Chunk) -> int:

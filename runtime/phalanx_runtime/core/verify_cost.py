@@ -7,17 +7,21 @@
 Trees are attended to in another way than chains, so steps with and without them are told apart. What is not used any more is
 forgotten: then it is tried again.
 
-Only steps without prompt tokens teach: there a difference is the proposals'. Sums, and not the mean of quotients: one proposal
-in a step of many decodes is far less than what two such steps differ by.
+A draft takes so much for each pass, and for each token that it catches up with: steps with few of these teach the first, others
+the second. Only steps without prompt tokens teach: there a difference is the proposals'. Sums, and not the mean of quotients:
+one proposal in a step of many decodes is far less than what two such steps differ by.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.depths import StepCosts
 
 FOLLOW = 0.1
 """Weight of the latest step."""
+FOLLOW_DOWN = 0.4
+"""The same of a time that is shorter than believed: what makes times longer is often a pause, what makes them shorter is none."""
 FADE = 0.98
 """How much a step with proposals counts relative to the next one."""
 FORGET = 0.995
@@ -28,10 +32,12 @@ FEWEST, MOST = 0.1, 8.0
 """A measured cost of a token counts within these multiples of the predicted one."""
 LONGEST = 2.0
 """A step that takes longer than so many times what it was to take counts as this: pauses of the machine are nobody's cost."""
-FIRST_PASSES = 3
-"""So many measured passes of a draft count by the fastest of them."""
+FIRST_TIMES = 3
+"""So many measured times of a draft count by the fastest of them."""
 DOUBT = 0.9
-"""How much of what a pass of a draft took is still believed, after it kept a probe from being made."""
+"""How much of what a draft took is still believed, after it kept a probe from being made."""
+FEW_BEHIND = 8
+"""Tokens that a draft catches up with in one pass as if there were none."""
 LEAST_SHARE = 0.005
 """Of the plain step: what a token costs at least. The fit may not know the cost of tokens yet."""
 
@@ -44,6 +50,29 @@ class _Kind:
     has_trees: bool
 
 
+class _Followed:
+    """A time that is followed. Of the first ones the fastest is believed, and none alone: the first of all may have loaded what
+    later ones find."""
+
+    __slots__ = ("_first", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0 while nothing is believed of it."""
+        self._first: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """One measurement."""
+        if len(self._first) < FIRST_TIMES:
+            self._first.append(seconds)
+            if len(self._first) > 1:
+                self.seconds = min(self._first)
+            return
+        before = self.seconds or seconds
+        follow = FOLLOW if seconds > before else FOLLOW_DOWN
+        self.seconds = before + follow * (min(seconds, LONGEST * before) - before)
+
+
 class VerifyCost:
     """Learns from steps."""
 
@@ -53,17 +82,27 @@ class VerifyCost:
         self._off: dict[int, float] = {}
         self._over: dict[_Kind, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
-        self.pass_s = 0.0
+        self._pass = _Followed()
+        self._behind = _Followed()
+
+    @property
+    def pass_s(self) -> float:
         """Of a draft; 0 while nothing is believed of it."""
-        self._first: list[float] = []
+        return self._pass.seconds
+
+    @property
+    def behind_s(self) -> float:
+        """Of a token that a draft catches up with, beyond its pass; 0 while nothing is believed of it."""
+        return self._behind.seconds
 
     def costs(self, model: StepModel, plain: StepWork, has_trees: bool = False) -> StepCosts:
         """What a step of this work costs with proposals."""
         plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
         if kind not in self._over:
-            return StepCosts(plain_s, lambda count: self._predicted_s(model, plain, plain_s, count), self.pass_s)
+            expected = partial(self._predicted_s, model, plain, plain_s)
+            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s)
         token_s = self._token_s(model, plain, plain_s, kind)
-        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s)
+        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s)
 
     def learn(
         self,
@@ -74,19 +113,23 @@ class VerifyCost:
         wall_s: float,
         draft_s: float,
         has_trees: bool = False,
+        behind: int = 0,
     ) -> None:
-        """A step that was measured: its work without proposals, how many it had, and the deepest of those that were drafted."""
+        """A step that was measured: its work without proposals, how many it had, the deepest of those that were drafted, and how
+        many tokens drafts caught up with."""
         if plain.prefill_tokens or not plain.decodes:
             return
         size = plain.decodes.bit_length()
+        if behind > FEW_BEHIND:
+            self._learn_behind(depth, behind, draft_s)
+        elif depth:
+            self._pass.add(draft_s / depth)
         if not proposals:
             predicted_s = model.predict(plain)
             if predicted_s > 0:
-                off = min(max(wall_s / predicted_s, 0.5), 2.0)
+                off = min(max((wall_s - draft_s) / predicted_s, 0.5), 2.0)
                 self._off[size] = off if size not in self._off else self._off[size] + FOLLOW * (off - self._off[size])
             return
-        if depth:
-            self._learn_pass(draft_s / depth)
         plain_s = self._plain_s(model, plain)
         expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
         over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
@@ -98,20 +141,26 @@ class VerifyCost:
             seconds, count = self._over[other]
             self._over[other] = FORGET * seconds, FORGET * count
 
-    def doubt_passes(self) -> None:
-        """Passes of the draft took too long for a probe: only a new one tells whether they still do."""
-        self.pass_s *= DOUBT
+    def doubt_drafts(self) -> None:
+        """A draft took too long for a probe: only a new one tells whether it still does."""
+        self._pass.seconds *= DOUBT
+        self._behind.seconds *= DOUBT
 
-    def _learn_pass(self, pass_s: float) -> None:
-        """A pass of a draft was measured. Of the first ones the fastest is believed, and none alone: the first of all may have
-        loaded what later ones find."""
-        if len(self._first) < FIRST_PASSES:
-            self._first.append(pass_s)
-            if len(self._first) > 1:
-                self.pass_s = min(self._first)
+    def draft_s(self, passes: int, behind: int) -> float:
+        """How long drafts with so many passes take that catch up with so many tokens."""
+        return passes * self.pass_s + behind * self.behind_s
+
+    def _learn_behind(self, depth: int, behind: int, draft_s: float) -> None:
+        """Passes and tokens were measured together: both are off alike; passes alone take no longer."""
+        if depth and draft_s < depth * self.pass_s:
+            self._pass.add(draft_s / depth)
+        if not self.behind_s or (depth and not self.pass_s):
+            self._behind.add(max(0.0, draft_s - depth * self.pass_s) / behind)
             return
-        before = self.pass_s or pass_s
-        self.pass_s = before + FOLLOW * (min(pass_s, LONGEST * before) - before)
+        off = draft_s / self.draft_s(depth, behind)
+        self._behind.add(off * self.behind_s)
+        if depth:
+            self._pass.add(off * self.pass_s)
 
     def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: "_Kind") -> float:
         """What a proposal costs in steps like this one."""

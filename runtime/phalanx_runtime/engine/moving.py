@@ -16,6 +16,7 @@ from phalanx_api import moves, wire
 from phalanx_runtime.core import copying
 from phalanx_runtime.core import moving as do
 from phalanx_runtime.core.admission import Refuse
+from phalanx_runtime.core.catching_up import drafted_when_sent
 from phalanx_runtime.core.moving_source import MovesOut
 from phalanx_runtime.core.moving_target import MovesIn, Reserved
 from phalanx_runtime.core.rescue import Rescue
@@ -33,10 +34,12 @@ MoveOrder = wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Ca
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A request on its way out: what it had lost when the move began, and how far each rank of the target has its pages."""
+    """A request on its way out: what it had lost when the move began, of how many tokens a draft's part is in the pages that were
+    sent, and how far each rank of the target has them."""
 
     handle: int
     losses: int
+    drafted: int | None = None
     ends: dict[int, int] = field(default_factory=dict)
 
 
@@ -163,9 +166,9 @@ class Moving:
                 self._act(self._out.failed(move, code, f"rank {rank}: {why}"), now)
             case copying.Expecting(move):
                 self._expecting(move, rank, now)
-            case copying.Came(move, num_bytes, num_computed, has_draft):
-                if has_draft:
-                    self._scheduler.reservations.drafted(move)
+            case copying.Came(move, num_bytes, num_computed, num_drafted):
+                if num_drafted:
+                    self._scheduler.reservations.drafted(move, num_drafted)
                 self._act(self._in.came(move, rank, num_bytes, num_computed, now), now)
             case copying.ComeFailed(move, code, why):
                 self._act(self._in.failed(move, code, f"rank {rank}: {why}", now), now)
@@ -229,15 +232,18 @@ class Moving:
     def _start_copy(self, action: do.StartCopy, now: float) -> None:
         asked, outgoing = action.asked, self._outgoing.get(action.asked.move)
         held = None if outgoing is None else self._scheduler.held_by(outgoing.handle)
-        if held is None:
+        if held is None or outgoing is None:
             self._act(self._out.failed(asked.move, "preempted", "it lost its pages"), now)
         elif len(asked.prepared.addresses) != self._num_ranks:
             why = f"the target has {len(asked.prepared.addresses)} ranks, this group {self._num_ranks}"
             self._act(self._out.failed(asked.move, "incompatible", why), now)
         else:
             pages = list(held.pages[action.first : action.end])
+            first, end = action.first * self._size, action.end * self._size
+            outgoing.drafted = drafted_when_sent(outgoing.drafted, first, end, held.num_drafted)
             # What it shares may be written by a plan in flight, so all of them come first.
-            self._carrier.send(asked, action.first, pages, self._scheduler.planned_step, action.num_computed)
+            step = self._scheduler.planned_step
+            self._carrier.send(asked, action.first, pages, step, action.num_computed, outgoing.drafted)
 
     def _reserve(self, action: do.Reserve, now: float) -> None:
         move = action.asked.move

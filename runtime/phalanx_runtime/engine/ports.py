@@ -87,8 +87,13 @@ class Carrier(Protocol):
         """No rank takes more for this move; each says Forgotten once it writes nothing."""
         ...
 
-    def send(self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
-        """Every rank sends positions from `first` on, which lie in these pages, once it has computed the step."""
+    def send(
+        self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
+        """Every rank sends positions from `first` on, which lie in these pages, once it has computed the step.
+
+        num_drafted: of so many of the first tokens all pages that were sent hold what a draft model computed.
+        """
         ...
 
     def stop(self, move: str) -> None:

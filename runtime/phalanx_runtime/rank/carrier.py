@@ -86,12 +86,14 @@ class PageCarrier:
         for rank in range(len(self._addresses)):
             self._order(rank, Forget(move))
 
-    def send(self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None) -> None:
+    def send(
+        self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
         """Every rank sends positions from `first` on, which lie in these pages."""
         prepared, size = asked.prepared, len(self._addresses)
         rate = None if asked.bytes_per_s is None else asked.bytes_per_s / size
         for rank, address in enumerate(prepared.addresses):
-            self._order(rank, Send(asked.move, address, prepared.key, first, pages, step, num_computed, rate))
+            self._order(rank, Send(asked.move, address, prepared.key, first, pages, step, num_computed, rate, num_drafted))
 
     def stop(self, move: str) -> None:
         """No rank sends more of this move."""

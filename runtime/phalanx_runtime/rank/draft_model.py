@@ -3,8 +3,8 @@
 It is held and computed by the first rank of the first stage alone: drafts are small, and a pass without an exchange is over
 before the ranks would have met. The others are told the proposals of a step in one message.
 
-Its keys and values lie in the pages of the target's numbers. What fails here costs speed, never a token and never the group: the
-rank forgets the draft, says why, and the plans name no drafted path any more.
+Its keys and values lie in the pages of the target's numbers; plans tell what it lacks there. What fails here costs speed, never a
+token and never the group: the rank forgets the draft, says why, and the plans name no drafted path any more.
 """
 
 import logging
@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.plan import PoolShape, StepPlan
+from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft
-from phalanx_runtime.rank.draft_rows import DraftRows
 from phalanx_runtime.rank.paths import Drafted, nothing, num_drafted
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
@@ -42,7 +41,6 @@ class DraftModel:
         model: Model,
         caches: list[LayerCache],
         builder: BatchBuilder,
-        pool: PoolShape,
         vocab_size: int,
         peers: Collective,
         name: bytes = b"",
@@ -50,7 +48,6 @@ class DraftModel:
         self._model: Model | None = model
         self._caches = caches
         self._builder = builder
-        self._rows = DraftRows(pool.page_size)
         self._vocab_size = vocab_size
         self._peers = peers
         self._name = name
@@ -101,10 +98,7 @@ class DraftModel:
             missing = self._vocab_size - scores.shape[1]
             return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places, count)
 
-        grown = draft(plan, self._rows.pieces(plan), self._builder.params, states, choose)
-        for one in grown:
-            self._rows.drafted(plan.rows[one.path.request], one.drafted.tokens, one.slots)
-        return [one.drafted for one in grown]
+        return draft(plan, self._builder.params, states, choose)
 
 
 class LostDraft(Pageless):

@@ -1,6 +1,6 @@
 """Passes of a draft: tokens proposed one behind the other, each drawn with the noise of the output index that it is for.
 
-pass 1   what the draft has to compute, up to each path's own token     pass p   the proposals of pass p - 1 that get children
+pass 1   what the draft lacks, and each path's own tokens               pass p   the proposals of pass p - 1 that get children
 
 A chain has one proposal in each pass. A tree may have several: each sees the request's own tokens and those of its branch.
 Behind a token that ends its request, and where nothing can be drawn, there is nothing to propose.
@@ -16,7 +16,6 @@ from phalanx_api import wire
 from phalanx_runtime.core.plan import NewRow, Path, StepPlan
 from phalanx_runtime.core.trees import OWN, is_chain
 from phalanx_runtime.rank.ahead import Place
-from phalanx_runtime.rank.draft_rows import Piece
 from phalanx_runtime.rank.growth import Growing, growing
 from phalanx_runtime.rank.paths import Drafted
 from phalanx_runtime.rank.sampling import Rivals, draw_of
@@ -26,35 +25,33 @@ Choose = Callable[[Tensor, Sequence[Place], int], list[Rivals]]
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """A drafted path, and which of its proposals lie in the slots behind the request's own tokens, in their order."""
+class _Piece:
+    """Tokens of request `request` of a plan that a draft computes, from position `start` on. `drawn`: it drafts behind them."""
 
-    path: Path
-    drafted: Drafted
-    slots: list[int]
+    request: int
+    start: int
+    tokens: list[int]
+    drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """Of one request in one pass: what is computed, behind which proposals it draws, and the shape of all that are computed."""
 
-    piece: Piece
+    piece: _Piece
     nodes: list[int]
     parents: list[int]
 
 
-def draft(
-    plan: StepPlan, first: Sequence[Piece], rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose
-) -> list[Grown]:
+def draft(plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose) -> list[Drafted]:
     """The plan's drafted paths, in their order.
 
-    `states` computes a small plan over the same rows and gives the states behind its draws. `first` holds a drawn piece for each
-    of the paths.
+    `states` computes a small plan over the same rows and gives the states behind its draws.
     """
     paths = {path.request: path for path in plan.paths if path.is_drafted}
     grown = {request: growing(path) for request, path in paths.items()}
     indexes = dict(plan.draws)
-    passed = [_Pass(piece, [OWN] if piece.drawn else [], []) for piece in first]
+    passed = [_Pass(piece, [OWN] if piece.drawn else [], []) for piece in _first(plan)]
     while passed:
         drawn = [(one.piece.request, node) for one in passed for node in one.nodes]
         hidden = states(_small(plan, passed))
@@ -68,7 +65,7 @@ def draft(
         for (request, node), place, rivals in zip(drawn, places, choose(hidden[: len(drawn)], places, count), strict=True):
             grown[request].add(node, rivals, _ends(rows[place.row].sampling, place.draw.index))
         passed = [one for request, path in paths.items() if (one := _next(plan, path, grown[request])).nodes]
-    return [Grown(path, *grown[request].drafted()) for request, path in paths.items()]
+    return [grown[request].drafted() for request in paths]
 
 
 def _ends(sampling: wire.Sampling, index: int) -> Collection[int]:
@@ -76,14 +73,18 @@ def _ends(sampling: wire.Sampling, index: int) -> Collection[int]:
     return sampling.stop_token_ids if index + 1 >= sampling.min_tokens else ()
 
 
-def own_pieces(plan: StepPlan) -> list[Piece]:
-    """The own tokens of each drafted path: the first pass of a draft that never lags."""
+def _first(plan: StepPlan) -> list[_Piece]:
+    """What is caught up with, and the own tokens of each drafted path behind it."""
     depths = {path.request: path.depth for path in plan.paths if path.is_drafted}
+    behind = {one.request: one for one in plan.catch_ups}
+    ends = list(accumulate(plan.counts))
     pieces = []
-    for request, end in enumerate(accumulate(plan.counts)):
+    for request in sorted(depths.keys() | behind.keys()):
+        told = behind.get(request)
+        start, tokens = (plan.starts[request], []) if told is None else (told.start, told.tokens)
         if request in depths:
-            own = plan.tokens[end - plan.counts[request] : end - depths[request]]
-            pieces.append(Piece(request, plan.starts[request], own, drawn=True))
+            tokens = tokens + plan.tokens[ends[request] - plan.counts[request] : ends[request] - depths[request]]
+        pieces.append(_Piece(request, start, tokens, drawn=request in depths))
     return pieces
 
 
@@ -92,7 +93,7 @@ def _next(plan: StepPlan, path: Path, one: Growing) -> _Pass:
     nodes = one.next()
     first = plan.starts[path.request] + plan.counts[path.request] - path.depth
     tokens = [one.behind(node)[-1] for node in nodes]
-    piece = Piece(path.request, first + len(one.slots) - len(nodes), tokens, drawn=True)
+    piece = _Piece(path.request, first + len(one.slots) - len(nodes), tokens, drawn=True)
     place_of = {OWN: OWN} | {node: place for place, node in enumerate(one.slots)}
     return _Pass(piece, nodes, [place_of[one.parents[node]] for node in one.slots])
 

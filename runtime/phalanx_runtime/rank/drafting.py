@@ -94,7 +94,7 @@ def make_proposer(
     layer_bytes = page_bytes(drafting.model.kv, pool.page_size, dtype) // len(drafting.model.kv.head_dims)
     shape = CacheShape(pool.page_size, drafting.model.kv.kv_heads, layer_bytes)
     builder = BatchBuilder(shape, dtype, device)
-    return DraftModel(drafting.model, own, builder, pool, target.vocab_size, peers, drafting.name)
+    return DraftModel(drafting.model, own, builder, target.vocab_size, peers, drafting.name)
 
 
 def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torch.device) -> Drafting:

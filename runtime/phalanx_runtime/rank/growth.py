@@ -46,8 +46,8 @@ class Growing(Protocol):
         """The tokens of its branch, its own the last."""
         ...
 
-    def drafted(self) -> tuple[Drafted, list[int]]:
-        """The path as it is told, and which of its proposals lie in the slots, in their order; none for one that is not told."""
+    def drafted(self) -> Drafted:
+        """The path as it is told."""
         ...
 
 
@@ -96,9 +96,9 @@ class Fixed:
         """The tokens of its branch."""
         return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
 
-    def drafted(self) -> tuple[Drafted, list[int]]:
+    def drafted(self) -> Drafted:
         """The tokens."""
-        return Drafted(self._tokens), self.slots
+        return Drafted(self._tokens)
 
 
 class BestFirst:
@@ -145,7 +145,7 @@ class BestFirst:
         """The tokens of its branch."""
         return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
 
-    def drafted(self) -> tuple[Drafted, list[int]]:
+    def drafted(self) -> Drafted:
         """The likeliest, each behind its parent. Where there are too few, the rest are none."""
         best = self._best()
         number = {OWN: OWN} | {node: at for at, node in enumerate(best)}
@@ -153,7 +153,7 @@ class BestFirst:
         missing = self._count - len(best)
         parents += range(len(parents) - 1, len(parents) - 1 + missing)
         tokens = [self._tokens[node] for node in best] + [NO_TOKEN] * missing
-        return Drafted(tokens, parents), [number.get(node, NO_TOKEN) for node in self.slots]
+        return Drafted(tokens, parents)
 
     def _below(self, node: int) -> int:
         """The level of its children."""

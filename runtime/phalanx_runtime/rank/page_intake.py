@@ -140,7 +140,8 @@ class Intake:
                     theirs = say.read_exactly(link, say.DIGEST_BYTES)
                     self._finish(expected, head.position, theirs, [staging] if last else [])
                     say.send_answer(link)
-                    self._tell(Came(expected.order.move, since, head.position, with_draft is not None))
+                    num_drafted = 0 if with_draft is None else head.checksum
+                    self._tell(Came(expected.order.move, since, head.position, num_drafted))
                     return
                 case _:
                     raise say.BadTransfer("malformed", f"frame {head.kind} is none of a transfer")

@@ -40,11 +40,11 @@ def no_draft() -> DraftPages | None:
     return None
 
 
-def open_pages(caches: list[LayerCache]) -> Pages:
-    """The pages of these caches, for one connection."""
+def open_pages(caches: list[LayerCache], is_still: bool = True) -> Pages:
+    """The pages of these caches, for one connection. is_still: nothing is written into a page that is being read."""
     if caches and caches[0].k.device.type == "cuda":
         return _DevicePages(caches)
-    return _HostPages(caches)
+    return _HostPages(caches, is_still)
 
 
 def _rows(caches: list[LayerCache]) -> list[Tensor]:
@@ -54,14 +54,15 @@ def _rows(caches: list[LayerCache]) -> list[Tensor]:
 
 
 class _HostPages:
-    """Pages in this process's memory: read where they lie."""
+    """Pages in this process's memory: read where they lie, if they lie still."""
 
-    def __init__(self, caches: list[LayerCache]) -> None:
+    def __init__(self, caches: list[LayerCache], is_still: bool) -> None:
+        self._is_still = is_still
         self._rows = [rows.numpy() for rows in _rows(caches)]
         self.page_bytes = sum(rows.shape[1] for rows in self._rows)
 
     def read(self, page: int) -> list[memoryview]:
-        return [rows[page].data for rows in self._rows]
+        return [rows[page].data if self._is_still else memoryview(rows[page].tobytes()) for rows in self._rows]
 
     def write(self, page: int, data: memoryview) -> None:
         start = 0

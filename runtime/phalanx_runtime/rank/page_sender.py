@@ -125,7 +125,7 @@ class Sender:
         if order.num_computed is None:
             self._ask(order, link, len(order.pages), sent - told, asked)
             return
-        say.send_last(link, order.num_computed, say.digest(way.last))
+        say.send_last(link, order.num_computed, say.digest(way.last), order.num_drafted)
         say.read_answer(link)
         self._tell(Sent(order.move, order.first + len(order.pages), sent - told, time.monotonic() - asked))
 

@@ -4,7 +4,7 @@
     sender: DRAFT bytes, name   (after ACK 1 only)    ACK, 1 when it is the taker's draft: then pages come with its layers
     sender: PAGE position, checksum, bytes   ...      nothing
     sender: ROUND                                     ACK when all pages so far are checked and written
-    sender: LAST tokens, digest of the last page      ACK when every position is there; both close
+    sender: LAST tokens, drafted ones, digest of the last page        ACK when every position is there; both close
 
 A page that fails its checksum, a length or position out of bounds, anything else that does not belong here: BAD with a code, and
 the connection is closed. Numbers are little-endian.
@@ -49,8 +49,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold; DRAFT with the
-    bytes of a page that holds the layers of a draft too."""
+    """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold, and as checksum
+    how many of them a draft has computed; DRAFT with the bytes of a page that holds the layers of a draft too."""
 
     kind: int
     position: int
@@ -86,9 +86,9 @@ def send_round(link: socket.socket) -> None:
     link.sendall(_HEAD.pack(ROUND, 0, 0, 0))
 
 
-def send_last(link: socket.socket, num_computed: int, digest: bytes) -> None:
-    """Says that no page follows, and how many tokens all of them hold."""
-    link.sendall(_HEAD.pack(LAST, num_computed, DIGEST_BYTES, 0) + digest)
+def send_last(link: socket.socket, num_computed: int, digest: bytes, num_drafted: int = 0) -> None:
+    """Says that no page follows, how many tokens all of them hold, and of how many of these they hold what a draft computed."""
+    link.sendall(_HEAD.pack(LAST, num_computed, DIGEST_BYTES, num_drafted) + digest)
 
 
 def send_draft(link: socket.socket, page_bytes: int, name: bytes) -> None:

@@ -43,9 +43,7 @@ class Proposer(Protocol):
 
         Where a path has `growth` the proposer chooses its shape, else it has that of the plan.
 
-        Called for every plan, also for one without paths: a draft model computes what the plan brings, so that its pages hold
-        what the target's do, and knows itself what it put off. Of pages that came by a move it knows nothing: `Path.behind` has
-        the tokens that lie in positions [starts[i] - len(behind), starts[i]) of such a request.
+        Called for every plan, also for one without paths: a draft model computes what `StepPlan.catch_ups` says that it lacks.
         The plan's own token of such a path, at starts[i], is known to all; its first proposal has the output index of its draw.
         What a draft computes of proposals lies in the slots behind it, and no more of them than there are proposals; those
         without children are computed by the target alone.

@@ -96,7 +96,8 @@ class ModelRunner:
         """The same with the layers of a draft behind them; None where no draft has pages, or it can draft no more."""
         if self._proposer is None or not self._proposer.caches or self._proposer.lost:
             return None
-        return DraftPages(self._proposer.name, partial(open_pages, self._all_caches))
+        # A draft may catch up in full pages while they are read for a move.
+        return DraftPages(self._proposer.name, partial(open_pages, self._all_caches, is_still=False))
 
     @property
     def lost_draft(self) -> str:

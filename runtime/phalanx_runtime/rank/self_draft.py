@@ -17,7 +17,7 @@ from phalanx_runtime.model.decoder import Decoder
 from phalanx_runtime.model.exit import Exit
 from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.draft_passes import draft, own_pieces
+from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.paths import Drafted
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
@@ -43,7 +43,7 @@ class SelfDraft(Pageless):
 
         ahead = Ahead(rows)
         choose = partial(self._choose, ahead)
-        return [one.drafted for one in draft(plan, own_pieces(plan), builder.params, states, choose)]
+        return draft(plan, builder.params, states, choose)
 
     def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
         """Drawn on the first rank of the stage, and told to the others."""
