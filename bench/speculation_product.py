@@ -1,23 +1,24 @@
 """Whether tokens with proposals are those without, for every proposer and shape in every group under every disturbance.
 
-    python -m bench.speculation_product [--proposers ngram draft self_draft] [--shapes chain tree] [--groups one tp2 pp2]
-        [--disturbances ...]
+    python -m bench.speculation_product [--pairs] [--proposers ngram draft self_draft] [--shapes chain tree]
+        [--groups one tp2 pp2] [--disturbances ...]
 
 A tiny model in float64, where nothing is excused, and groups of ranks as threads of this process. Each line is one proposer in
 one shape in one group under one disturbance, with all ways to sample at once (greedy, seeded, filters, penalties, bias and bad
 words, allowed tokens, a grammar, a JSON schema): tokens compared, the share of proposals accepted, how many of these were not the
 first of their place, and what shows that the path was taken. Shapes are chains, trees that drafts choose best-first, and trees
 that are chosen before. Exit 1 when a token differs, when nothing was proposed or accepted, when no tree's branch was, or when a
-disturbance did not come about.
+disturbance did not come about. With --pairs only so many cells that any two choices meet in one of them: those of CI
+(tests/runtime/test_speculation_pairs.py).
 """
 
 import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,48 @@ DISTURBANCES: dict[str, tuple[Limits, int]] = {
     "moves": (ROOMY, 200),
 }
 """Of each the limits, and the pages of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one line is of: who proposes, in which shape, in which group, and how that is disturbed."""
+
+    proposer: Method
+    shape: str
+    group: str
+    disturbance: str
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.proposer, self.shape, self.group, self.disturbance))
+
+    @property
+    def exists(self) -> bool:
+        """What is looked up is known: there is one shape of trees."""
+        return not (self.proposer == "ngram" and self.shape == "static tree")
+
+
+PROPOSERS: tuple[Method, ...] = ("ngram", "draft", "self_draft")
+
+
+def choices(proposers: Sequence[Method], shapes: Iterable[str], groups: Iterable[str], names: Iterable[str]) -> list[Choice]:
+    """All that there are of these."""
+    every = [Choice(*one) for one in product(proposers, shapes, groups, names)]
+    return [one for one in every if one.exists]
+
+
+def pairs_of(one: Choice) -> set[tuple[int, str, int, str]]:
+    """Which two choices meet in it."""
+    return {(a, first, b, second) for (a, first), (b, second) in combinations(enumerate(one), 2)}
+
+
+def pairwise(every: Sequence[Choice]) -> list[Choice]:
+    """Some of these, so that any two choices that meet in one of them all meet in one of those: the next is always the first that
+    brings the most pairs."""
+    left, found = set[tuple[int, str, int, str]]().union(*map(pairs_of, every)), list[Choice]()
+    while left:
+        found.append(max(every, key=lambda one: len(pairs_of(one) & left)))
+        left -= pairs_of(found[-1])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +185,8 @@ def _differ(tokens: list[list[int]], plain: list[list[int]]) -> int:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculation_product", description="Equality, every combination.")
-    parser.add_argument("--proposers", nargs="+", default=["ngram", "draft", "self_draft"])
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--proposers", nargs="+", choices=PROPOSERS, default=PROPOSERS)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES))
@@ -151,35 +195,48 @@ def main() -> None:
         sys.exit(_run(args, Path(temporary)))
 
 
-def _run(args: argparse.Namespace, root: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The models, and what each request gets undisturbed."""
+
+    folder: Path
+    told: dict[str, dict[str, Any]]
+    plain: list[list[int]]
+
+    def cell(self, one: Choice) -> Cell:
+        """What comes of one line."""
+        spec = {**self.told[one.proposer], "speculative_method": one.proposer} if one.proposer != "ngram" else {}
+        rules = Rules(speculating=replace(SHAPES[one.shape], method=one.proposer, drafts=frozenset({one.proposer})))
+        pods, stages = GROUPS[one.group]
+        build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
+        if one.disturbance == "moves":
+            return moved(self.folder, build, pods, rules, self.plain)
+        return disturbed(self.folder, one.disturbance, build, pods, rules, self.plain)
+
+
+def make_bench(root: Path) -> Bench:
+    """Models in this folder."""
     folder = save_target(root / "model")
-    told: dict[str, Callable[[], dict[str, Any]]] = {
-        "ngram": dict,
-        "draft": lambda: {"speculative_draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
-        "self_draft": lambda: {"speculative_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.03))},
+    told = {
+        "draft": {"speculative_draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
+        "self_draft": {"speculative_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.03))},
     }
-    plain = undisturbed(folder)
-    wrong = 0
+    return Bench(folder, told, undisturbed(folder))
+
+
+def _run(args: argparse.Namespace, root: Path) -> int:
+    bench = make_bench(root)
     heads = ("proposer", "shape", "group", "disturbance", "tokens", "differ", "proposed", "accepted", "branched", "taken")
     print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|", flush=True)
-    for proposer in args.proposers:
-        method: Method = proposer
-        spec = told[proposer]() | {"speculative_method": proposer} if proposer != "ngram" else {}
-        for shape, group, name in product(args.shapes, args.groups, args.disturbances):
-            if proposer == "ngram" and shape == "static tree":
-                continue  # what is looked up is known: there is one shape
-            rules = Rules(speculating=replace(SHAPES[shape], method=method, drafts=frozenset({method})))
-            pods, stages = GROUPS[group]
-            build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
-            if name == "moves":
-                cell = moved(folder, build, pods, rules, plain)
-            else:
-                cell = disturbed(folder, name, build, pods, rules, plain)
-            holds = cell.holds(is_tree=shape != "chain")
-            wrong += not holds
-            share = cell.accepted / max(1, cell.proposed)
-            line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.branched} | {cell.taken}"
-            print(f"| {proposer} | {shape} | {group} | {name} | {line} |{'' if holds else ' WRONG'}", flush=True)
+    every = choices(args.proposers, args.shapes, args.groups, args.disturbances)
+    wrong = 0
+    for one in pairwise(every) if args.pairs else every:
+        cell = bench.cell(one)
+        holds = cell.holds(is_tree=one.shape != "chain")
+        wrong += not holds
+        share = cell.accepted / max(1, cell.proposed)
+        line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.branched} | {cell.taken}"
+        print(f"| {' | '.join(one)} | {line} |{'' if holds else ' WRONG'}", flush=True)
     return 1 if wrong else 0
 
 
