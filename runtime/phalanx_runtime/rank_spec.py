@@ -63,6 +63,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     prefix_eviction_policy: PolicyName = "adaptive"
     quantization: Quantization | None = None
+    batch_invariant: bool = False
     model_impl: ModelImpl = "auto"
     scheduling_policy: SchedulingPolicy = "fcfs"
     long_prefill_token_threshold: int = 0

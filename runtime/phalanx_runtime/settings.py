@@ -41,6 +41,8 @@ class ServeSettings:
     """Of weights and KV cache; auto takes the fastest that the device is good at."""
     quantization: Quantization | None
     """int8 rounds the weights of linears to int8 with a scale per output: half the memory of bf16, other tokens."""
+    batch_invariant: bool
+    """What a request draws depends on nothing but itself, in bf16 too; slower, and refused where no kernels are fixed so."""
     model_impl: ModelImpl
     """fused is our decoder block, transformers its model around our attention; auto: fused where it knows the architecture."""
     max_model_len: int | None
@@ -156,6 +158,7 @@ def read_settings(
         pipeline_parallel_size=flags.pipeline_parallel_size,
         dtype=flags.dtype,
         quantization=flags.quantization,
+        batch_invariant=flags.batch_invariant,
         model_impl=flags.model_impl,
         max_model_len=flags.max_model_len,
         max_num_seqs=flags.max_num_seqs,
@@ -209,6 +212,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="N", help="stages that the layers are cut into")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto", help="of weights and KV cache")
     add("--quantization", "-q", choices=["int8"], help="round the weights of linears; default: as they are")
+    add("--batch-invariant", action="store_true", help="compute each token the same way whatever else is in a step")
     add("--model-impl", choices=["auto", "fused", "transformers"], default="auto", help="which code computes the model")
     add("--max-model-len", type=positive, metavar="N", help="tokens of prompt and output of one request")
     add("--max-num-seqs", type=positive, default=64, metavar="N", help="requests in one step")

@@ -43,7 +43,7 @@ Fitting = Callable[[int, Sequence[int], int], int]
 class Speculating:
     """How an engine speculates: what requests get that do not say, the most tokens for one in a step, how they may branch, and
     whether all follows what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot
-    after all."""
+    after all. `may_branch`: chains are made where it is not so."""
 
     method: Method = "none"
     num_tokens: int = 4
@@ -51,6 +51,7 @@ class Speculating:
     drafts: frozenset[Method] = frozenset()
     lost: str = ""
     tree: Tree = CHAIN
+    may_branch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Speculator:
             return Refuse(400, "unsupported_speculation", f"speculative.method {method} is not offered here; there are {names}")
         most = self.setting.num_tokens if wanted.num_tokens is None else wanted.num_tokens
         tree = self.setting.tree if wanted.tree is None else wanted.tree
-        return Proposing(method, max(0, min(most, MAX_DEPTH)), tree)
+        return Proposing(method, max(0, min(most, MAX_DEPTH)), tree if self.setting.may_branch else CHAIN)
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""

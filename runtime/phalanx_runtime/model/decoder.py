@@ -68,7 +68,7 @@ class Decoder:
         self._collective = collective
         self._ropes = ropes
         self._attention = attention
-        self._steps = steps
+        self.steps = steps
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
@@ -134,11 +134,11 @@ class Decoder:
         if layer.qk_norm is not None:
             qk = layer.qk_norm(qk[:, :heads], qk[:, heads:])
         if angles is not None:
-            qk = self._steps.turned(qk, angles)
+            qk = self.steps.turned(qk, angles)
         return qk[:, :heads], qk[:, heads:], v
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._steps.norm(x, weight, self.config.rms_norm_eps)
+        return x if weight is None else self.steps.norm(x, weight, self.config.rms_norm_eps)
 
     def _sum(self, partial: Tensor) -> Tensor:
         return partial if self._collective.world_size == 1 else self._collective.all_reduce(partial)

@@ -46,7 +46,8 @@ def load(
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, form.dtype, form.device
     ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
-    model = Decoder(config, shard, collective, ropes, attention or choose_attention(device), choose_steps(device), stage)
+    attention = attention or choose_attention(device, form.is_fixed)
+    model = Decoder(config, shard, collective, ropes, attention, choose_steps(device), stage)
     model.positions = form.positions
     own = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:

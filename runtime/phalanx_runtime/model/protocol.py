@@ -20,7 +20,8 @@ from phalanx_runtime.model.partition import WHOLE, Stage
 class Form:
     """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made.
 
-    has_exit: the first stage keeps norm and head too, for drafts by its first layers.
+    has_exit: the first stage keeps norm and head too, for drafts by its first layers. is_fixed: attention is such that
+    its bits do not depend on what else is in a step.
     """
 
     dtype: torch.dtype
@@ -28,6 +29,7 @@ class Form:
     kernels: Kernels
     positions: int
     has_exit: bool = False
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,8 @@ def _serve(spec: RankSpec) -> None:
     method = spec.speculative_method
     drafts = frozenset({method}) - {"none", "ngram"}
     is_adaptive = spec.speculative_control == "adaptive"
-    tree = spec.speculative_tree
-    speculating = Speculating(method, spec.speculative_tokens, is_adaptive, drafts, runner.lost_draft, tree)
+    tree, may_branch = spec.speculative_tree, not spec.batch_invariant
+    speculating = Speculating(method, spec.speculative_tokens, is_adaptive, drafts, runner.lost_draft, tree, may_branch)
     model = ready.served.model_hash
     rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, model, speculating)
     run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars(), carrier, runner.fitting)

@@ -12,7 +12,9 @@ from phalanx_api.wire import Served
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.invariant import why_not
 from phalanx_runtime.model.linear import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import Form, KvLayout, Model, Source
@@ -72,6 +74,8 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     gauge = make_gauge(device)
     before = gauge.held()
     model = source.load(pipeline.peers, form, stage=pipeline.stage)
+    if spec.batch_invariant and (why := why_not(model, dtype, spec.page_size)):
+        raise ModelError(f"batch-invariant: {why}")
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     keep_freed_memory()
     measure = partial(measure_room, spec, model, source.max_position, pipeline, dtype, system, gauge)
@@ -118,7 +122,7 @@ def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.devi
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
     kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.quantization or "bf16")
     positions = max(source.max_position, spec.max_model_len or 0)
-    return Form(dtype, device, kernels, positions, has_exit=spec.speculative_method == "self_draft")
+    return Form(dtype, device, kernels, positions, spec.speculative_method == "self_draft", spec.batch_invariant)
 
 
 def make_runner(

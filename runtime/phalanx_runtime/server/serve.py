@@ -240,6 +240,7 @@ def make_rank_specs(
             engine_socket=launch.engine_socket if first + i == 0 else "",
             dtype=settings.dtype,
             quantization=settings.quantization,
+            batch_invariant=settings.batch_invariant,
             model_impl=settings.model_impl,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,

@@ -16,7 +16,7 @@ from phalanx_runtime.model.native.library import Library, library
 MAX_GROUP = 64
 """Query heads that may share a KV head."""
 
-Six = ctypes.c_int64 * 6
+Seven = ctypes.c_int64 * 7
 Sizes = ctypes.c_int64 * 8
 Strides = ctypes.c_int64 * 5
 
@@ -70,14 +70,16 @@ def _lines(chunk: Chunk, base: int) -> Tensor:
 class NativeAttention(PagedAttention):
     """`PagedAttention` without its gather; shapes that the kernels do not know are still gathered.
 
-    num_decoded and num_prefilled count the tokens that a kernel attended for, once per layer.
+    num_decoded and num_prefilled count the tokens that a kernel attended for, once per layer. is_fixed: a token's bits do not
+    depend on what else is in its step, where one kernel serves the whole of it (see `invariant`); decoding is slower.
     """
 
-    __slots__ = ("_batch", "_library", "_runs", "num_decoded", "num_prefilled")
+    __slots__ = ("_batch", "_is_fixed", "_library", "_runs", "num_decoded", "num_prefilled")
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, is_fixed: bool = False) -> None:
         super().__init__()
         self._library = library
+        self._is_fixed = is_fixed
         self._batch: StepBatch | None = None
         self._runs = Runs(torch.empty(0), [], 0)
         self.num_decoded = 0
@@ -101,7 +103,7 @@ class NativeAttention(PagedAttention):
             self._runs.runs.data_ptr(),
             len(self._runs.runs),
             out.data_ptr(),
-            Six(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0),
+            Seven(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0, self._is_fixed),
             dim**-0.5 if form.scale is None else form.scale,
             form.softcap or 0.0,
         )
@@ -138,7 +140,7 @@ class NativeAttention(PagedAttention):
         )
 
 
-def choose_attention(device: torch.device) -> Attention:
-    """The fastest attention that this machine has."""
+def choose_attention(device: torch.device, is_fixed: bool = False) -> Attention:
+    """The fastest attention that this machine has, or the fastest whose bits are fixed."""
     made = library() if device.type == "cpu" else None
-    return PagedAttention() if made is None else NativeAttention(made)
+    return PagedAttention() if made is None else NativeAttention(made, is_fixed)

@@ -4,7 +4,7 @@
 // A run is some tokens of one request, the last ones of its context. One item of work is (run, tile of its tokens, KV head): it
 // goes through the context in blocks of 64 keys, brought into the order that the products want, with a softmax that is carried
 // along. A block begins at a multiple of 64, so that a token's numbers do not depend on how its prompt was cut. A single token
-// with a long context is cut into splits, merged after all items are done.
+// with a long context is cut into splits, merged after all items are done; where all is to be fixed, it goes the way of several.
 #include <omp.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr float LOWEST = -1e30f;  // below every score, and no infinity: differe
 constexpr float LOG2_E = 1.44269504f;
 
 struct Task {
-    int64_t heads, kv_heads, dim, page, q_stride, window;
+    int64_t heads, kv_heads, dim, page, q_stride, window, fixed;
     float scale, softcap;
     int64_t group() const { return heads / kv_heads; }
 };
@@ -390,7 +390,7 @@ void attend(const Task& task, const Item& item, const Item& after, const bf16* q
         s.mass[row] = _mm512_setzero_ps();
     }
     std::fill(s.sums.begin(), s.sums.end(), 0.0f);
-    if (item.count == 1 && rows <= STRIP && !lines)
+    if (item.count == 1 && rows <= STRIP && !lines && !task.fixed)
         attend_few(task, item, after, k, v, s, rows);
     else
         attend_many(task, item, k, v, s, rows);
@@ -433,7 +433,7 @@ void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
         const int64_t first = tile * TILE, count = std::min(TILE, run.size - first), to = before + first + count;
         const int64_t lowest = run.lines ? std::min(before + first, run.base) : before + first;
         const int64_t from = task.window > 0 ? std::max<int64_t>(0, lowest + 1 - task.window) / BLOCK * BLOCK : 0;
-        const int64_t splits = run.size > 1 || run.lines ? 1 : (to - from + SPLIT - 1) / SPLIT;
+        const int64_t splits = run.size > 1 || run.lines || task.fixed ? 1 : (to - from + SPLIT - 1) / SPLIT;
         for (int64_t head = 0; head < task.kv_heads; head++)
             for (int64_t i = 0; i < splits; i++) {
                 const int64_t at = from + i * SPLIT, end = splits > 1 ? std::min(to, at + SPLIT) : to;
@@ -486,11 +486,11 @@ int64_t phalanx_attends() {
 // Only where phalanx_attends. q: [tokens, heads, dim] of bf16, rows q_stride apart. k, v: [pages, kv_heads, page, dim]. runs:
 // [num_runs, 6] of start, size, length, the address of the request's page numbers, and of a tree the address of its lines and its
 // base. out: [tokens, heads * dim]. sizes: heads, kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0:
-// all tokens; wider than any tree). softcap 0: none.
+// all tokens; wider than any tree), and whether a single token is attended for as several are. softcap 0: none.
 void phalanx_attend(const void* q, const void* k, const void* v, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
                     double scale, double softcap) {
 #if defined(__AVX512BF16__)
-    const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+    const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
                     static_cast<float>(softcap > 0 ? scale : scale * LOG2_E), static_cast<float>(softcap)};
     attend_all(task, static_cast<const Run*>(runs), num_runs, static_cast<const bf16*>(q), static_cast<const bf16*>(k),
                static_cast<const bf16*>(v), static_cast<bf16*>(out));
