@@ -199,6 +199,18 @@ def read_settings(
     )
 
 
+def _add_speculation(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("--speculative-method", choices=METHODS, default="none", help="who proposes tokens for a step to verify")
+    add("--speculative-tokens", type=depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
+    add("--speculative-tree", type=widths, default=[], metavar="N,N", help="tokens for one place, by level; default: chains")
+    add("--speculative-tree-shape", choices=TREE_SHAPES, default="best_first", help="who chooses the branches of a tree")
+    add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
+    add("--speculative-draft-model", metavar="MODEL", help="the model that drafts: folder, .gguf file, org/name, or a URI")
+    add("--speculative-exit", metavar="FILE", help="what fit-exit made, for drafts by the first layers: a file, or a URI")
+    add("--speculative-ratio", type=share, metavar="SHARE", help="of the layers, which draft; default: as fitted, else 0.4")
+
+
 def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The command line."""
     parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
@@ -227,14 +239,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help="in which order requests are served")
     add("--long-prefill-token-threshold", type=natural, default=0, metavar="N", help="most tokens of one prompt in a step")
     add("--itl-target-ms", type=milliseconds, metavar="MS", help="how long a step with running streams should take at most")
-    add("--speculative-method", choices=METHODS, default="none", help="who proposes tokens for a step to verify")
-    add("--speculative-tokens", type=depth, default=4, metavar="N", help="most tokens proposed for a request in a step")
-    add("--speculative-tree", type=widths, default=[], metavar="N,N", help="tokens for one place, by level; default: chains")
-    add("--speculative-tree-shape", choices=TREE_SHAPES, default="best_first", help="who chooses the branches of a tree")
-    add("--speculative-control", choices=["adaptive", "fixed"], default="adaptive", help="propose what pays, or all there is")
-    add("--speculative-draft-model", metavar="MODEL", help="the model that drafts: folder, .gguf file, org/name, or a URI")
-    add("--speculative-exit", metavar="FILE", help="what fit-exit made, for drafts by the first layers: a file, or a URI")
-    add("--speculative-ratio", type=share, metavar="SHARE", help="of the layers, which draft; default: as fitted, else 0.4")
+    _add_speculation(serve)
     add("--download-dir", type=Path, metavar="DIR", help="where models are downloaded and converted to")
     add("--cached-only", action="store_true", help="serve what is there already; the folder may be read-only")
     add("--host", default="127.0.0.1", help="address of the HTTP server")

@@ -7,12 +7,14 @@ So the first few of them are a tree again, and the best one of so many.
 """
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_runtime.core.acceptance import Share, draft_grade, lookup_grade
-from phalanx_runtime.core.trees import OWN
+from phalanx_runtime.core.trees import OWN, chain
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class _Open:
 
 def drafted(share: Share, count: int, widths: Sequence[int]) -> Candidates:
     """So many drafted proposals, the likeliest of all trees of these widths. A second child is no likelier than the first."""
+    if not widths:
+        return _drafted_chain(share, count)
     found, open_, made = Candidates(), list[_Open](), 0
 
     def grow(parent: int, level: int, place: int, before: float, most: float) -> None:
@@ -62,6 +66,13 @@ def drafted(share: Share, count: int, widths: Sequence[int]) -> Candidates:
         grow(len(found.parents) - 1, best.level + 1, 0, -best.unlikelihood, -best.unlikelihood)
         grow(best.parent, best.level, best.place + 1, best.before, -best.unlikelihood)
     return found
+
+
+def _drafted_chain(share: Share, count: int) -> Candidates:
+    """The same where there is one child everywhere."""
+    grades = [draft_grade(level) for level in range(min(count, MAX_DEPTH))]
+    chances = list(accumulate((min(1.0, share(grade)) for grade in grades), operator.mul))
+    return Candidates(chain(len(grades)), list(range(len(grades))), grades, chances)
 
 
 def looked_up(share: Share, count: int, widths: Sequence[int], lines: Sequence[tuple[list[int], int]]) -> Candidates:
