@@ -271,6 +271,18 @@ def test_a_request_asks_for_its_own_method_and_depth() -> None:
         assert max(max(plan.depths, default=0) for plan in runner.plans) == deepest
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_no_more_is_proposed_than_the_request_may_still_draw(method: Method) -> None:
+    """Of its last tokens the last of all needs no proposal: it is drawn in any case."""
+    proposed = {}
+    for left in (1, 2, 3, 9):
+        request = running_request([1, 2, 3, 4] * 5, method, pages=2)
+        request.max_len = len(request.tokens) + left
+        [chunk] = speculated(Speculating(method, 4, False, DRAFTS), [request], 8)
+        proposed[left] = chunk.depth
+    assert proposed == {1: 0, 2: 1, 3: 2, 9: 4}
+
+
 def test_ranks_that_lost_their_draft_are_asked_no_more() -> None:
     runner = FakeRunner(60, 4)
     made = scheduler(runner, Speculating("draft", 3, False, DRAFTS))
