@@ -98,18 +98,22 @@ def shown(tolds: list[Told]) -> list[tuple[Any, ...]]:
     return [(told.texts, told.ends, told.tokens) for told in tolds]
 
 
-async def through_a_kill(bodies: list[dict[str, Any]], first: Program, at: Callable[[], str]) -> list[Told]:
-    """All streams, read until each has some text, when their router is killed; then to their end at another, or the next."""
+async def through_a_kill(bodies: list[dict[str, Any]], whole: list[Told], first: Program, at: Callable[[], str]) -> list[Told]:
+    """All streams, read until their router is killed; then to their end at another, or the next.
+
+    It is killed when each stream has some text, or when one has most of its own: a machine may be slow with the first grammar.
+    """
     tolds = [Told({}, {}) for _ in bodies]
 
-    def all_have_some(_: Told) -> bool:
-        if min(told.num_chars for told in tolds) > 100 and first.process.poll() is None:
+    def some_have_enough(_: Told) -> bool:
+        is_near = any(told.num_chars > 0.7 * end.num_chars for told, end in zip(tolds, whole, strict=True))
+        if (is_near or min(told.num_chars for told in tolds) > 100) and first.process.poll() is None:
             os.kill(first.process.pid, signal.SIGKILL)
         return False
 
     pairs = list(zip(bodies, tolds, strict=True))
-    await asyncio.gather(*(read(first.base_url, body, told, all_have_some) for body, told in pairs))
-    assert not any(told.is_done for told in tolds), "they were cut"
+    await asyncio.gather(*(read(first.base_url, body, told, some_have_enough) for body, told in pairs))
+    assert not any(told.is_done for told in tolds) and any(told.num_chars for told in tolds), "they were cut"
     url = at()
     await asyncio.gather(*(resume(url, body, told) for body, told in pairs))
     return tolds
@@ -127,7 +131,7 @@ def test_clients_of_a_killed_router_get_the_rest_from_another(service: Service) 
     ports = free_port(), free_port()
     with service.router("a", ports[0], ports[1]) as first, service.router("b", ports[1], ports[0]) as second:
         bodies, whole = asyncio.run(all_to_the_end(second.base_url))
-        again = asyncio.run(through_a_kill(bodies, first, lambda: second.base_url))
+        again = asyncio.run(through_a_kill(bodies, whole, first, lambda: second.base_url))
     assert shown(again) == shown(whole)
 
 
@@ -136,7 +140,9 @@ def test_clients_of_the_only_router_get_the_rest_when_it_is_back(service: Servic
     with ExitStack() as stack:
         first = stack.enter_context(service.router("only", port))
         bodies, whole = asyncio.run(all_to_the_end(first.base_url))
-        again = asyncio.run(through_a_kill(bodies, first, lambda: stack.enter_context(service.router("next", port)).base_url))
+        again = asyncio.run(
+            through_a_kill(bodies, whole, first, lambda: stack.enter_context(service.router("next", port)).base_url)
+        )
     assert shown(again) == shown(whole)
 
 
