@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,12 @@ class Group:
 
 @contextmanager
 def running_group(
-    folder: Path, pods: Sequence[int], build: Build, limits: Limits = LIMITS, rules: Rules = RULES
+    folder: Path,
+    pods: Sequence[int],
+    build: Build,
+    limits: Limits = LIMITS,
+    rules: Rules = RULES,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Group]:
     """A group whose engine serves on a thread of its own, as long as the block runs."""
     group, met = Group(), threading.Barrier(sum(pods))
@@ -101,7 +107,14 @@ def running_group(
             ports = [group.doors[rank].port for rank in range(place.world_size)]
             carrier = PageCarrier(door, reports, [""] * len(ports), ports, range(len(ports)), SECRET)
             group.loop = EngineLoop(
-                runner, limits, group.channel, rules=rules, grammars=runner.grammars(), carrier=carrier, fitting=runner.fitting
+                runner,
+                limits,
+                group.channel,
+                clock,
+                rules=rules,
+                grammars=runner.grammars(),
+                carrier=carrier,
+                fitting=runner.fitting,
             )
             group.loop.run()
             if len(ports) > 1:
@@ -136,9 +149,14 @@ class Field:
 
 @contextmanager
 def running_field(
-    folder: Path, groups: Sequence[Sequence[int]], build: Build, limits: Limits = LIMITS, rules: Rules = RULES
+    folder: Path,
+    groups: Sequence[Sequence[int]],
+    build: Build,
+    limits: Limits = LIMITS,
+    rules: Rules = RULES,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Field]:
     """So many groups, each with pods of so many ranks."""
     with ExitStack() as stack:
-        running = [stack.enter_context(running_group(folder, pods, build, limits, rules)) for pods in groups]
+        running = [stack.enter_context(running_group(folder, pods, build, limits, rules, clock)) for pods in groups]
         yield Field(running, Mover([group.channel for group in running]))

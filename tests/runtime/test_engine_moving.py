@@ -149,6 +149,14 @@ def test_a_stopped_request_is_frozen_after_its_step_and_ends_without_a_word_when
     assert (load.running, load.free_pages, load.leaks) == (0, 40, 0)
 
 
+def test_an_idle_engine_tells_at_once_that_a_connection_for_pages_was_turned_away() -> None:
+    engine = Engine()
+    engine.turn(times=2)
+    assert [load.refused_copies for load in engine.of(wire.Load)] == [0]
+    engine.turn(told=[(1, copying.Refused("key"))], times=3)
+    assert [load.refused_copies for load in engine.of(wire.Load)] == [0, 1]
+
+
 def test_pages_are_sent_after_the_plans_in_flight_which_may_write_what_is_shared() -> None:
     engine = Engine(depth=2)
     engine.turn(wire.Submit(1, make_request(30, 30)), wire.Submit(2, make_request(30, 30)), times=4)

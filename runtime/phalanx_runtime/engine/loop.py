@@ -116,7 +116,9 @@ class EngineLoop:
         if self._compiling is not None:
             self._take_compiled(self._compiling)
         if self._moving is not None:
+            refused = self._moving.num_refused
             self._moving.turn(self._clock())
+            self._is_settled &= self._moving.num_refused == refused  # who rests would keep it to itself
         while len(self._flights) < self._runner.depth and self._start():
             pass
         self._report_urgent()
