@@ -131,8 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, held = fitted.model, fitted.held_out
     print(
         f"{about['model']}: {1e3 * model.fixed_s:.2f} ms + {1e3 * model.token_s:.4f} ms x max({model.knee_tokens}, tokens) "
-        f"+ {1e3 * model.row_s:.4f} ms x decodes + {1e9 * model.context_s:.1f} ns x context "
-        f"+ {1e9 * model.attention_s:.2f} ns x attended; {held.num_points} points, each held out once: "
+        f"+ {1e3 * model.row_s:.4f} ms x decodes + {1e3 * model.prompt_s:.2f} ms with prompts "
+        f"+ {1e9 * model.context_s:.1f} ns x context + {1e9 * model.attention_s:.2f} ns x attended; "
+        f"{held.num_points} points, each held out once: "
         f"median error {held.median:.1%}, p95 {held.p95:.1%}, worst {held.worst:.1%}; "
         f"{'within' if fitted.is_good else 'beyond'} the bounds"
     )

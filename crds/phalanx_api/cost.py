@@ -1,17 +1,20 @@
 """How long a step takes: one function for the engine's token budget, routers, the operator and simulators, and its online fit.
 
-    t = fixed + token * max(knee, p + B) + row * B + context * C + attention * sum(p_i * c_i)
+    t = fixed + token * max(knee, p + B) + row * B + context * C + attention * sum(p_i * c_i) + prompt * [p > 0]
 
 p prompt tokens and B decodes are computed in the step, and a token is drawn for each decode; C is the sum of context lengths; a
-prompt chunk of p_i tokens has mean context c_i. Below the knee a step costs what reading the weights costs. Seconds everywhere.
+prompt chunk of p_i tokens has mean context c_i. Below the knee a step costs what reading the weights costs. A step with any
+prompt tokens takes another way through the engine, which costs something however few they are. Seconds everywhere.
 
 The fit is least squares of relative errors with forgetting. Coefficients are never negative. The knee is one of KNEES: each
 candidate has sums of its own, and the one that predicts best is used. Every step is predicted before it is learnt, so `error`
 is that of steps the fit had not seen.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 KNEES = (0, 8, 32, 128)
 """Candidates for the number of tokens up to which a step takes no longer."""
@@ -21,12 +24,14 @@ FORGET = 0.995
 """Weight of a step relative to the next one: the last 200 steps count."""
 CLIP = 3.0
 """A longer multiple of the predicted time counts as this one: pauses of the machine are no property of the model."""
-SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-2)
+SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-2, 1.0)
 """Brings the features near 1, so that the ridge weighs on all alike."""
 NUM = len(SCALES)
 RIDGE = 1e-9
 SHORTEST_S = 1e-6
 HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
+FEWEST_TOLD, MOST_TOLD = 5, 8
+"""Coefficients of a `StepModel` in its order: those without a default, and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,25 @@ class StepModel:
     attention_s: float
     error: float = 0.0
     row_s: float = 0.0
+    prompt_s: float = 0.0
+
+    @staticmethod
+    def told(numbers: Sequence[float]) -> "StepModel | None":
+        """The function whose coefficients were told in this order; None for what is none.
+
+        Engines of earlier releases tell fewer: what they do not know of costs nothing. Later ones may tell more.
+        """
+        if len(numbers) < FEWEST_TOLD or not all(map(math.isfinite, numbers)) or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
+            return None
+        fixed_s, token_s, knee, *rest = numbers[:MOST_TOLD]
+        return StepModel(fixed_s, token_s, int(knee), *rest)
 
     def predict(self, work: StepWork) -> float:
         """Seconds that this step takes."""
         tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)
         linear = self.fixed_s + self.token_s * tokens + self.context_s * work.context_tokens
-        return linear + self.attention_s * work.prefill_context + self.row_s * work.decodes
+        linear += self.attention_s * work.prefill_context + self.row_s * work.decodes
+        return linear + self.prompt_s if work.prefill_tokens else linear
 
     def prefill_within(self, limit_s: float, decodes: int, context_tokens: int) -> int:
         """How many prompt tokens fit beside these decodes into a step of this many seconds; 0 when the decodes alone take longer.
@@ -64,7 +82,7 @@ class StepModel:
         """
         mean_context = context_tokens / decodes if decodes else 0.0
         each_s = self.token_s + self.attention_s * mean_context
-        room_s = limit_s - self.predict(StepWork(0, decodes, context_tokens))
+        room_s = limit_s - self.prompt_s - self.predict(StepWork(0, decodes, context_tokens))
         if room_s < 0:
             return 0
         free = max(self.knee_tokens - decodes, 0)
@@ -138,17 +156,16 @@ class _Candidate:
 
     def learn(self, work: StepWork, wall_s: float, believed: bool) -> None:
         tokens = max(self.knee, work.prefill_tokens + work.decodes)
-        raw = (1.0, tokens, work.context_tokens, work.prefill_context, work.decodes)
+        raw = (1.0, tokens, work.context_tokens, work.prefill_context, work.decodes, work.prefill_tokens > 0)
         features = [scale * value for scale, value in zip(SCALES, raw, strict=True)]
-        predicted_s = sum(a * x for a, x in zip(self._scaled, features, strict=True))
+        predicted_s = sum(map(mul, self._scaled, features))
         if believed:
             wall_s = min(wall_s, CLIP * predicted_s) if predicted_s > 0 else wall_s
             self.error += 0.02 * (abs(predicted_s - wall_s) / wall_s - self.error)
         weight = 1.0 / (wall_s * wall_s)
         for row, sums in enumerate(self._sums):
             x = weight * features[row]
-            for column in range(NUM):
-                sums[column] = FORGET * sums[column] + x * features[column]
+            sums[:] = [FORGET * before + x * feature for before, feature in zip(sums, features, strict=True)]
             self._moments[row] = FORGET * self._moments[row] + x * wall_s
         self._solve(sweeps=4)
 
@@ -157,9 +174,9 @@ class _Candidate:
         for _ in range(sweeps):
             for row, sums in enumerate(self._sums):
                 own = sums[row]
-                others = sum(sums[column] * self._scaled[column] for column in range(NUM)) - own * self._scaled[row]
+                others = sum(map(mul, sums, self._scaled)) - own * self._scaled[row]
                 self._scaled[row] = max(0.0, (self._moments[row] - others) / (own + RIDGE)) if own > 0 else 0.0
 
     def model(self) -> StepModel:
-        fixed, token, context, attention, row = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
-        return StepModel(fixed, token, self.knee, context, attention, self.error, row)
+        fixed, token, context, attention, row, prompt = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
+        return StepModel(fixed, token, self.knee, context, attention, self.error, row, prompt)

@@ -1,6 +1,7 @@
 """The step-time function and its fit: monotone, never negative, found again from noisy steps, robust against pauses."""
 
 import random
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ MODELS = st.builds(
     knee_tokens=st.sampled_from([0, 8, 32, 128]),
     context_s=st.floats(0, 1e-5),
     attention_s=st.floats(0, 1e-6),
+    row_s=st.floats(0, 0.01),
+    prompt_s=st.floats(0, 0.05),
 )
 
 
@@ -32,6 +35,33 @@ def test_a_step_below_the_knee_takes_as_long_as_one_at_it() -> None:
     model = StepModel(0.001, 0.01, 8, 0.0, 0.0)
     assert model.predict(StepWork(0, 1, 0)) == model.predict(StepWork(4, 4, 0)) == pytest.approx(0.081)
     assert model.predict(StepWork(8, 4, 0)) == pytest.approx(0.121)
+
+
+@given(MODELS, st.integers(0, 4000), st.integers(0, 64), st.integers(0, 100_000))
+def test_a_step_with_prompts_takes_what_it_takes_however_few_they_are(
+    model: StepModel, prefill: int, decodes: int, context: int
+) -> None:
+    work = StepWork(prefill, decodes, context, 10.0 * prefill)
+    without = replace(model, prompt_s=0.0).predict(work)
+    assert model.predict(work) == pytest.approx(without + (model.prompt_s if prefill else 0.0))
+
+
+@given(MODELS, st.integers(5, 8))
+def test_coefficients_are_read_as_they_were_told_and_those_of_earlier_engines_without_what_they_lack(
+    model: StepModel, known: int
+) -> None:
+    numbers = list(map(float, astuple(model)))
+    read = StepModel.told(numbers[:known])
+    assert read is not None
+    assert list(astuple(read)) == numbers[:known] + [0.0] * (8 - known)
+    assert StepModel.told([*numbers, 7.0]) == model, "a later engine tells more"
+
+
+@pytest.mark.parametrize(
+    "numbers", [[], [0.1] * 4, [-1.0, 1, 0, 0, 0], [0.0] * 8, [0.1, 0.1, 0, 0, float("nan")], [float("inf"), 0.1, 0, 0, 0]]
+)
+def test_what_is_no_function_is_none(numbers: list[float]) -> None:
+    assert StepModel.told(numbers) is None
 
 
 @given(MODELS, st.integers(0, 64), st.integers(0, 2000), st.floats(0.001, 2))
@@ -67,6 +97,19 @@ def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
     assert 0 < model.error < 0.1
 
 
+def test_the_fit_tells_what_prompts_cost_beside_their_tokens() -> None:
+    rng = random.Random(5)
+    truth = StepModel(0.005, 0.0002, 0, 2e-7, 0.0, row_s=0.0005, prompt_s=0.02)
+    fit = StepFit()
+    for _ in range(800):
+        work = random_work(rng)
+        fit.add(work, truth.predict(work) * rng.uniform(0.98, 1.02))
+    model = fit.model()
+    assert model is not None
+    assert model.prompt_s == pytest.approx(truth.prompt_s, rel=0.15)
+    assert model.error < 0.04
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 64), st.floats(-1, 100)), min_size=1, max_size=60))
 def test_whatever_is_measured_the_coefficients_are_finite_and_never_negative(steps: list[tuple[int, int, float]]) -> None:
@@ -77,7 +120,7 @@ def test_whatever_is_measured_the_coefficients_are_finite_and_never_negative(ste
     if model is not None:
         predicted = model.predict(StepWork(64, 8, 800, 100.0))
         assert 0 <= predicted < 1e9
-        assert min(model.fixed_s, model.token_s, model.context_s, model.attention_s) >= 0
+        assert min(astuple(model)) >= 0
 
 
 def test_few_steps_give_no_function() -> None:

@@ -12,7 +12,7 @@ from phalanx_router.route.choose import Choice, NoChoice, choose
 from phalanx_router.route.cost import Newcomer, terms
 from phalanx_router.route.freshness import freshness
 from phalanx_router.route.ledger import Ledger, Sent, sent_of
-from phalanx_router.route.speed import HALF_S, NOISE, REFERENCE, Measured, faded, speeds
+from phalanx_router.route.speed import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
 from phalanx_router.route.view import GroupView
 from tests.router.fakes import make_request
 
@@ -237,6 +237,14 @@ def test_speed_times_model_is_what_a_group_measured_of_its_steps(fits: list[tupl
         assert measured is not None
         ratio = measured.predict(own[key].work) / model.predict(own[key].work)
         assert speed == pytest.approx(1.0 if 1 / NOISE < ratio < NOISE else ratio)
+
+
+def test_a_model_that_is_scaled_or_put_together_loses_no_cost() -> None:
+    one = StepModel(0.01, 1e-4, 8, 1e-7, 1e-9, 0.0, 0.001, 0.005)
+    works = [REFERENCE, StepWork(0, 4, 900), StepWork(3, 0, 3, 4.0)]
+    for work in works:
+        assert scaled(one, 3.0).predict(work) == pytest.approx(3 * one.predict(work))
+        assert together([one, scaled(one, 3.0)]).predict(work) == pytest.approx(2 * one.predict(work))
 
 
 @pytest.mark.parametrize(("idle_s", "speed"), [(0.0, 3.0), (HALF_S, 2.0), (2 * HALF_S, 1.5), (10 * HALF_S, 1.0)])

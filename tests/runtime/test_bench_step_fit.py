@@ -14,7 +14,7 @@ from phalanx_api.cost import StepModel
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.tiny import save_tiny
 
-TRUTH = StepModel(fixed_s=0.01, token_s=0.0005, knee_tokens=8, context_s=2e-6, attention_s=3e-8, row_s=0.0004)
+TRUTH = StepModel(fixed_s=0.01, token_s=0.0005, knee_tokens=8, context_s=2e-6, attention_s=3e-8, row_s=0.0004, prompt_s=0.02)
 BOUNDS = Bounds(max_num_seqs=16, max_num_batched_tokens=300, max_model_len=2048, num_pages=700, page_size=16)
 
 
@@ -45,6 +45,7 @@ def test_the_function_is_found_and_its_error_on_points_held_out_is_told(noise: f
     assert fitted.is_good == is_good
     if is_good:
         assert fitted.model.token_s == pytest.approx(TRUTH.token_s, rel=0.1)
+        assert fitted.model.prompt_s == pytest.approx(TRUTH.prompt_s, rel=0.1)
 
 
 def test_too_few_points_are_refused() -> None:
@@ -88,3 +89,9 @@ def test_another_file_is_no_fit(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no step_model"):
         read_model(tmp_path / "other.json")
+
+
+def test_a_file_of_before_is_read_without_what_it_does_not_know(tmp_path: Path) -> None:
+    known = {"fixed_s": 0.01, "token_s": 1e-4, "knee_tokens": 8, "context_s": 0.0, "attention_s": 0.0, "error": 0.05}
+    (tmp_path / "fit.json").write_text(json.dumps({"step_model": known}))
+    assert read_model(tmp_path / "fit.json") == StepModel(0.01, 1e-4, 8, 0.0, 0.0, 0.05)

@@ -183,7 +183,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         itl_s=max(best.itl_s, 0.0),
         speed=min(max(best.speed, 1 / SPEED_BOUND), SPEED_BOUND),
         capacity=max(best.total_pages, 0) * max(best.page_size, 0),
-        model=_model(best.step_model),
+        model=StepModel.told(best.step_model),
         tokens=max(best.live_tokens, 0),
         incarnation=max(max(group.incarnation for group in seen), 0),
         deaths=max(most.deaths, 0),
@@ -192,14 +192,6 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         linked=best.state != "dead",
         model_version=next((group.model_version for group in (best, *seen) if group.model_version), "")[:128],
     )
-
-
-def _model(numbers: Sequence[float]) -> StepModel | None:
-    """The step model in a summary, if it is one."""
-    if len(numbers) < 5 or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
-        return None
-    fixed_s, token_s, knee, context_s, attention_s = numbers[:5]
-    return StepModel(fixed_s, token_s, int(knee), context_s, attention_s, row_s=numbers[6] if len(numbers) > 6 else 0.0)
 
 
 def middle_model(groups: Iterable[SeenGroup]) -> StepModel | None:

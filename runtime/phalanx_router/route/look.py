@@ -27,8 +27,6 @@ LATELY_S = 1.0
 NOTHING = wire.Load(0, 0, 0, 0, 0)
 LEAST_SPEEDUP, MOST_SPEEDUP = 0.5, MAX_DEPTH + 1.0
 """A group that tells less or more is not believed: it would propose no more, or gains more than it may propose."""
-_MODEL_FIELDS = (6, 7)
-"""Engines of the release before tell no time of a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +79,7 @@ class Told:
 
     def model(self) -> StepModel | None:
         """Its own fit, None before it has one."""
-        told = self.load.step_model if self.load is not None else []
-        return StepModel(told[0], told[1], int(told[2]), *told[3:]) if len(told) in _MODEL_FIELDS else None
+        return StepModel.told(self.load.step_model) if self.load is not None else None
 
 
 class Lookout:

@@ -66,6 +66,7 @@ def together(models: Sequence[StepModel]) -> StepModel:
         sum(model.attention_s for model in models) / count,
         best.error,
         sum(model.row_s for model in models) / count,
+        sum(model.prompt_s for model in models) / count,
     )
 
 
@@ -84,4 +85,5 @@ def scaled(model: StepModel, factor: float) -> StepModel:
         context_s=model.context_s * factor,
         attention_s=model.attention_s * factor,
         row_s=model.row_s * factor,
+        prompt_s=model.prompt_s * factor,
     )
