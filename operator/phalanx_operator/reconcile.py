@@ -29,7 +29,7 @@ from phalanx_operator.decide.actions import (
 from phalanx_operator.decide.admission import FREE, Turn
 from phalanx_operator.decide.autoscaler import Mind
 from phalanx_operator.decide.clock import parsed
-from phalanx_operator.decide.draining import is_awaited, to_empty
+from phalanx_operator.decide.draining import for_good, is_awaited, to_empty
 from phalanx_operator.decide.groups import staying
 from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.policy import Granted
@@ -194,10 +194,14 @@ class Reconciler:
         snapshot = seen.snapshot
         targets = _targets(snapshot)
         now = self.now()
-        awaited = is_awaited(snapshot.groups, empty, plan.wanted_replicas(service), now)
+        wanted, current = plan.wanted_replicas(service), revision(service)
+        awaited = is_awaited(snapshot.groups, empty, wanted, now)
+        last = for_good(snapshot.groups, empty, current, wanted)
         former, at = self.granted.get(key, Granted()), parsed(now)
         now_s = at.timestamp() if at else 0.0
-        self.granted[key] = former.renewed(service.spec, len(targets), empty, now_s, awaited=awaited, revision=revision(service))
+        self.granted[key] = former.renewed(
+            service.spec, len(targets), empty, now_s, awaited=awaited, revision=current, for_good=last
+        )
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:

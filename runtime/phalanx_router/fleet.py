@@ -188,6 +188,8 @@ class Fleet:
         """Notes why the stream has to leave its group. Raises BackendError when it may not try another."""
         was_running = not run.stream.journal.is_fresh
         self.moving.stream_over(run, "the stream lost its group")
+        group = run.link.endpoint.group if run.link is not None else ""
+        run.widowed_by = group if group in self.balancing.policy.for_good else ""
         run.leave()
         run.excluded.add(run.group)
         run.trouble = setback

@@ -218,6 +218,8 @@ class Placing:
         if keys - run.excluded:
             run.homeless_since = None
             return self._settings.keep_alive_s
+        if not keys and run.widowed_by and run.stream.journal.delivered and not self._may_come(run.model_hash):
+            raise _weights_gone(run)
         is_silent = not keys and self._is_silent(run)
         is_leaving = not keys and not is_silent and bool(self._links.eligible(run.tokenizer))
         why = "every group is being emptied" if is_leaving else "no group is ready"
@@ -236,6 +238,12 @@ class Placing:
             self.waking.hold()
             run.is_held = True
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
+
+    def _may_come(self, model_hash: str | None) -> bool:
+        """Whether a group that stays has these weights, or has not told yet which it has."""
+        leaving = self.waking.policy().for_good
+        staying = [link for link in self._links.all() if not link.endpoint.leaving and link.endpoint.group not in leaving]
+        return any(link.told.served.model_hash in ("", model_hash) for link in staying)
 
     def _is_silent(self, run: Run) -> bool:
         """Whether groups would take this newcomer, but tell nothing of their load."""
@@ -347,6 +355,12 @@ class Placing:
 
     def _show(self) -> None:
         self._metrics.show_queue(len(self.queue), self.queue.tokens)
+
+
+def _weights_gone(run: Run) -> BackendError:
+    """The end of a stream that no group may go on with: it was begun with other weights than those that are left."""
+    who = f"{run.widowed_by}, the last group with the weights that began this stream, is gone"
+    return BackendError(503, "weights_gone", f"{who}: the stream had spec.drain.timeoutSeconds to end there")
 
 
 def _kind(run: Run) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.summary import Hotspot
-from phalanx_operator.decide.draining import is_awaited, left_s, marks, to_empty, why_over
+from phalanx_operator.decide.draining import for_good, is_awaited, left_s, marks, to_empty, why_over
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.lost import to_end, why_lost
 from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
@@ -258,6 +258,33 @@ async def test_nobody_is_held_for_a_group_that_will_not_come() -> None:
 )
 def test_when_newcomers_are_held(groups: tuple[ObservedGroup, ...], empty: list[str], wanted: int, awaited: bool) -> None:
     assert is_awaited(groups, empty, wanted, NOW) is awaited
+
+
+def test_groups_that_get_no_successor_go_for_good() -> None:
+    old, gone = replace(going(), revision="old"), make_group("b", terminating=True, revision="old")
+    evicted = make_group("c", revision="old")
+    same = replace(make_group("d"), draining=GOING)
+    groups, empty = (old, gone, evicted, same), ["a", "b", "c", "d"]
+    assert for_good(groups, empty, same.revision, 2) == ["a", "b"]
+    assert for_good(groups, empty, same.revision, 0) == ["a", "b", "d"], "none is wanted any more"
+    assert for_good(groups, ["d"], same.revision, 2) == []
+
+
+async def test_routers_hear_which_groups_go_for_good() -> None:
+    world = await world_with_routers(replicas=2)
+    await world.change(engine={"maxModelLen": 512})
+    for _ in range(2):
+        await world.look()
+    (old,) = world.draining()
+    assert (world.routers.policy.empty, world.routers.policy.for_good) == ([old], [old])
+    other = await world_with_routers(replicas=2)
+    await other.change(replicas=1)
+    await other.look()
+    assert (other.routers.policy.empty, other.routers.policy.for_good) == (list(other.draining()), [])
+    await other.change(suspend=True)
+    for _ in range(2):
+        await other.look()
+    assert sorted(other.routers.policy.for_good) == sorted(other.draining()) and len(other.draining()) == 2
 
 
 def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from phalanx_api import moves, wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
 from phalanx_router.link import LeaderLink
 from phalanx_router.moves.records import How, Over, Proposal
 from phalanx_router.run import Run
-from tests.router.fakes import Script, World, expected, hear, make_request, running_world
+from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import MoveScript, MovingLeader
 
 
@@ -105,6 +107,54 @@ async def test_no_stream_goes_to_another_model() -> None:
         source.release()
         assert (await stream).tokens == expected([1, 2, 3], 20)
     assert not target.submitted
+
+
+@pytest.mark.parametrize(
+    ("other", "for_good", "ends"),
+    [
+        (wire.Served("model-2", "tp2 bf16 16"), ["a"], True),
+        (wire.Served("model-2", "tp2 bf16 16"), [], False),
+        (wire.Served("model-2", "tp2 bf16 16"), ["a", "b"], True),
+    ],
+    ids=["the last of its weights went for good", "it may come back", "all go"],
+)
+async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(
+    other: wire.Served, for_good: list[str], ends: bool
+) -> None:
+    source, target = pair(target=MoveScript(served=other))
+    async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], for_good=for_good))
+        await source.stop()
+        if ends:
+            with pytest.raises(
+                BackendError, match="a, the last group with the weights that began this stream, is gone"
+            ) as caught:
+                await stream
+            assert (caught.value.status, caught.value.code, caught.value.can_resume) == (503, "weights_gone", False)
+        else:
+            await world.until(lambda: run.homeless_since is not None)
+            await source.start()
+            source.release()
+            assert (await stream).tokens == expected([1, 2, 3], 20)
+    assert not target.submitted
+
+
+async def test_a_stream_waits_for_a_group_that_may_have_its_weights() -> None:
+    """One that has not told yet what it serves; when it tells of others, the stream ends."""
+    source, target = pair(target=MoveScript(served=wire.Served()))
+    async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], for_good=["a"]))
+        await target.tell(wire.State(False, 1, "loading"))
+        await source.stop()
+        await world.until(lambda: run.homeless_since is not None)
+        await target.tell(wire.State(True, 1, served=wire.Served("model-2", "tp2 bf16 16")))
+        with pytest.raises(BackendError) as caught:
+            await stream
+        assert caught.value.code == "weights_gone"
 
 
 @pytest.mark.parametrize(

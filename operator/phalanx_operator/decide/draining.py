@@ -103,6 +103,19 @@ def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) ->
     return sorted(losing) + sorted(leaving)
 
 
+def for_good(groups: Iterable[ObservedGroup], empty: Iterable[str], revision: str, wanted: int) -> list[str]:
+    """Groups to be emptied that get no successor of their revision: of another one than is followed, or when none is wanted.
+
+    A group that only loses a pod comes back as it was.
+    """
+    emptied = frozenset(empty)
+    return sorted(
+        group.name
+        for group in groups
+        if group.name in emptied and (group.terminating or group.draining) and (group.revision != revision or not wanted)
+    )
+
+
 def is_awaited(groups: Sequence[ObservedGroup], empty: Iterable[str], wanted: int, now: str) -> bool:
     """Whether no group takes newcomers but one will soon: they are worth holding.
 

@@ -12,10 +12,17 @@ from phalanx_api.summary import BalancePolicy, Budgets
 
 
 def policy_of(
-    spec: Spec, routers: int, number: int = 0, empty: Sequence[str] = (), *, awaited: bool = False, revision: str = ""
+    spec: Spec,
+    routers: int,
+    number: int = 0,
+    empty: Sequence[str] = (),
+    *,
+    awaited: bool = False,
+    revision: str = "",
+    for_good: Sequence[str] = (),
 ) -> BalancePolicy:
     """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come. revision: the newest
-    one, while it is rolled out."""
+    one, while it is rolled out. for_good: groups to empty that get no successor of their revision."""
     routers = max(routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
@@ -40,6 +47,7 @@ def policy_of(
         canary_percent=spec.rollout.canary_weight or 0,
         routing=spec.router.policy,
         fails_open=spec.router.failure_mode == "FailOpen",
+        for_good=list(for_good),
     )
 
 
@@ -50,8 +58,16 @@ class Granted:
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
     def renewed(
-        self, spec: Spec, routers: int, empty: Sequence[str], now_s: float, *, awaited: bool = False, revision: str = ""
+        self,
+        spec: Spec,
+        routers: int,
+        empty: Sequence[str],
+        now_s: float,
+        *,
+        awaited: bool = False,
+        revision: str = "",
+        for_good: Sequence[str] = (),
     ) -> "Granted":
         """The policy to tell from now on: the former one, number and all, when nothing changed."""
-        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited, revision=revision)
+        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited, revision=revision, for_good=for_good)
         return self if same == self.policy else Granted(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))
