@@ -71,6 +71,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
     `pressure`, `backlog_s`, `speed` are those of `phalanx_router.route.view`, `itl_s` its `step_s`; `step_model` is
     `cost.StepModel` in order. `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
+    `excused`: deaths for which a request of this router is to blame, under which other groups died too.
     `draft_lost`: why its ranks draft no more. `model_version`: as `wire.Served.version`.
     """
 
@@ -95,6 +96,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     death: str = ""
     draft_lost: str = ""
     model_version: str = ""
+    excused: int = 0
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -250,7 +250,7 @@ def _matters(summary: RouterSummary) -> object:
     """What a look must follow at once: what begins and ends, not what goes up and down."""
     hot = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
     unknown = tuple(sorted(one.group for one in summary.unknown_versions))
-    groups = tuple(sorted((group.group, group.deaths, group.draft_lost) for group in summary.groups))
+    groups = tuple(sorted((group.group, group.deaths, group.excused, group.draft_lost) for group in summary.groups))
     return hot, summary.fleet_saturated, tuple(sorted(summary.emptied)), summary.held > 0, unknown, groups
 
 

@@ -19,6 +19,7 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
 from phalanx_router.balancing import Balancing
 from phalanx_router.endpoints import LeaderSource
+from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
 from phalanx_router.metrics import Outcome, RouterMetrics
 from phalanx_router.moving import Moving
@@ -44,6 +45,8 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.draining = False
+        self.excused: Counter[str] = Counter()
+        """Deaths of groups, by key of the leader, that a request of this router is to blame for."""
         self.links = Links(settings.link, settings.served_names, metrics, draw)
         self.runs: set[Run] = set()
         self._settings = settings
@@ -188,7 +191,8 @@ class Fleet:
         """Notes why the stream has to leave its group. Raises BackendError when it may not try another."""
         was_running = not run.stream.journal.is_fresh
         self.moving.stream_over(run, "the stream lost its group")
-        group = run.link.endpoint.group if run.link is not None else ""
+        link = run.link
+        group = link.endpoint.group if link is not None else ""
         run.widowed_by = group if group in self.balancing.policy.for_good else ""
         run.leave()
         run.excluded.add(run.group)
@@ -199,25 +203,34 @@ class Fleet:
             return
         run.stream.journal.next_epoch()
         run.homeless_since = None
-        self._count(run, setback)
+        self._count(run, setback, link)
 
-    def _count(self, run: Run, setback: Setback) -> None:
+    def _count(self, run: Run, setback: Setback, link: LeaderLink | None) -> None:
         """Counts a move, and a loss unless the group left in order. Raises BackendError when there were too many."""
         why, is_leave = (setback.why, setback.is_leave) if isinstance(setback, Lost) else (setback.message, False)
         run.moves += 1
         run.losses += not is_leave
         if isinstance(setback, Lost) and not is_leave:
-            self._count_death(run, setback)
+            self._count_death(run, setback, link)
         if run.losses > self._settings.max_replays:
             raise BackendError(503, "too_many_replays", f"the stream lost its group {run.losses} times; last: {why}")
         if run.moves > self._settings.max_moves:
             raise BackendError(503, "too_many_moves", f"the stream moved {run.moves} times; last: {why}")
 
-    def _count_death(self, run: Run, lost: Lost) -> None:
-        """Counts a group that died under the request, if that may be its fault: the third ends it. Raises BackendError."""
-        run.deaths += lost.cause == "" or (lost.cause == "alone" and run.stream.journal.is_alone)
+    def _count_death(self, run: Run, lost: Lost, link: LeaderLink | None) -> None:
+        """Counts a group that died under the request, if that may be its fault: the third ends it, and all are excused.
+
+        Of one that computed nothing else the leader itself knows that it is not to blame, if it lives. Raises BackendError.
+        """
+        was_alone = lost.cause == "alone" and run.stream.journal.is_alone
+        run.deaths += lost.cause == "" or was_alone
+        if link is not None and (lost.cause == "" or (was_alone and not link.is_open)):
+            run.killed.append(link.endpoint.key)
         run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
         if run.deaths > ALONE_AFTER:
+            known = {one.endpoint.key for one in self.links.all()}
+            self.excused = Counter({key: count for key, count in self.excused.items() if key in known})
+            self.excused.update(run.killed)
             why = f"{run.deaths} groups died while they computed this request, the last one when it computed no other: {lost.why}"
             raise BackendError(500, "groups_died", why)
 

@@ -21,7 +21,7 @@ class Crossing:
     emptied: frozenset[str]
     is_leaving: bool
     unknown_versions: frozenset[str] = frozenset()
-    deaths: frozenset[tuple[str, int]] = frozenset()
+    deaths: frozenset[tuple[str, int, int]] = frozenset()
     drafts_lost: frozenset[str] = frozenset()
 
 
@@ -41,7 +41,8 @@ class Summing:
         hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
         has_held = self._num_held() > 0
         unknown = frozenset(one.group for one in self._unknown_versions())
-        deaths = frozenset((link.endpoint.group, link.state.deaths) for link in self._fleet.links.all())
+        excused = self._fleet.excused
+        deaths = frozenset((one.endpoint.group, one.state.deaths, excused[one.endpoint.key]) for one in self._fleet.links.all())
         lost = frozenset(link.endpoint.group for link in self._fleet.links.all() if _draft_lost(link))
         emptied, leaves = frozenset(self._emptied()), self._fleet.draining
         return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths, lost)
@@ -97,10 +98,14 @@ class Summing:
         links = self._fleet.links.all()
         streams = self._streams()
         views = self._fleet.links.outlook.views(links)
-        return [_group(link, view, streams[link.endpoint.group]) for link, view in zip(links, views, strict=True)]
+        excused = self._fleet.excused
+        return [
+            _group(link, view, streams[link.endpoint.group], excused[link.endpoint.key])
+            for link, view in zip(links, views, strict=True)
+        ]
 
 
-def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
+def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> GroupSummary:
     """A group that neither serves nor drains is dead to this router, whatever its last report said."""
     state: Freshness = view.state if link.is_open and (link.is_serving or link.state.draining) else "dead"
     load, served = link.told.load, link.told.served
@@ -126,6 +131,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int) -> GroupSummary:
         death=link.state.death[:300],
         draft_lost=_draft_lost(link)[:300],
         model_version=served.version[:128],
+        excused=excused,
     )
 
 

@@ -31,8 +31,8 @@ def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
     return replace(group, pods=tuple(replace(pod, uid=f"uid-{pod.name}", **fields) for pod in group.pods))
 
 
-def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended") -> Fleet:
-    seen = SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death)
+def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
+    seen = SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death, excused=excused)
     return Fleet(asked=1, answered=1, groups={name: seen})
 
 
@@ -76,6 +76,29 @@ def test_routers_that_still_tell_the_former_leaders_deaths_make_no_new_ones() ->
     assert (told.recent, told.note.deaths) == (5, 0)
     died = recovery.counted(replace(anew, restarts=told.note), dead(1), POLICY, NOW)
     assert (died.recent, died.note.deaths) == (6, 1)
+
+
+def test_deaths_that_a_request_is_to_blame_for_are_taken_back_once() -> None:
+    note = recovery.counted(loading(), dead(3), POLICY, EARLIER).note
+    group = replace(loading(), restarts=note)
+    freed = recovery.counted(group, dead(3, excused=2), POLICY, NOW)
+    assert (freed.recent, freed.note.at, freed.note.deaths, freed.note.excused) == (1, (EARLIER,), 3, 2)
+    after = replace(loading(), restarts=freed.note)
+    for fleet in (dead(3, excused=2), dead(3), Fleet(), dead(3, excused=1)):
+        assert recovery.counted(after, fleet, POLICY, NOW).note == freed.note, "a router that starts anew excuses nothing twice"
+    assert recovery.counted(after, dead(4, excused=2), POLICY, NOW).note.at == (EARLIER, NOW)
+    at_once = recovery.counted(loading(), dead(1, excused=1), POLICY, NOW)
+    assert (at_once.recent, at_once.note.deaths) == (0, 1)
+
+
+def test_excuses_of_a_leader_that_is_gone_are_not_those_of_its_successor() -> None:
+    note = recovery.counted(loading(), dead(2, excused=2), POLICY, EARLIER).note
+    first, other = loading().pods
+    successor = replace(loading(), pods=(replace(first, uid="another"), other), restarts=note)
+    fresh = recovery.counted(successor, dead(0), POLICY, NOW)
+    died = recovery.counted(replace(successor, restarts=fresh.note), dead(1), POLICY, NOW)
+    assert (fresh.recent, died.recent, died.note.excused) == (0, 1, 0)
+    assert recovery.counted(replace(successor, restarts=died.note), dead(1, excused=1), POLICY, NOW).recent == 0
 
 
 @pytest.mark.parametrize(("ended", "count"), [("Error", 2), ("OOMKilled", 2), ("Completed", 0), ("ContainerStatusUnknown", 0)])
@@ -175,7 +198,7 @@ def test_a_note_that_cannot_be_read_is_none(text: str | None) -> None:
 
 
 def test_a_note_comes_back_as_it_was_written() -> None:
-    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1, EARLIER)
+    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1, EARLIER, 2)
     assert recovery.read(recovery.written(note)) == note
 
 

@@ -40,6 +40,8 @@ async def test_a_request_that_kills_groups_ends_after_the_third_and_takes_no_str
         assert "3 groups died while they computed this request" in caught.value.message
         assert [h.tokens for h in heard] == [expected(r.prompt, 60) for r in streams]
         assert sum(group.deaths for group in groups) == 3
+        excused = {group.group: world.fleet.excused[group.endpoint().key] for group in groups if group.deaths}
+        assert excused == {group.group: group.deaths for group in groups if group.deaths}, "none of them is to blame"
     sent = [submit.request for group in groups for submit in group.submitted if is_poison(submit.request)]
     assert sorted((request.epoch, request.alone) for request in sent) == [(0, False), (1, False), (2, True)]
     last = next(group for group in groups for submit in group.submitted if is_poison(submit.request) and submit.request.alone)
@@ -64,6 +66,7 @@ async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_cou
             assert (await stream).tokens == expected([1, 2, 3], 16)
         sent = [submit.request.alone for group in groups for submit in group.submitted]
         assert sent == ([False, False, True] if is_counted else [False] * 4)
+        assert sum(world.fleet.excused.values()) == (2 if is_counted else 0), "the leader of the last one knows it by itself"
 
 
 async def test_a_leader_that_leaves_the_list_did_not_die() -> None:

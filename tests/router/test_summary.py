@@ -94,6 +94,16 @@ async def test_deaths_of_a_group_are_told_at_once_and_are_not_forgotten_with_its
         assert [(group.deaths, group.state) for group in (await router.ask()).groups] == [(1, "dead")]
 
 
+async def test_deaths_that_a_request_is_to_blame_for_are_told_at_once() -> None:
+    leader = FakeLeader("a")
+    async with running_router(leader) as router:
+        assert [group.excused for group in (await router.ask()).groups] == [0]
+        asked = asyncio.create_task(router.ask(wait_s=9.0))
+        await asyncio.sleep(0)
+        router.fleet.excused[leader.endpoint().key] += 1
+        assert [group.excused for group in (await asyncio.wait_for(asked, 5)).groups] == [1]
+
+
 async def test_people_see_each_group_at_metrics_as_the_plugin_reads_it() -> None:
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT

@@ -49,14 +49,25 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     crashed = any(pod.restarts and pod.ended not in OUTSIDE for pod in group.pods)
     new = deaths - before + (max(containers - note.containers, 0) if crashed else 0)
     recent = [at for at in note.at if _counts(at, note, policy, now)]
+    excused = _excused(group, note, fleet)
+    taken_back = max(0, excused - note.excused)
     at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
-    if new:
-        return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since), len(at))
-    same = (deaths, containers) == (note.deaths, note.containers) and (not deaths or engine == note.engine)
+    at = at[: max(0, len(at) - taken_back)]
+    if new or taken_back:
+        return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since, excused), len(at))
+    same = (deaths, containers, excused) == (note.deaths, note.containers, note.excused) and (not deaths or engine == note.engine)
     if same:
         return Counted(note, len(recent))
     # Times that grew old are left where they are: to take them off is not worth a write.
-    return Counted(replace(note, engine=engine, deaths=deaths, containers=containers), len(recent))
+    return Counted(replace(note, engine=engine, deaths=deaths, containers=containers, excused=excused), len(recent))
+
+
+def _excused(group: ObservedGroup, note: Restarts, fleet: Fleet) -> int:
+    """How many deaths under the leader's pod are excused. Routers that fall silent or start anew take none of that back."""
+    seen, leader = fleet.groups.get(group.name), group.leader
+    told = seen.excused if seen else 0
+    is_same_pod = leader is None or not note.engine or note.engine.partition("/")[0] == leader.uid
+    return max(told, note.excused) if is_same_pod else told
 
 
 def _counts(at: str, note: Restarts, policy: RestartPolicy, now: str) -> bool:
@@ -209,6 +220,7 @@ def read(text: str | None) -> Restarts:
             deaths=int(fields.get("deaths", 0)),
             containers=int(fields.get("containers", 0)),
             since=str(fields.get("since", "")),
+            excused=int(fields.get("excused", 0)),
         )
     except (ValueError, TypeError, AttributeError):
         return Restarts()

@@ -41,7 +41,8 @@ class ObservedPod:
 class Restarts:
     """What is noted on a group of its restarts: when they were, and the UIDs of the pods that were deleted for the last one.
 
-    engine: which start of the leader `deaths` are counted of. containers: starts of containers that were counted. since: when the
+    engine: which start of the leader `deaths` are counted of. excused: deaths that are taken back, for a request is to blame, of
+    the leader's pod. containers: starts of containers that were counted. since: when the
     group was ready last, or made, before pods were deleted for not being ready; empty once it is ready again.
     """
 
@@ -51,6 +52,7 @@ class Restarts:
     deaths: int = 0
     containers: int = 0
     since: str = ""
+    excused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
