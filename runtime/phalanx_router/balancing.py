@@ -11,19 +11,20 @@ from dataclasses import dataclass, replace
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balance.balancer import Balancer, Decision
 from phalanx_router.balance.pingpong import OFF_S
-from phalanx_router.balance.records import Proposal, Refusal, Rung, StreamView
+from phalanx_router.balance.records import FOR_BALANCE, Proposal, Refusal, Rung, StreamView
 from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.link import LeaderLink
 from phalanx_router.links import Links
 from phalanx_router.moves.records import Over, Why
 from phalanx_router.moves.records import Proposal as Move
 from phalanx_router.moving import Moving
+from phalanx_router.route.prefixes import KeySpace
 from phalanx_router.route.view import GroupView
 from phalanx_router.run import FleetSettings, Run
 
 log = logging.getLogger(__name__)
 
-WHY: dict[Rung, Why] = {"rescue": "rescue", "migrate": "hotspot", "evacuate": "drain"}
+WHY: dict[Rung, Why] = {"rescue": "rescue", "replicate": "hotspot", "migrate": "hotspot", "evacuate": "drain"}
 TELLING_BYTES = 1 << 20
 """A copy of fewer bytes tells nothing of how fast copies are."""
 FOLLOW = 0.2
@@ -49,7 +50,7 @@ class Balancing:
         settings: FleetSettings,
         clock: Callable[[], float],
     ) -> None:
-        self.balancer = Balancer()
+        self.balancer = Balancer(holders_of=self._holders_of)
         self.last = Decision()
         self.count = Count()
         self.ticked: list[Callable[[], None]] = []
@@ -107,9 +108,11 @@ class Balancing:
         def streams_of(key: str) -> Sequence[StreamView]:
             nonlocal found
             found = found if found is not None else self._by_group()
-            return [_view_of(run) for run in found.get(key, [])]
+            return [_view_of(run, by_key.get(key)) for run in found.get(key, [])]
 
-        self.last = self.balancer.tick(self.views(), streams_of, self._clock())
+        views = self.views()
+        by_key = {view.key: view for view in views}
+        self.last = self.balancer.tick(views, streams_of, self._clock())
         named = {str(run.number): run for runs in (found or {}).values() for run in runs}
         for proposal in self.last.proposals:
             self._begin(named[proposal.stream], proposal)
@@ -121,6 +124,11 @@ class Balancing:
         self._metrics.show(self.last.hotspots, self.last.is_saturated)
         for hear in self.ticked:
             hear()
+
+    def _holders_of(self, prefix: bytes) -> list[str]:
+        """Keys of the groups that hold the page of this key."""
+        holders = frozenset(self._links.outlook.prefixes.holders(prefix))
+        return [link.key for link in self._links.all() if link.endpoint.key in holders]
 
     def _by_group(self) -> dict[str, list[Run]]:
         found: dict[str, list[Run]] = {}
@@ -159,7 +167,7 @@ class Balancing:
         if proposal is None:
             return
         now = self._clock()
-        run.balanced += is_moved and proposal.rung == "migrate"
+        run.balanced += is_moved and proposal.rung in FOR_BALANCE
         if over.num_bytes >= TELLING_BYTES and now > began:
             measured = over.num_bytes / (now - began)
             before = self._bytes_per_s if self._bytes_per_s is not None else measured
@@ -171,7 +179,8 @@ class Balancing:
                 log.warning("streams go back and forth", extra={"returns": self.balancer.pingpong.total, "off_s": OFF_S})
 
 
-def _view_of(run: Run) -> StreamView:
+def _view_of(run: Run, view: GroupView | None = None) -> StreamView:
+    """The stream as balancing sees it. `view`: of its group; then it is told whether it begins with the heaviest prefix there."""
     journal = run.stream.journal
     return StreamView(
         str(run.number),
@@ -182,4 +191,12 @@ def _view_of(run: Run) -> StreamView:
         run.moved_at,
         run.left,
         is_pinned=bool(run.move),
+        has_prefix=view is not None and _has_prefix(run, view),
     )
+
+
+def _has_prefix(run: Run, view: GroupView) -> bool:
+    """Whether the prompt begins with the heaviest prefix of its group."""
+    place = view.prefix_tokens // view.page_size - 1
+    keys = run.keys.keys(KeySpace(view.model_hash, view.page_size)) if view.prefix else ()
+    return 0 <= place < len(keys) and keys[place] == view.prefix

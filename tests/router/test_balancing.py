@@ -1,20 +1,24 @@
 """The tick of a running router: hotspots are shown and relieved, groups emptied, requests rescued, over real links."""
 
 import asyncio
+import dataclasses
 import logging
 
+import msgspec
 import pytest
 
 from phalanx_api import moves, wire
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.run import Run
 from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
-from tests.router.moving_leaders import MoveScript, MovingLeader
+from tests.router.moving_leaders import SERVED, MoveScript, MovingLeader
 
 PROMPT = list(range(1, 321))
 FULL = wire.Load(0, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0)
 TICKING = make_settings(tick_s=0.05)
 EMPTY = wire.Load(0, 0, 0, 100, 100)
+LONG_PROMPTS = wire.Load(0, 4, 0, 700, 1000, context_tokens=3000, mean_output_tokens=200.0, running_prompt_tokens=9000)
 
 
 def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
@@ -59,6 +63,21 @@ async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.Log
         assert world.registry.get_sample_value("phalanx_router_hotspot", {"group": "a", "cause": "kv"}) is None
     told = [(r.getMessage(), r.__dict__["group"], r.__dict__["cause"]) for r in caplog.records if "hotspot" in r.getMessage()]
     assert told == [("hotspot", "a", "kv"), ("hotspot over", "a", None)]
+
+
+async def test_a_hot_prefix_goes_to_another_group_with_a_stream_that_begins_with_it() -> None:
+    source, target = pair()
+    keys = PrefixKeys(root_key(SERVED.model_hash), 16).extend(PROMPT)
+    async with running_world(
+        source, target, settings=dataclasses.replace(TICKING, policy=BalancePolicy(ttft_target_s=0.5))
+    ) as world:
+        run, client = await begin(world)
+        await source.tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await world.until(lambda: world.fleet.links.outlook.prefixes.holders(keys[-1]) != [])
+        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HeavyPrefix(keys[-1], len(keys), 0.6)])
+        assert await client == expected(PROMPT, 20)
+        assert world.metric("phalanx_router_moves_proposed_total", rung="replicate") == 1
+        assert (moved(world, "hotspot"), run.balanced) == (1, 1)
 
 
 async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones() -> None:

@@ -1,6 +1,6 @@
 """One router's balancing, tick by tick: hotspots, moves within budgets, the guards, what to shed. The caller carries it out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx_api.summary import BalancePolicy, Hotspot
@@ -8,7 +8,18 @@ from phalanx_router.balance.attraction import AttractionGuard
 from phalanx_router.balance.budget import MoveBudget
 from phalanx_router.balance.causes import Targets
 from phalanx_router.balance.hotspots import HotGroup, HotspotBook, Transition
-from phalanx_router.balance.ladder import Plan, Scene, action_of, allowed, evacuate, gives_way, migrate, rescue
+from phalanx_router.balance.ladder import (
+    HOME_EVERY_S,
+    Plan,
+    Scene,
+    action_of,
+    allowed,
+    evacuate,
+    gives_way,
+    migrate,
+    replicate,
+    rescue,
+)
 from phalanx_router.balance.moving import Moving
 from phalanx_router.balance.pingpong import PingPong
 from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, StreamView
@@ -17,6 +28,12 @@ from phalanx_router.route.view import GroupView
 
 StreamsOf = Callable[[str], Sequence[StreamView]]
 """This router's streams in the group of a key. Asked for hotspots and emptied groups only."""
+HoldersOf = Callable[[bytes], Collection[str]]
+"""Keys of the groups that hold the page of this key. Asked for hotspots of one prefix only."""
+
+
+def _nobody(key: bytes) -> Collection[str]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +54,11 @@ class Balancer:
     Every proposal that is given out must be answered by `ended`.
     """
 
-    def __init__(self, policy: BalancePolicy | None = None) -> None:
+    def __init__(self, policy: BalancePolicy | None = None, holders_of: HoldersOf = _nobody) -> None:
         self.policy = policy or BalancePolicy()
+        self._holders_of = holders_of
+        self._copied: dict[bytes, float] = {}
+        """When each prefix was last brought to another group."""
         self.guard = AttractionGuard()
         self.pingpong = PingPong()
         self._book = HotspotBook()
@@ -55,6 +75,7 @@ class Balancer:
         self._hot = seen.hot
         self._begin(views, now)
         plans = self._evacuations(views, streams_of, now)
+        plans += self._replications(seen.hot, seen.is_saturated, views, streams_of, now)
         plans += self._migrations(seen.hot, seen.is_saturated, views, streams_of, now)
         best_ttft_s = min((view.backlog_s for view in staying if view.state == "fresh"), default=None)
         by_key = {view.key: view for view in views}
@@ -102,6 +123,26 @@ class Balancer:
         for view in sorted(leaving, key=lambda view: order.get(view.group, len(order))):
             if streams := [self._pin(stream, now) for stream in streams_of(view.key)]:
                 plans.append(self._take(evacuate(view, streams, self._scene(views, now)), view))
+        return plans
+
+    def _replications(
+        self, hot: dict[str, HotGroup], is_saturated: bool, views: Sequence[GroupView], streams_of: StreamsOf, now: float
+    ) -> list[Plan]:
+        """Prefixes that many ask for get another home."""
+        self._copied = {prefix: at for prefix, at in self._copied.items() if now - at < HOME_EVERY_S}
+        by_key, plans = {view.key: view for view in views}, []
+        for group in hot.values():
+            view = by_key[group.key]
+            if "prefix" not in group.causes or view.state != "fresh" or not view.prefix or view.prefix in self._copied:
+                continue
+            if (why_not := self._why_not(is_saturated, now)) is not None:
+                plans.append(Plan([], Refusal(group.key, "replicate", *why_not)))
+                continue
+            streams = [self._pin(stream, now) for stream in streams_of(group.key)]
+            plan = self._take(replicate(group, streams, self._holders_of(view.prefix), self._scene(views, now)), view)
+            if plan.proposals:
+                self._copied[view.prefix] = now
+            plans.append(plan)
         return plans
 
     def _migrations(

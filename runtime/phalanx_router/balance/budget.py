@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from phalanx_api.summary import Budgets
-from phalanx_router.balance.records import Proposal, RefusalCode, Rung
+from phalanx_router.balance.records import FOR_BALANCE, Proposal, RefusalCode, Rung
 
 TOKENS_BURST_S, BYTES_BURST_S = 4.0, 1.0
 URGENT = 2.5
@@ -75,24 +75,24 @@ class MoveBudget:
         """What stands against one more move, if something does."""
         if not (self.out_slots(source) and self.in_slots(target)):
             return "slots"
-        if rung == "migrate" and not self._tokens.is_open:
+        if rung in FOR_BALANCE and not self._tokens.is_open:
             return "tokens"
         if self._budgets.bytes_per_s is not None and not all(self._is_open(key, rung) for key in (source, target)):
             return "bytes"
         return None
 
     def _is_open(self, key: str, rung: Rung) -> bool:
-        bucket = self._bytes.get((key, rung != "migrate"))
+        bucket = self._bytes.get((key, rung not in FOR_BALANCE))
         return bucket is not None and bucket.is_open
 
     def spend(self, proposal: Proposal, num_bytes: float) -> None:
         """Counts a move that begins."""
         self._leaving[proposal.source] += 1
         self._coming[proposal.target] += 1
-        if proposal.rung == "migrate":
+        if proposal.rung in FOR_BALANCE:
             self._tokens.take(proposal.context)
         for key in (proposal.source, proposal.target):
-            if proposal.way != "recompute" and (bucket := self._bytes.get((key, proposal.rung != "migrate"))):
+            if proposal.way != "recompute" and (bucket := self._bytes.get((key, proposal.rung not in FOR_BALANCE))):
                 bucket.take(num_bytes)
 
     def end(self, proposal: Proposal) -> None:

@@ -1,23 +1,24 @@
-"""The rungs of the ladder that move running requests: migrate off a hotspot, evacuate a group, rescue what would be preempted.
+"""The rungs of the ladder that move running requests: replicate a prefix, migrate off a hotspot, evacuate a group, rescue what
+would be preempted.
 
 Each function plans for one source on views that already contain the moves under way, and changes nothing. It may plan more than
 budgets allow: whoever carries a plan out begins with its first moves, and stops where a budget ends.
-The rungs below are elsewhere: steering and late binding in `route`, shedding in `shed`. No mechanism carries pages of a prefix
-that no request needs, so a hot prefix is not replicated: newcomers are steered away from it (`route`).
+The rungs below are elsewhere: steering and late binding in `route`, shedding in `shed`. Pages go only with a request, so a prefix
+gets another home by a stream that begins with it: what came with it stays in the cache there, and newcomers choose (`route`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from phalanx_api.summary import Mode
 from phalanx_router.balance.budget import MoveBudget
-from phalanx_router.balance.copying import way_of
+from phalanx_router.balance.copying import FREEZE_S, copy_s, recompute_s, way_of
 from phalanx_router.balance.hotspots import HotGroup
-from phalanx_router.balance.projection import appeal, joined, median_itl_s
-from phalanx_router.balance.records import Proposal, Refusal, RefusalCode, Rung, StreamView, Way
-from phalanx_router.balance.targets import RESCUE_GROWTH, roomiest
-from phalanx_router.balance.victims import Scales, expected_rest, victims
+from phalanx_router.balance.projection import appeal, joined, median_itl_s, strain, without
+from phalanx_router.balance.records import FOR_BALANCE, Proposal, Refusal, RefusalCode, Rung, StreamView, Way
+from phalanx_router.balance.targets import RESCUE_GROWTH, has_room, may_take, roomiest
+from phalanx_router.balance.victims import Scales, expected_rest, may_go, victims
 from phalanx_router.route.view import GroupView
 
 REST = 0.75
@@ -27,6 +28,11 @@ SLOW = 1.95
 USUAL = 2.0
 SLOW_REST = 1.15 / USUAL
 """The same for a straggler, whose strain is its time of a step over `USUAL` times the median."""
+
+MOST_HOMES, HOME_EVERY_S = 3, 10.0
+"""Groups that hold one hot prefix, and how soon after one of them was made the next may be."""
+HOME_FREE = 0.2
+"""Of its pages, what a new home of a prefix has free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,40 @@ def migrate(source: HotGroup, streams: Sequence[StreamView], scene: Scene) -> Pl
         return _refused(view, "migrate", "no_victim", f"no request would make {view.group} and {best.group} better together")
     why = f"{view.group} is {source.cause}-bound ({source.causes[source.cause]:.2f}), {best.group} has room"
     return Plan([_proposal(stream, view, best, "migrate", "precopy", scene, why) for stream in chosen])
+
+
+def replicate(source: HotGroup, streams: Sequence[StreamView], homes: Collection[str], scene: Scene) -> Plan:
+    """The stream that brings the heaviest prefix to a group that has none of it. `homes`: keys of the groups that hold it.
+
+    Only where the first newcomer already gains: two copies of the prefix take less than to compute it there.
+    """
+    view = scene.views[source.key]
+    if len(homes) >= MOST_HOMES:
+        return _refused(view, "replicate", "no_target", f"{len(homes)} groups hold the prefix")
+    roomy = [one for one in _cool(view, scene) if one.key not in homes and one.free_share >= HOME_FREE]
+    best = min(roomy, key=lambda one: appeal(one, scene.median_itl_s), default=None)
+    if best is None:
+        return _refused(view, "replicate", "no_target", "no cool group with room is without the prefix")
+    bytes_per_s, itl_s = scene.budget.bytes_per_s(is_urgent=False), scene.itl_target_s
+    if 2 * copy_s(view.prefix_tokens, view, bytes_per_s) + FREEZE_S >= recompute_s(view.prefix_tokens, best):
+        return _refused(view, "replicate", "no_victim", f"{best.group} computes the prefix as soon as it is copied")
+    fit = [
+        stream
+        for stream in streams
+        if stream.has_prefix
+        and may_go(stream, view, bytes_per_s, scene.now)
+        and may_take(stream, view, best, scene.now)
+        and has_room(stream, best)
+        and strain(joined(best, stream.context), itl_s) <= strain(without(view, stream.context), itl_s)
+    ]
+    why = (
+        f"{best.group} gets the prefix of {view.prefix_tokens} tokens that {view.prefix_share:.0%} of {view.group}'s prompts are"
+    )
+    chosen = min(fit, key=lambda stream: (stream.context, stream.stream), default=None)
+    proposal = None if chosen is None else _proposal(chosen, view, best, "replicate", "precopy", scene, why)
+    if proposal is None or proposal.way == "recompute":
+        return _refused(view, "replicate", "no_victim", f"no stream of {view.group} can bring the prefix to {best.group}")
+    return Plan([proposal])
 
 
 def evacuate(source: GroupView, streams: Sequence[StreamView], scene: Scene) -> Plan:
@@ -111,13 +151,13 @@ def _is_very_slow(group: HotGroup, view: GroupView) -> bool:
     return "straggler" in group.causes and (view.speed >= SLOW or group.speed_rises)
 
 
-Action = Literal["none", "steer", "weigh", "requeue", "rescue", "migrate", "evacuate", "scale"]
+Action = Literal["none", "steer", "weigh", "requeue", "replicate", "rescue", "migrate", "evacuate", "scale"]
 """What is done about a hotspot: the rungs of the ladder, and `weigh`: a slow group counts as one, so it gets less."""
 RUNGS: dict[Mode, tuple[Action, ...]] = {
     "Off": (),
     "Route": ("steer", "weigh"),
     "Requeue": ("steer", "weigh", "requeue"),
-    "Migrate": ("steer", "weigh", "requeue", "rescue", "migrate", "evacuate"),
+    "Migrate": ("steer", "weigh", "requeue", "replicate", "rescue", "migrate", "evacuate"),
 }
 """What each mode allows, the lowest rung first."""
 
@@ -126,7 +166,7 @@ def allowed(action: Action, mode: Mode, is_saturated: bool) -> Action:
     """What is done where this would help: that, or less if the mode allows no more; when all are loaded only more groups do."""
     if not RUNGS[mode]:
         return "none"
-    if is_saturated and action in ("requeue", "migrate"):
+    if is_saturated and action in ("requeue", "replicate", "migrate"):
         return "scale"
     if action in RUNGS[mode]:
         return action
@@ -141,7 +181,7 @@ def action_of(group: HotGroup, view: GroupView) -> Action:
         case "prefill":
             return "requeue"
         case "prefix":
-            return "steer"
+            return "replicate"
         case "full":
             return "rescue"
         case "kv" | "decode":
@@ -157,8 +197,8 @@ def _scales(group: HotGroup, view: GroupView, scene: Scene) -> Scales:
     return Scales(scale, scene.budget.bytes_per_s(is_urgent=False), rest)
 
 
-def _coolest(source: GroupView, scene: Scene) -> GroupView | None:
-    cool = [
+def _cool(source: GroupView, scene: Scene) -> list[GroupView]:
+    return [
         view
         for key, view in scene.views.items()
         if key not in scene.hot
@@ -168,8 +208,11 @@ def _coolest(source: GroupView, scene: Scene) -> GroupView | None:
         and not view.draining
         and view.model_hash == source.model_hash
     ]
+
+
+def _coolest(source: GroupView, scene: Scene) -> GroupView | None:
     itl_s = scene.median_itl_s
-    return min(cool, key=lambda view: appeal(view, itl_s), default=None)
+    return min(_cool(source, scene), key=lambda view: appeal(view, itl_s), default=None)
 
 
 def _slots_left(key: str, proposals: Sequence[Proposal], scene: Scene) -> int:
@@ -179,7 +222,7 @@ def _slots_left(key: str, proposals: Sequence[Proposal], scene: Scene) -> int:
 def _proposal(
     stream: StreamView, source: GroupView, target: GroupView, rung: Rung, with_pages: Way, scene: Scene, why: str
 ) -> Proposal:
-    bytes_per_s = scene.budget.bytes_per_s(is_urgent=rung != "migrate")
+    bytes_per_s = scene.budget.bytes_per_s(is_urgent=rung not in FOR_BALANCE)
     way = way_of(stream.context, source, target, bytes_per_s, with_pages) if stream.generated else "recompute"
     return Proposal(stream.stream, source.key, target.key, way, rung, stream.context, bytes_per_s, why)
 

@@ -25,6 +25,7 @@ FORGET_S = 10.0
 LATELY_S = 1.0
 """How long a preemption is news."""
 NOTHING = wire.Load(0, 0, 0, 0, 0)
+NO_PREFIX = wire.HeavyPrefix(b"", 0, 0.0)
 LEAST_SPEEDUP, MOST_SPEEDUP = 0.5, MAX_DEPTH + 1.0
 """A group that tells less or more is not believed: it would propose no more, or gains more than it may propose."""
 
@@ -168,6 +169,7 @@ def make_view(
     load, unseen, live = told.load or NOTHING, told.ledger.unseen, told.ledger.live
     seen, added = (NOTHING, live) if is_blind else (load, unseen)
     held = live.pages if is_blind else load.total_pages - load.free_pages - load.reserved_pages
+    heaviest = max(seen.prefixes, key=lambda prefix: prefix.token_share, default=NO_PREFIX)
     demand = 0 if is_blind else load.waiting_pages + unseen.pages
     return GroupView(
         told.key,
@@ -195,7 +197,9 @@ def make_view(
         steps_to_full=seen.steps_to_full,
         outstanding_tokens=seen.outstanding_tokens + added.prompt_tokens + added.output_tokens,
         page_bytes=told.served.page_bytes,
-        prefix_share=max((prefix.token_share for prefix in seen.prefixes), default=0.0),
+        prefix_share=heaviest.token_share,
+        prefix=heaviest.key,
+        prefix_tokens=heaviest.pages * told.page_size,
         unseen=unseen.requests,
         max_num_seqs=load.max_num_seqs,
         is_known=told.load is not None,

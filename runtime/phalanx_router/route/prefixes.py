@@ -57,6 +57,10 @@ class PrefixIndex:
         self._held.pop(group, None)
         self._spaces.pop(group, None)
 
+    def holders(self, key: bytes) -> list[str]:
+        """The groups that find this page, and so all before it."""
+        return [group for group, held in self._held.items() if key in held]
+
     def hits(self, asked: "PromptKeys") -> dict[str, int]:
         """How many tokens of a prompt each group holds; only those that hold some."""
         found = {}

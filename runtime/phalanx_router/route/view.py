@@ -31,8 +31,9 @@ class GroupView:
     speed: measured time of a step over what groups of the same shape take; 1 is usual. speedup: by how much tokens come faster
     than one a step. steps_to_full: of a token for each request; None when nothing runs.
     page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
-    prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix. unseen: of the requests that run, those
-    that no report has told of yet. max_num_seqs: how many may run, 0 when not told. is_known: whether it has reported at all.
+    prefix_share: of the prompt tokens that came lately, the part of the heaviest prefix; prefix: the key of its last page.
+    unseen: of the requests that run, those that no report has told of yet. max_num_seqs: how many may run, 0 when not told.
+    is_known: whether it has reported at all.
     """
 
     key: str
@@ -62,6 +63,8 @@ class GroupView:
     page_bytes: int = 0
     copy_bytes_per_s: float = 1e9
     prefix_share: float = 0.0
+    prefix: bytes = b""
+    prefix_tokens: int = 0
     unseen: int = 0
     max_num_seqs: int = 0
     is_known: bool = True
@@ -99,6 +102,11 @@ class GroupView:
     def pressure(self) -> float:
         """Share of the pages that are used, reserved or wanted; above 1 some requests cannot run."""
         return (self.used_pages + self.reserved_pages + self.demand_pages) / self.total_pages
+
+    @property
+    def free_share(self) -> float:
+        """Share of the pages that nobody uses or was promised."""
+        return 1 - (self.used_pages + self.reserved_pages) / self.total_pages
 
     def ttft_s(self, missing_tokens: int) -> float:
         """Predicted time to first token of a request of which so many tokens are in no page here."""
