@@ -42,9 +42,11 @@ class Figures:
 
 def alone_s(prompt_tokens: int, shape: Shape) -> float:
     """Time to first token of a prompt in an empty group without a cache."""
-    size, model = shape.max_num_batched_tokens, shape.model
-    chunks = range(0, prompt_tokens, size)
-    return sum(model.predict(StepWork(min(size, prompt_tokens - at), 0, at)) for at in chunks)
+    size, taken_s = shape.max_num_batched_tokens, 0.0
+    for at in range(0, prompt_tokens, size):
+        count = min(size, prompt_tokens - at)
+        taken_s += shape.model.predict(StepWork(count, 0, at, count * (at + count / 2)))
+    return taken_s
 
 
 def figures(world: World, shape: Shape) -> Figures:

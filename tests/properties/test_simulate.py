@@ -15,7 +15,7 @@ from bench.replay import Arrival
 from bench.simulate.__main__ import main
 from bench.simulate.cache import PAGE
 from bench.simulate.engine import Engine, Shape
-from bench.simulate.figures import Figures, figures
+from bench.simulate.figures import Figures, alone_s, figures
 from bench.simulate.jobs import Job
 from bench.simulate.machines import ANALYTIC
 from bench.simulate.plots import PANELS, WIDTH, picture
@@ -24,7 +24,7 @@ from bench.simulate.shown import relations
 from bench.simulate.traffic import reasoning, shifted
 from bench.simulate.workloads import EVERYONE
 from bench.simulate.world import Setting, World
-from phalanx_api.cost import StepWork
+from phalanx_api.cost import StepModel, StepWork
 
 SMALL = Shape(ANALYTIC, total_pages=900, max_num_batched_tokens=256)
 
@@ -129,6 +129,19 @@ def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
         assert [job.first_s, job.last_s] == pytest.approx([times[0], times[-1]])
         gaps = [later - earlier for earlier, later in pairwise(times)]
         assert job.longest_gap_s == pytest.approx(max(gaps, default=0.0))
+
+
+@pytest.mark.parametrize("prompt", [1, 100, 256, 257, 2000])
+def test_the_time_of_a_prompt_alone_is_that_in_an_empty_group(prompt: int) -> None:
+    """Whatever a step costs: the bound of goodput is a multiple of it."""
+    every = StepModel(0.003, 1e-4, 8, 1e-7, 5e-8, row_s=1e-4, prompt_s=0.004)
+    shape = Shape(every, total_pages=10_000, max_num_batched_tokens=256)
+    engine, job, now = Engine("g", shape, 512), Job(0, 0.0, prompt, 1), 0.0
+    engine.submit(job)
+    while engine.has_work:
+        now += engine.begin()
+        engine.end(now)
+    assert job.first_s == pytest.approx(alone_s(prompt, shape))
 
 
 def test_the_command_prints_tables_and_relations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
