@@ -1,7 +1,8 @@
 """A group as its cost function: what a step computes follows the engine's rules, how long it takes the step-time function.
 
-    decodes first, one token each · then prompts within the budget, first come first served · a newcomer needs pages for all its
-    tokens · a decode that finds no page costs the latest request its pages, which is computed anew
+    decodes first, one token each · then prompts within the budget, first come first served, but one that is longer than the
+    budget leaves half of it to others · a newcomer needs pages for all its tokens and one for each request that runs · a decode
+    that finds no page costs the latest request its pages, which is computed anew; such a step starts nobody
 
 All decodes advance together, so a step costs the same whatever their number: those that need a page now are counted by the
 remainder of their context, and when each ends is known when it begins.
@@ -16,9 +17,13 @@ import numpy as np
 from bench.simulate.cache import PAGE, Pages
 from bench.simulate.jobs import Job
 from phalanx_api.cost import StepModel, StepWork
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.budget import prompt_share
 from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
 
 HISTORY = 1 << 16
+NO_LIMITS = Limits(max_model_len=1 << 30, max_num_seqs=1, max_num_batched_tokens=1)
+"""No bound of its own on the part of a step that one prompt may take."""
 MOST_OUTPUT = 4096
 """What requests allow at most."""
 
@@ -101,18 +106,20 @@ class Engine:
         self._take_pages()
         budget = self.shape.max_num_batched_tokens - len(self.decodes)
         self._chunks = []
-        attended = 0.0
+        whole, others = budget, len(self.prefills) + len(self.waiting) - 1
         for job in self.prefills:
-            budget, attended = self._chunk(job, budget, attended)
-        while self.waiting and budget > 0 and self.running < self.shape.max_num_seqs:
+            budget -= self._chunk(job, budget, whole, others)
+        while self.waiting and budget > 0 and self.running < self.shape.max_num_seqs and not self.victims:
             job = self.waiting[0]
             hits = self.pages.hit_blocks(job)
-            if self.pages.needed(job, hits) > self.pages.free and self.running:
+            if self.pages.needed(job, hits) + self.running > self.pages.free and self.running:
                 break
             self.waiting.popleft()
             self._admit(job, hits)
-            budget, attended = self._chunk(job, budget, attended)
+            budget -= self._chunk(job, budget, whole, others)
+        self._lengthen(budget)
         prompt = sum(count for _, count in self._chunks)
+        attended = sum(count * (job.computed + count / 2) for job, count in self._chunks)
         self.last_work = StepWork(prompt, len(self.decodes), self.context_tokens, attended)
         self.last_step_s = self.slow * self.shape.model.predict(self.last_work)
         return self.last_step_s
@@ -175,16 +182,18 @@ class Engine:
         return [job for job in latest[:-1] if self.rest(job, mean_output) > steps]
 
     def latest(self) -> Job | None:
-        """The request that would be preempted next."""
+        """The decode that would be preempted next."""
         return max(self.decodes.values(), key=lambda job: job.number, default=None)
 
     def _take_pages(self) -> None:
         """A page for each decode that needs one, from the latest requests if there is no other."""
         while (needed := self._phases[self.step % PAGE]) > self.pages.free:
-            victim = self.latest()
-            if victim is None:
-                return
-            self._leave(victim)
+            victim = max((*self.decodes.values(), *self.prefills), key=lambda job: job.number)
+            if victim.number in self.decodes:
+                self._leave(victim)
+            else:
+                self.prefills.remove(victim)
+                self.pages.end(victim, victim.own_pages)
             victim.preemptions += 1
             victim.computed = 0
             self.preemptions += 1
@@ -194,12 +203,20 @@ class Engine:
         if needed:
             self.pages.grow(needed)
 
-    def _chunk(self, job: Job, budget: int, attended: float) -> tuple[int, float]:
-        count = min(budget, job.tokens - job.computed)
-        if count <= 0:
-            return budget, attended
-        self._chunks.append((job, count))
-        return budget - count, attended + count * (job.computed + count / 2)
+    def _chunk(self, job: Job, budget: int, whole: int, others: int) -> int:
+        """Puts the next tokens of a prompt into the step: how many."""
+        missing = job.tokens - job.computed
+        count = min(budget, missing, prompt_share(NO_LIMITS, whole, missing, others))
+        if count > 0:
+            self._chunks.append((job, count))
+        return max(0, count)
+
+    def _lengthen(self, budget: int) -> None:
+        """Gives what is left of the budget to prompts that were cut to their share."""
+        for place, (job, count) in enumerate(self._chunks):
+            more = min(budget, job.tokens - job.computed - count)
+            self._chunks[place] = job, count + more
+            budget -= more
 
     def _admit(self, job: Job, hits: int) -> None:
         self.pages.begin(job, hits)

@@ -85,11 +85,18 @@ class PlainEngine:
         decodes = [(job, times) for job, times in live if times]
         budget = self.shape.max_num_batched_tokens - len(decodes)
         chunks = []
-        for job, times in live:
-            if not times and budget > 0:
-                count = min(budget, job.prompt_tokens - self.computed[job.number])
+        prompts = [(job, times, job.prompt_tokens - self.computed[job.number]) for job, times in live if not times]
+        half = (budget + 1) // 2 if len(prompts) > 1 else budget
+        whole = budget
+        for job, times, missing in prompts:
+            if budget > 0:
+                count = min(budget, missing if missing <= whole else half)
                 budget -= count
                 chunks.append((job, times, count))
+        for place, (job, times, count) in enumerate(chunks):
+            more = min(budget, job.prompt_tokens - self.computed[job.number] - count)
+            chunks[place] = job, times, count + more
+            budget -= more
         context = sum(job.prompt_tokens + len(times) - 1 for job, times in decodes)
         context += sum(self.computed[job.number] for job, _, _ in chunks)
         attended = sum(count * (self.computed[job.number] + count / 2) for job, _, count in chunks)
