@@ -6,6 +6,7 @@ from bench.simulate.cache import PAGE
 from bench.simulate.engine import Engine
 from bench.simulate.jobs import Job
 from phalanx_api import wire
+from phalanx_api.cost import attended
 from phalanx_router.balance.records import StreamView
 from phalanx_router.route.speed import scaled
 
@@ -37,6 +38,8 @@ class Reporter:
         engine, pages, model = self.engine, self.engine.pages, self.engine.shape.model
         self._sequence += 1
         missing = [job.tokens - pages.hit_blocks(job) * pages.block_tokens for job in engine.waiting]
+        behind = [attended(job.tokens, job.tokens - count) for job, count in zip(engine.waiting, missing, strict=True)]
+        behind += [attended(job.tokens, job.computed) for job in engine.prefills]
         return wire.Load(
             len(engine.waiting),
             engine.running,
@@ -60,6 +63,7 @@ class Reporter:
             mean_output_tokens=self.output,
             max_num_batched_tokens=engine.shape.max_num_batched_tokens,
             max_num_seqs=engine.shape.max_num_seqs,
+            prompt_attended=sum(behind),
         )
 
     def _steps_to_full(self) -> float | None:

@@ -94,6 +94,11 @@ class StepModel:
         return free + int((room_s - attended_s) / each_s)
 
 
+def attended(tokens: int, held: int = 0) -> float:
+    """What attention has to do for the tokens of a sequence behind those held: the sum of their contexts."""
+    return (tokens * tokens - held * held) / 2
+
+
 def hung_after_s(predicted_s: float | None) -> float:
     """After how many seconds a step that should take `predicted_s` is hung: max(10 s, 5 times that)."""
     return max(HUNG_FLOOR_S, HUNG_FACTOR * predicted_s) if predicted_s is not None else HUNG_FLOOR_S

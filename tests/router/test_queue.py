@@ -1,6 +1,7 @@
 """Who waits at the router, in which order, for how long, and who is refused: the queue, its bounds, late binding, requeueing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -208,6 +209,11 @@ def test_retry_after_is_the_time_to_drain() -> None:
     assert two == pytest.approx(one / 2)
     assert one == pytest.approx(100 * 2000 * group("a", running=8).token_s + 100 * 50 * group("a", running=8).itl_s / 8)
     assert drain_s(queue, []) is None
+    attends = replace(group("a", running=8), model=replace(MODEL, attention_s=1e-7))
+    assert drain_s(queue, [attends]) == pytest.approx(one + 100 * 1e-7 * 2000**2 / 2)
+    for ticket in range(1, 101):
+        queue.remove(ticket)
+    assert (queue.tokens, queue.attended) == (0, 0)
 
 
 def taken_back(own: GroupView, *takers: GroupView, now: float = 1.0) -> list[int]:

@@ -213,8 +213,9 @@ def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
 
 
 def test_what_a_request_adds() -> None:
-    assert sent_of(make_request(range(40), max_tokens=16), page_size=16, hit_tokens=16) == Sent(24, 40, 2, 16)
-    assert sent_of(make_request(range(32), max_tokens=16), page_size=16, hit_tokens=32) == Sent(1, 32, 1, 16)
+    many, few = make_request(range(40), max_tokens=16), make_request(range(32), max_tokens=16)
+    assert sent_of(many, page_size=16, hit_tokens=16) == Sent(24, 40, 2, 16, (40**2 - 16**2) / 2)
+    assert sent_of(few, page_size=16, hit_tokens=32) == Sent(1, 32, 1, 16, (32**2 - 31**2) / 2)
 
 
 def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:

@@ -1,8 +1,10 @@
 """What follows from the numbers of a group."""
 
+from dataclasses import replace
+
 import pytest
 
-from phalanx_api.cost import StepModel
+from phalanx_api.cost import StepModel, attended
 from phalanx_router.route.view import GroupView
 
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=0.0, attention_s=0.0)
@@ -12,13 +14,27 @@ def test_a_prompt_waits_for_what_is_queued_and_costs_what_is_missing() -> None:
     view = GroupView("g", model=MODEL, room=100, queued_prompt_tokens=1000)
     assert view.token_s == pytest.approx(2e-4)  # 0.01 s and 100 tokens of 1e-4 s, over 100 tokens
     assert view.backlog_s == pytest.approx(0.2)
-    assert view.ttft_s(500) == pytest.approx(0.3)
+    assert view.prompt_s(500) == pytest.approx(0.1)
+    assert view.prompt_s(500, 300) == pytest.approx(0.04)
+    assert view.prompt_s(500, 500) == view.prompt_s(1) == view.token_s, "the last token is computed whatever pages hold"
+
+
+def test_attention_makes_long_prompts_dearer_than_many_short_ones() -> None:
+    attends = replace(MODEL, attention_s=1e-6)
+    plain = GroupView("g", model=MODEL, room=100)
+    one = GroupView("g", model=attends, room=100, speed=2.0, queued_prompt_tokens=1000, queued_attended=attended(1000))
+    many = replace(one, queued_attended=10 * attended(100))
+    assert one.backlog_s == pytest.approx(2 * (1000 * plain.token_s + 0.5))
+    assert many.backlog_s == pytest.approx(2 * (1000 * plain.token_s + 0.05))
+    assert one.prompt_s(1000) == pytest.approx(one.backlog_s)
+    assert one.prompt_s(1000, 600) == pytest.approx(2 * (400 * plain.token_s + 1e-6 * (1000**2 - 600**2) / 2))
 
 
 def test_a_slow_group_costs_more_in_everything() -> None:
     usual, slow = (GroupView("g", model=MODEL, speed=s, queued_prompt_tokens=10, running=4) for s in (1.0, 2.0))
     assert slow.itl_s == pytest.approx(2 * usual.itl_s)
-    assert slow.ttft_s(7) == pytest.approx(2 * usual.ttft_s(7))
+    assert slow.backlog_s == pytest.approx(2 * usual.backlog_s)
+    assert slow.prompt_s(7) == pytest.approx(2 * usual.prompt_s(7))
 
 
 def test_pressure_counts_what_is_used_promised_and_wanted() -> None:

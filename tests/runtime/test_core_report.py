@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.cost import attended
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.heavy import HeavyPrefixes, depths
@@ -63,11 +64,14 @@ def test_prompt_tokens_are_counted_less_what_the_cache_holds() -> None:
     assert (engine.load().waiting_prompt_tokens, engine.load().waiting_pages) == (40, 10)
     engine.step()
     assert (engine.load().waiting_prompt_tokens, engine.load().running_prompt_tokens) == (0, 8)
+    assert engine.load().prompt_attended == attended(40, 32)
     engine.submit(2, make_request([*PROMPT, 1, 2, 3, 4], 2))
     load = engine.load()
     assert load.waiting_prompt_tokens == 4, "the other ten pages are being computed"
     assert load.waiting_pages == 1
+    assert load.prompt_attended == attended(40, 32) + attended(44, 40)
     engine.finish()
+    assert engine.load().prompt_attended == 0
     engine.submit(3, make_request([*PROMPT, 1, 2, 3, 4, 5, 6], 2))
     load = engine.load()
     assert (load.waiting_prompt_tokens, load.waiting_pages) == (2, 12), "cached pages are free until somebody holds them"

@@ -11,6 +11,7 @@ from bench.simulate.jobs import Job
 from bench.simulate.report import stream_of
 from bench.simulate.scene import Scene, Send, Wish
 from phalanx_api import wire
+from phalanx_api.cost import attended
 from phalanx_api.summary import BalancePolicy, GroupSummary, Histogram, RouterSummary
 from phalanx_router.balance.balancer import Balancer, Decision
 from phalanx_router.balance.records import Proposal, StreamView
@@ -161,7 +162,8 @@ class Ours:
 
     def _enter(self, job: Job, group: int, hit_tokens: int, now: float) -> None:
         missing = max(1, job.tokens - hit_tokens)
-        sent = Sent(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated)
+        behind = attended(job.tokens, job.tokens - missing)
+        sent = Sent(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated, behind)
         self._told[group].ledger.dispatch(job.handle, sent, now)
 
     def started(self, job: Job, group: int, now: float) -> None:

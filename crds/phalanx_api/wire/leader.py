@@ -182,6 +182,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     speculation: SpeculationCounts = SpeculationCounts()
     speedup: float = 1.0
     """By how much tokens of running requests come faster than one in each step without proposals, lately."""
+    prompt_attended: float = 0.0
+    """Of the prompt tokens not yet computed, waiting or running: the sum of the contexts that they will have."""
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ def copy_s(context: float, source: GroupView, bytes_per_s: float | None) -> floa
 
 def recompute_s(context: int, target: GroupView) -> float:
     """Seconds to compute so many tokens at the target."""
-    return context * target.token_s + context * context * target.model.attention_s * target.speed / 2
+    return target.prompt_s(context)
 
 
 def way_of(context: int, source: GroupView, target: GroupView, bytes_per_s: float | None, with_pages: Way) -> Way:

@@ -50,9 +50,9 @@ def drain_s(queue: RequestQueue, views: Sequence[GroupView]) -> float | None:
     known = [view for view in views if view.is_known and not view.draining and not is_stale(view.state)]
     if not known:
         return None
-    prompt_s = sum(view.token_s for view in known) / len(known)
+    prompt_s = sum(queue.tokens * view.token_s + queue.attended * view.attend_s for view in known) / len(known)
     token_s = sum(view.itl_s / max(1, view.running) for view in known) / len(known)
     usual = sum(view.mean_output_tokens or UNKNOWN_OUTPUT for view in known) / len(known)
     outputs = min(float(queue.output_tokens), usual * queue.num_newcomers)
-    seconds = (queue.tokens * prompt_s + outputs * token_s) / len(known)
+    seconds = (prompt_s + outputs * token_s) / len(known)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))

@@ -58,7 +58,7 @@ class Terms(NamedTuple):
 def terms(view: GroupView, newcomer: Newcomer, hit_tokens: int, urgency: float = 1.0) -> Terms:
     """What the newcomer costs there if so many of its tokens are in pages already. `urgency`: the newcomer's."""
     missing = max(1, newcomer.prompt_tokens - hit_tokens)
-    own_s = missing * view.token_s
+    own_s = view.prompt_s(newcomer.prompt_tokens, hit_tokens)
     output = min(newcomer.output_tokens, view.mean_output_tokens or UNKNOWN_OUTPUT)
     grown_s = view.grown_itl_s(newcomer.prompt_tokens)
     over = view.pressure + missing / (view.page_size * view.total_pages) - PAGES_FROM

@@ -13,6 +13,7 @@ to wait for its word would stop the router. One that never reported is fresh unt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx_api.cost import attended
 from phalanx_router.route.choose import Choice, NoChoice, choose, in_turn
 from phalanx_router.route.cost import Newcomer, terms
 from phalanx_router.route.queue import RequestQueue, Waiting
@@ -76,7 +77,7 @@ def has_room(view: GroupView) -> bool:
 
 def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) -> Dispatch | None:
     """The next request that leaves the queue, and where it goes. The caller sends it, and asks again with new views."""
-    held: dict[str, int] = {}
+    held: dict[str, Burden] = {}
     looked = 0
     for waiting in queue.in_turn():
         views = known.views_of(waiting)
@@ -87,12 +88,12 @@ def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) ->
         looked += 1
         if not waiting.has_begun and not any(map(is_open, views)):
             continue
-        seen = [_burdened(view, held[view.key]) if view.key in held else view for view in views]
+        seen = [_burdened(view, held.get(view.key)) for view in views]
         choice = _choose(waiting, seen, known, now, draw)
         if isinstance(choice, Choice):
             return Dispatch(waiting, choice)
         if choice is not None:
-            held[choice.key] = held.get(choice.key, 0) + max(1, waiting.newcomer.prompt_tokens - choice.hit_tokens)
+            held[choice.key] = held.get(choice.key, NO_BURDEN).plus(waiting.newcomer, choice.hit_tokens)
     return None
 
 
@@ -154,7 +155,8 @@ def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now:
     """
     found: list[Requeue] = []
     taken: dict[str, int] = {}
-    added: dict[str, int] = {}
+    left: dict[str, Burden] = {}
+    added: dict[str, Burden] = {}
     owns = {view.key: view for view in there}
     for sat in sorted(sats, key=lambda sat: -sat.since):
         own = owns.get(sat.key)
@@ -164,14 +166,16 @@ def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now:
         excluded = known.excluded_of(sat.waiting)
         views = known.views_of(sat.waiting)
         others = [view for view in views if view.key != sat.key and view.key not in excluded and is_open(view)]
-        others = [_burdened(view, added.get(view.key, 0)) for view in others if view.state == "fresh" and not view.draining]
+        others = [_burdened(view, added.get(view.key)) for view in others if view.state == "fresh" and not view.draining]
         if not others:
             continue
-        stay_s = _cost(_burdened(own, -newcomer.prompt_tokens * (1 + taken.get(sat.key, 0))), newcomer, hits)
+        gone = left.get(sat.key, NO_BURDEN).less(newcomer)
+        stay_s = _cost(_burdened(own, gone), newcomer, hits)
         best_s, best = min((_cost(view, newcomer, hits), view.key) for view in others)
         if is_much_better(best_s, stay_s):
             taken[sat.key] = taken.get(sat.key, 0) + 1
-            added[best] = added.get(best, 0) + newcomer.prompt_tokens
+            left[sat.key] = gone
+            added[best] = added.get(best, NO_BURDEN).plus(newcomer)
             found.append(Requeue(sat, f"{stay_s:.2f} s there, {best_s:.2f} s elsewhere"))
     return found
 
@@ -180,8 +184,30 @@ def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int]) -> float
     return terms(view, newcomer, hits.get(view.key, 0)).total_s
 
 
-def _burdened(view: GroupView, prompt_tokens: int) -> GroupView:
-    """The group with so many more prompt tokens to compute first."""
-    if not prompt_tokens:
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """Prompt tokens that a group has to compute beside those of its view, and the sum of their contexts."""
+
+    tokens: int = 0
+    attended: float = 0.0
+
+    def plus(self, newcomer: Newcomer, hit_tokens: int = 0) -> "Burden":
+        """With another prompt, of which the group holds so many tokens."""
+        tokens = newcomer.prompt_tokens
+        held = min(hit_tokens, tokens - 1)
+        return Burden(self.tokens + tokens - held, self.attended + attended(tokens, held))
+
+    def less(self, newcomer: Newcomer) -> "Burden":
+        """Without a prompt of which the group holds nothing."""
+        return Burden(self.tokens - newcomer.prompt_tokens, self.attended - attended(newcomer.prompt_tokens))
+
+
+NO_BURDEN = Burden()
+
+
+def _burdened(view: GroupView, burden: Burden | None) -> GroupView:
+    """The group with this much more to compute first."""
+    if burden is None:
         return view
-    return replace(view, queued_prompt_tokens=max(0, view.queued_prompt_tokens + prompt_tokens))
+    tokens = max(0, view.queued_prompt_tokens + burden.tokens)
+    return replace(view, queued_prompt_tokens=tokens, queued_attended=max(0.0, view.queued_attended + burden.attended))

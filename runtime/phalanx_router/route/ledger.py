@@ -10,23 +10,29 @@ from collections import deque
 from dataclasses import dataclass
 
 from phalanx_api import wire
+from phalanx_api.cost import attended
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a request adds to a group: prompt tokens that no page there holds, tokens of context, pages, output tokens at most."""
+    """What a request adds to a group: prompt tokens that no page there holds, tokens of context, pages, output tokens at most.
+
+    attended: the sum of the contexts of those prompt tokens.
+    """
 
     prompt_tokens: int = 0
     context_tokens: int = 0
     pages: int = 0
     output_tokens: int = 0
+    attended: float = 0.0
 
 
 def sent_of(request: wire.Request, page_size: int, hit_tokens: int = 0) -> Sent:
     """What this request adds to a group whose pages hold so many of its tokens."""
     context, given = len(request.prompt) + len(request.delivered), len(request.delivered)
     missing = max(1, context - hit_tokens)
-    return Sent(missing, context, -(-missing // page_size), max(0, request.sampling.max_tokens - given))
+    behind = attended(context, context - missing)
+    return Sent(missing, context, -(-missing // page_size), max(0, request.sampling.max_tokens - given), behind)
 
 
 @dataclass(slots=True)
@@ -38,6 +44,7 @@ class Sums:
     context_tokens: int = 0
     pages: int = 0
     output_tokens: int = 0
+    attended: float = 0.0
 
     def add(self, sent: Sent, times: int = 1) -> None:
         """Adds a request, or with `times` -1 takes it off again."""
@@ -46,6 +53,7 @@ class Sums:
         self.context_tokens += times * sent.context_tokens
         self.pages += times * sent.pages
         self.output_tokens += times * sent.output_tokens
+        self.attended += times * sent.attended
 
 
 class Ledger:

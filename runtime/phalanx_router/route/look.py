@@ -185,6 +185,7 @@ def make_view(
         waiting=seen.waiting,
         running=seen.running + added.requests,
         queued_prompt_tokens=seen.waiting_prompt_tokens + seen.running_prompt_tokens + unseen.prompt_tokens,
+        queued_attended=max(0.0, seen.prompt_attended + unseen.attended),
         context_tokens=seen.context_tokens + added.context_tokens,
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
         mean_output_tokens=mean_output_tokens,

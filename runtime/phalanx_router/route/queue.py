@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from phalanx_api.cost import attended
 from phalanx_router.route.cost import Newcomer
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
@@ -41,10 +42,12 @@ class Waiting:
 
 
 class RequestQueue:
-    """All that wait, by ticket. `tokens`: of prompts; `output_tokens`: that they may have at most; both without begun streams."""
+    """All that wait, by ticket. `tokens`: of prompts; `attended`: the sum of their contexts; `output_tokens`: that they may have
+    at most; all without begun streams."""
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.attended = 0.0
         self.output_tokens = 0
         self._all: dict[int, Waiting] = {}
         self._begun: dict[str, dict[int, Waiting]] = {}
@@ -79,6 +82,7 @@ class RequestQueue:
             self._num_begun += 1
             return
         self.tokens += waiting.newcomer.prompt_tokens
+        self.attended += attended(waiting.newcomer.prompt_tokens)
         self.output_tokens += waiting.newcomer.output_tokens
         self._lift(waiting.tenant)
         lane = self._bands.setdefault(waiting.priority, {}).setdefault(waiting.tenant, {})
@@ -94,6 +98,7 @@ class RequestQueue:
             _drop(self._begun, waiting.kind, ticket)
             return True
         self.tokens -= waiting.newcomer.prompt_tokens
+        self.attended -= attended(waiting.newcomer.prompt_tokens)
         self.output_tokens -= waiting.newcomer.output_tokens
         band = self._bands[waiting.priority]
         _drop(band, waiting.tenant, ticket)

@@ -1,8 +1,8 @@
 """What the router knows of a group when it chooses or moves, and what follows from it: backlog, time to first token, pressure.
 
     token_s    = speed * t(room, B, C) / room        what one prompt token costs there, t of `phalanx_api.cost`
-    backlog_s  = queued_prompt_tokens * token_s      what is to be computed before a newcomer
-    ttft_s(m)  = backlog_s + m * token_s             predicted time to first token when m tokens are in no page there
+    prompt_s   = (n - held) * token_s + speed * a * (n^2 - held^2) / 2      a prompt of n tokens of which pages hold some
+    backlog_s  = the same over all prompt tokens that are to be computed before a newcomer, a its cost of attention
     step_s     = speed * t(p, B, C)                  time of a step without proposals
     itl_s      = step_s / speedup                    time between tokens, which come faster where some are proposed
     pressure   = (used + reserved + waiting demand) / all pages
@@ -14,7 +14,7 @@ its steps yet is taken for one that costs `UNKNOWN`.
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx_api.cost import StepModel, StepWork
+from phalanx_api.cost import StepModel, StepWork, attended
 from phalanx_api.summary import Freshness
 
 UNKNOWN = StepModel(fixed_s=0.02, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
@@ -27,7 +27,8 @@ class GroupView:
 
     key: leader pod, connection and incarnation; a group that came back is another key, so that its past failure no longer counts.
     room: tokens that a step may hold. used_pages: held by running requests. demand_pages: what waiting ones will need.
-    queued_prompt_tokens: not computed yet, of waiting and running requests. prompt_tokens_per_step, mean_output_tokens: lately.
+    queued_prompt_tokens: not computed yet, of waiting and running requests; queued_attended: the sum of their contexts.
+    prompt_tokens_per_step, mean_output_tokens: lately.
     speed: measured time of a step over what groups of the same shape take; 1 is usual. speedup: by how much tokens come faster
     than one a step. steps_to_full: of a token for each request; None when nothing runs.
     page_bytes: of all ranks together; 0 is not told, and copies are taken for free. copy_bytes_per_s: what transfers reach.
@@ -49,6 +50,7 @@ class GroupView:
     waiting: int = 0
     running: int = 0
     queued_prompt_tokens: int = 0
+    queued_attended: float = 0.0
     context_tokens: int = 0
     prompt_tokens_per_step: float = 0.0
     mean_output_tokens: float = 0.0
@@ -79,7 +81,17 @@ class GroupView:
     @cached_property
     def backlog_s(self) -> float:
         """Seconds until a newcomer's first prompt token is computed."""
-        return self.queued_prompt_tokens * self.token_s
+        return self.queued_prompt_tokens * self.token_s + self.attend_s * self.queued_attended
+
+    @property
+    def attend_s(self) -> float:
+        """Seconds for each token of context of a prompt token."""
+        return self.speed * self.model.attention_s
+
+    def prompt_s(self, tokens: int, held: int = 0) -> float:
+        """Seconds to compute a prompt of so many tokens of which pages hold the first ones; of one token at least."""
+        held = max(0, min(held, tokens - 1))
+        return (tokens - held) * self.token_s + self.attend_s * attended(tokens, held)
 
     @cached_property
     def step_s(self) -> float:
@@ -107,7 +119,3 @@ class GroupView:
     def free_share(self) -> float:
         """Share of the pages that nobody uses or was promised."""
         return 1 - (self.used_pages + self.reserved_pages) / self.total_pages
-
-    def ttft_s(self, missing_tokens: int) -> float:
-        """Predicted time to first token of a request of which so many tokens are in no page here."""
-        return self.backlog_s + missing_tokens * self.token_s

@@ -12,7 +12,7 @@ cache spares are of the last look at each.
 from dataclasses import astuple
 
 from phalanx_api import wire
-from phalanx_api.cost import StepModel
+from phalanx_api.cost import StepModel, attended
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.making import Making
@@ -99,6 +99,8 @@ class Reporter:
         self._sequence += 1
         pool, sharing, waiting = self._sharing.pool, self._sharing, self._queue.waiting
         running = [request for request in self._seats.running if not request.gone]
+        left = [_left_to_compute(request) for request in running]
+        behind = (attended(len(one.tokens), len(one.tokens) - count) for one, count in zip(running, left, strict=True) if count)
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return wire.Load(
             len(self._queue),
@@ -116,7 +118,7 @@ class Reporter:
             last_handle=self.last_handle,
             reserved_pages=reserved_pages,
             waiting_prompt_tokens=waiting.missing,
-            running_prompt_tokens=sum(_left_to_compute(request) for request in running),
+            running_prompt_tokens=sum(left),
             waiting_pages=waiting.pages,
             context_tokens=sum(request.computed for request in running),
             oldest_wait_s=waiting.oldest_s(now),
@@ -133,6 +135,7 @@ class Reporter:
             max_num_seqs=self._limits.max_num_seqs,
             speculation=speculation,
             speedup=self.speedup,
+            prompt_attended=waiting.attended + sum(behind),
         )
 
     def _rest(self, request: Request) -> float:

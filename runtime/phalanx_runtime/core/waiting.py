@@ -6,6 +6,7 @@ How many tokens of a request the cache spares changes while it waits: `looked` p
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx_api.cost import attended
 from phalanx_runtime.core.request import Request
 
 
@@ -31,6 +32,8 @@ class Waiting:
         """Tokens to compute and output tokens still allowed."""
         self.missing = 0
         """Tokens to compute before the first one can be drawn, less what the cache held when a request was last looked at."""
+        self.attended = 0.0
+        """The sum of the contexts of the tokens to compute."""
         self.pages = 0
         """Pages that they will take off the free ones, by the same look."""
         self._page_size = page_size
@@ -71,4 +74,5 @@ class Waiting:
         self.tokens += change * weight.tokens
         self.outstanding += change * weight.outstanding
         self.missing += change * weight.missing
+        self.attended += change * attended(weight.tokens, weight.tokens - weight.missing)
         self.pages += change * weight.pages
