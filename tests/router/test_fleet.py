@@ -119,6 +119,21 @@ async def test_a_stream_is_replayed_a_bounded_number_of_times() -> None:
         assert caught.value.code == "too_many_replays"
 
 
+async def test_the_fourth_loss_of_a_stream_ends_it_with_its_reason() -> None:
+    """Whatever the causes: these lie outside of the groups, so nobody asks whether the request killed them."""
+    groups = [FakeLeader(name, Script(hold_at=1)) for name in "abcde"]
+    async with running_world(*groups) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for number, group in enumerate(groups[:4]):
+            await world.until(partial(has_stepped, group))
+            await group.tell(wire.State(False, 2, f"its node went, {number}", cause="outside"))
+        with pytest.raises(BackendError, match="lost its group 4 times; last: group d: its node went, 3") as caught:
+            await stream
+        assert (caught.value.status, caught.value.code) == (503, "too_many_replays")
+        assert world.metric("phalanx_router_replays_total") == 3
+    assert groups[4].submitted == []
+
+
 def refusing(status: int, code: str, first: int = 10**9) -> Callable[[wire.Submit], wire.Refused | None]:
     """Refuses the first so many submits."""
     left = iter(range(first))

@@ -302,6 +302,18 @@ def test_a_full_pool_refuses_a_move() -> None:
     assert engine.carrier.of("expect") == []
 
 
+def test_of_two_routers_that_want_the_same_room_the_first_gets_it() -> None:
+    engine = Engine(num_pages=16)
+    engine.turn(wire.Prepare("of one", make_request(30, 20)), wire.Prepare("of another", make_request(30, 20, seed=3)), times=2)
+    assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["of one"]
+    assert [(failed.move, failed.code) for failed in engine.of(moves.MoveFailed)] == [("of another", "no_room")]
+    engine.turn(moves.Cancel("of one"), told=both(copying.Forgotten("of one")), times=2)
+    engine.turn(wire.Prepare("of another", make_request(30, 20, seed=3)), times=2)
+    assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["of one"], "a move that is over is not prepared again"
+    engine.turn(wire.Prepare("a third", make_request(30, 20, seed=3)), times=2)
+    assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["of one", "a third"]
+
+
 def test_a_request_that_fits_only_without_reserved_pages_waits_without_spinning() -> None:
     engine = Engine(num_pages=16)
     engine.turn(wire.Prepare("m", make_request(30, 20)), times=2)
