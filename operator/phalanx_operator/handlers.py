@@ -10,9 +10,26 @@ from phalanx_api import inference_service as api
 from phalanx_operator.store import Key
 
 
+class NoDiffs(kopf.DiffBaseStorage):
+    """Nothing is compared with what was handled last: kopf would copy every object at every event for it."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """See DiffBaseStorage."""
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> kopf.BodyEssence | None:
+        """See DiffBaseStorage."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """See DiffBaseStorage."""
+
+
 def registry(wake: Callable[[Key], None]) -> kopf.OperatorRegistry:
-    """Handlers that wake a service when anything about it changes."""
+    """Handlers that wake a service when it is new, its spec changes, or it is deleted. That its status changed wakes nobody: we
+    wrote it, and a look that writes a status and nothing else would find nothing to do if it came again."""
     handlers = kopf.OperatorRegistry()
+    known: dict[Key, tuple[Any, ...]] = {}
 
     @kopf.on.startup(registry=handlers)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -20,10 +37,16 @@ def registry(wake: Callable[[Key], None]) -> kopf.OperatorRegistry:
         settings.watching.server_timeout = 300
         settings.watching.connect_timeout = 30
         settings.networking.request_timeout = 60
+        settings.persistence.diffbase_storage = NoDiffs()
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=handlers)
-    async def changed(namespace: str | None, name: str, **_: Any) -> None:  # kopf would run another in a thread
-        wake((namespace or "", name))
+    async def changed(namespace: str | None, name: str, type: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+        key, former = (namespace or "", name), known.pop((namespace or "", name), None)
+        now = meta.get("uid"), meta.get("generation"), meta.get("deletionTimestamp")
+        if type != "DELETED":
+            known[key] = now
+        if type == "DELETED" or now != former:
+            wake(key)
 
     @kopf.on.login(registry=handlers)
     def login(**kwargs: Any) -> Mapping[str, Any] | None:

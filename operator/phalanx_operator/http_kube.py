@@ -1,13 +1,13 @@
 """The KubeClient over HTTP, on the official client's sessions: kubeconfig or ServiceAccount, TLS, tokens that are renewed."""
 
 import asyncio
-import json
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
@@ -132,7 +132,7 @@ class HttpKube:
             method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout_s=REQUEST_TIMEOUT_S
         )
         try:
-            answer: Json = json.loads(await response.read())
+            answer: Json = msgspec.json.decode(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
         return answer
@@ -171,7 +171,7 @@ async def _events(content: aiohttp.StreamReader, silence_s: float) -> AsyncItera
             line = await content.readline()
         if not line:
             return
-        event: Json = json.loads(line)
+        event: Json = msgspec.json.decode(line)
         if event["type"] == "ERROR":
             status = event["object"]
             raise failure(int(status.get("code", 500)), "watch", str(status.get("message", "")))
@@ -182,7 +182,7 @@ def failure(status: int, what: str, text: str) -> KubeError:
     """The error for an answer of the API server. `text` is its body: a Status object, or whatever a proxy says."""
     message, reason = text[:500], ""
     try:
-        answer = json.loads(text)
+        answer = msgspec.json.decode(text)
         message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
     except (ValueError, AttributeError):
         pass

@@ -37,13 +37,13 @@ from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
 from phalanx_operator.events import Note, Notes
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
+from phalanx_operator.manifests import Manifests
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import Children
 from phalanx_operator.offers import ASK_AGAIN_S, RETRY_S, Offers
 from phalanx_operator.refusals import Refusals
 from phalanx_operator.render import gangs, names
 from phalanx_operator.render.gangs import Gang
-from phalanx_operator.render.revision import revision
 from phalanx_operator.shared import EXPOSE_AGAIN_S
 from phalanx_operator.store import Key
 from phalanx_operator.turns import Turns
@@ -69,6 +69,7 @@ class Reconciler:
     routers: Routers
     offers: Offers
     refusals: Refusals
+    manifests: Manifests = field(default_factory=Manifests)
     now: Callable[[], str] = utc_now
     clock: Callable[[], float] = time.monotonic
     minds: dict[Key, Mind] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Reconciler:
         self.children.prune(key)
         self.children.count_pods(key, self.now())
         snapshot = observe.snapshot(body, self.children)
-        parsed = api.parse(body)
+        parsed = self.manifests.read(body)
         if isinstance(parsed, list):
             await self._write(snapshot, decide_status.refused(snapshot, Reason.SPEC_INVALID, parsed, self.now()), ())
             return RESYNC_S
@@ -104,6 +105,7 @@ class Reconciler:
         self.granted.pop(key, None)
         self.turns.forget(key)
         self.refusals.forget(key)
+        self.manifests.forget(key)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
         """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
@@ -161,7 +163,7 @@ class Reconciler:
 
         Both where it was the one before until now: then it is not tried again.
         """
-        current = revision(service)
+        current = self.manifests.revision(service)
         back = rollback.given_up(snapshot, current, service.spec, now)
         if back is None:
             return service, current, None, ""
@@ -194,7 +196,7 @@ class Reconciler:
         snapshot = seen.snapshot
         targets = _targets(snapshot)
         now = self.now()
-        wanted, current = plan.wanted_replicas(service), revision(service)
+        wanted, current = plan.wanted_replicas(service), self.manifests.revision(service)
         awaited = is_awaited(snapshot.groups, empty, wanted, now)
         last = for_good(snapshot.groups, empty, current, wanted)
         former, at = self.granted.get(key, Granted()), parsed(now)

@@ -1,29 +1,29 @@
-"""Makes what all groups of a service share, and keeps it so: applied at most once in ten minutes while nothing changes and no
-Deployment or Service is missing. The token is made once, and never written again.
+"""Makes what all groups of a service share, and keeps it so (`owned`: at most one call for each object in ten minutes). The
+token is made once, and never written again.
+
+    all is as it was when nothing was left to do, and nothing is due  -->  nothing is rendered
+    anything else                                                     -->  all is rendered, and what differs is applied
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.inference_service import InferenceService, Spec
 from phalanx_api.router import Expose
 from phalanx_operator.decide.snapshot import Snapshot
-from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.kube import CONFIG_MAPS, SECRETS, Json, KubeClient, resource_of
+from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
+from phalanx_operator.kube import CONFIG_MAPS, Json, KubeClient
 from phalanx_operator.observe import Children, owner_uid
+from phalanx_operator.owned import APPLY_AGAIN_S, Owned
 from phalanx_operator.render import disruption, exposed, former, monitoring, names, network, router, services
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.store import Key
 
 log = logging.getLogger(__name__)
-APPLY_AGAIN_S = 600.0
 MONITOR_AGAIN_S = 60.0
 EXPOSE_AGAIN_S = 60.0
-_ABSENT = "absent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,27 @@ class Unexposed:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """All that `keep` goes by beside the spec."""
+
+    groups: int
+    is_blind: bool
+    is_scaled: bool
+    present: frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """That nothing was left to do for this spec, which is the very object that it was, and that nothing is due before then."""
+
+    spec: Spec
+    wanted: _Wanted
+    until_s: float
+
+
 class Shared:
-    """Remembers what was applied, so that a quiet service costs no calls."""
+    """What remembers it all for the services of one operator."""
 
     def __init__(
         self,
@@ -53,47 +72,68 @@ class Shared:
         self._neighbours = neighbours
         self._draw_token = draw_token
         self._clock = clock
+        self._owned = Owned(client, clock)
         self._unknown_until: dict[str, float] = {}
         self._unexposed: dict[Key, Unexposed] = {}
-        self._applied: dict[Key, dict[tuple[str, str, str], tuple[str, float]]] = {}
+        self._kept: dict[Key, _Kept] = {}
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
-        self._applied.pop(key, None)
+        self._owned.forget(key)
         self._unexposed.pop(key, None)
+        self._kept.pop(key, None)
 
     async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int, *, is_blind: bool = False) -> None:
         """Makes it all, and undoes it when somebody else scaled the routers; `is_blind`: routers that are there stay as they are.
 
         Raises: a KubeError at the first call that fails.
         """
-        scaled = snapshot.router is not None and snapshot.router.wanted != service.spec.router.replicas
-        present = self._children.present((service.namespace, service.name), service.uid)
+        key, door = (service.namespace, service.name), snapshot.router
+        is_scaled = door is not None and door.wanted != service.spec.router.replicas
+        wanted = _Wanted(groups, is_blind, is_scaled, frozenset(self._children.present(key, service.uid)))
+        kept = self._kept.pop(key, None)
+        if not (kept and kept.spec is service.spec and kept.wanted == wanted and self._clock() < kept.until_s):
+            self._owned.expect(key, is_new=snapshot.status.observed_generation == 0)
+            is_whole = await self._keep_all(service, wanted)
+            kept = _Kept(service.spec, wanted, self._due_s(key)) if is_whole else None
+        if kept:
+            self._kept[key] = kept
+
+    async def _keep_all(self, service: InferenceService, wanted: _Wanted) -> bool:
+        """Whether nothing is left to do: what others undid is done again until it is seen to be so."""
+        is_whole = not wanted.is_scaled
         await self._keep_token(service)
         for body in network.policies(service, self._neighbours):
             is_wanted = service.spec.network_policy.enabled
-            await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
+            await (self._owned.keep(service, body) if is_wanted else self._owned.drop(service, body))
         for body in [services.groups_service(service), *router.router_objects(service, self._images)]:
             is_watched = body["kind"] in ("Deployment", "Service")
-            is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in present
+            is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in wanted.present
             is_door = body["kind"] == "Deployment"
-            if not (is_blind and is_door and not is_missing):
-                await self._keep(service, body, is_missing or (scaled and is_door))
+            is_whole = is_whole and not is_missing
+            if not (wanted.is_blind and is_door and not is_missing):
+                await self._owned.keep(service, body, is_missing=is_missing or (wanted.is_scaled and is_door))
         budget = disruption.group_budget(service)
-        await (self._keep(service, budget, is_missing=False) if groups > 1 else self._drop(service, budget))
+        await (self._owned.keep(service, budget) if wanted.groups > 1 else self._owned.drop(service, budget))
         for body in monitoring.objects(service):
             await self._keep_monitor(service, body)
-        await self._keep_exposed(service)
+        return await self._keep_exposed(service) and is_whole
+
+    def _due_s(self, key: Key) -> float:
+        """Until when nothing has to be done if all stays as it is."""
+        waiting = [at_s for at_s in self._unknown_until.values() if at_s > self._clock()]
+        waiting += [self._unexposed[key].until_s] if key in self._unexposed else []
+        return min([self._owned.due_s(key), *waiting])
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:
         """Keeps what this revision is. Raises: a KubeError, but none when the API server refuses it or the name is taken: only
         going back rests on it, and tells that there is no record."""
         body = former.record(service, revision)
         try:
-            await self._keep(service, body, is_missing=False)
+            await self._owned.keep(service, body)
         except (Rejected, Denied) as error:
             log.warning("revision not kept", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
-            self._remember(service, body, _digest(body))
+            self._owned.leave(service, body, is_wanted=True)
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
         """The service as it was in a former revision; None when that is not kept, or not understood. Raises: a KubeError."""
@@ -103,12 +143,6 @@ class Shared:
         except (Gone, ValueError):
             return None
 
-    async def _keep(self, service: InferenceService, body: Json, is_missing: bool) -> None:
-        if self._is_due(service, body, _digest(body), is_missing):
-            await self._refuse_strangers(service, body)
-            await self._client.apply(resource_of(body), body)
-            self._remember(service, body, _digest(body))
-
     async def _keep_monitor(self, service: InferenceService, body: Json) -> None:
         """Makes what Prometheus's operator reads, where the cluster knows it. Without it the service serves all the same, so
         nothing that goes wrong here stops what comes after it."""
@@ -116,103 +150,52 @@ class Shared:
             return
         is_wanted = service.spec.monitoring.service_monitor == "Auto"
         try:
-            await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
+            await (self._owned.keep(service, body) if is_wanted else self._owned.drop(service, body))
         except Gone:
             self._unknown_until[body["kind"]] = self._clock() + APPLY_AGAIN_S
         except (Rejected, Denied) as error:
             log.warning("not monitored", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
-            self._remember(service, body, _digest(body) if is_wanted else _ABSENT)
+            self._owned.leave(service, body, is_wanted=is_wanted)
         except KubeError as error:  # mostly its webhook, which is as slow for the next service
             log.warning("not monitored yet", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._unknown_until[body["kind"]] = self._clock() + MONITOR_AGAIN_S
 
-    async def _keep_exposed(self, service: InferenceService) -> None:
-        """Makes what brings clients from outside, where the spec asks for it, and takes away what it asks for no more.
+    async def _keep_exposed(self, service: InferenceService) -> bool:
+        """Makes what brings clients from outside, where the spec asks for it, and takes away what it asks for no more; whether
+        nothing of that is left for the next look.
 
         The service serves in the cluster without it, so nothing that goes wrong here stops what comes after it: the status tells.
         """
         key, wanted = (service.namespace, service.name), service.spec.router.expose
         failed = self._unexposed.get(key)
         if failed and failed.wanted == wanted and self._clock() < failed.until_s:
-            return
-        why = ""
+            return True
+        why, is_whole = "", True
         for body, is_wanted in exposed.objects(service):
             try:
-                await (self._keep(service, body, is_missing=False) if is_wanted else self._drop(service, body))
+                await (self._owned.keep(service, body) if is_wanted else self._owned.drop(service, body))
             except KubeError as error:
                 if is_wanted:
                     why = (
                         f"the cluster serves no {body['kind']} of {body['apiVersion']}" if isinstance(error, Gone) else str(error)
                     )
                 elif isinstance(error, Denied):  # who has no right to it has made none
-                    self._remember(service, body, _ABSENT)
+                    self._owned.leave(service, body, is_wanted=False)
                 else:
+                    is_whole = False
                     log.warning("not taken away", extra={"service": "/".join(key), "kind": body["kind"], "why": str(error)})
         self._unexposed.pop(key, None)
         if why:
             log.warning("not exposed", extra={"service": "/".join(key), "why": why})
             self._unexposed[key] = Unexposed(wanted, self._clock() + EXPOSE_AGAIN_S, why)
+        return is_whole
 
     def unexposed(self, key: Key) -> str:
         """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""
         return self._unexposed[key].why if key in self._unexposed else ""
 
-    async def _drop(self, service: InferenceService, body: Json) -> None:
-        """Deletes the object if it is there and ours."""
-        if not self._is_due(service, body, _ABSENT, is_missing=False):
-            return
-        resource, name = resource_of(body), body["metadata"]["name"]
-        try:
-            there = await self._client.get(resource, service.namespace, name, metadata_only=True)
-            if owner_uid(there["metadata"]) == service.uid:
-                await self._client.delete(resource, service.namespace, name, there["metadata"]["uid"])
-        except (Gone, Conflict):
-            pass  # it is not there
-        self._remember(service, body, _ABSENT)
-
     async def _keep_token(self, service: InferenceService) -> None:
         """Makes the token's Secret if there is none."""
         without_token = services.token_secret(service, "")
-        if not self._is_due(service, without_token, _digest(without_token), is_missing=False):
-            return
-        if not await self._refuse_strangers(service, without_token):
-            await self._client.create(SECRETS, services.token_secret(service, self._draw_token()))
+        if await self._owned.make_once(service, without_token, lambda: services.token_secret(service, self._draw_token())):
             log.info("token made", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had none"})
-        self._remember(service, without_token, _digest(without_token))
-
-    async def _refuse_strangers(self, service: InferenceService, body: Json) -> bool:
-        """Whether the object is there and ours.
-
-        Raises: Retry while it is one of a former service of this name, which is still being cleared away; Rejected when it is
-        somebody else's.
-        """
-        metadata = body["metadata"]
-        try:
-            there = await self._client.get(resource_of(body), service.namespace, metadata["name"], metadata_only=True)
-        except Gone:
-            return False
-        owner = owner_uid(there["metadata"])
-        if owner == service.uid and "deletionTimestamp" not in there["metadata"]:
-            return True
-        what = f"{body['kind']} {metadata['name']}"
-        mine = any(o.get("name") == service.name for o in there["metadata"].get("ownerReferences") or [])
-        if mine:
-            raise Retry(f"{what} of a former service of this name is still being deleted")
-        raise Rejected(f"metadata.name: {what} exists and is not the operator's; delete it or take another name")
-
-    def _is_due(self, service: InferenceService, body: Json, digest: str, is_missing: bool) -> bool:
-        key, what = _identity(service, body)
-        former, at = self._applied.get(key, {}).get(what, ("", 0.0))
-        return is_missing or former != digest or self._clock() - at > APPLY_AGAIN_S
-
-    def _remember(self, service: InferenceService, body: Json, digest: str) -> None:
-        key, what = _identity(service, body)
-        self._applied.setdefault(key, {})[what] = (digest, self._clock())
-
-
-def _identity(service: InferenceService, body: Json) -> tuple[Key, tuple[str, str, str]]:
-    return (service.namespace, service.name), (service.uid, body["kind"], body["metadata"]["name"])
-
-
-def _digest(body: Json) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -47,7 +47,7 @@ class FakeRouters:
 
 
 class FakeKube:
-    """Objects by (plural, namespace, name). `calls` are the writes in order; `failures` are raised once each, by call.
+    """Objects by (plural, namespace, name). `calls` are the writes in order, `reads` the rest; `failures` are raised once each.
 
     `unknown`: kinds whose CRDs are not there. `schedulers`: API versions of PodGroups that are. `told_of_groups`: events of the
     controller of StatefulSets.
@@ -59,6 +59,7 @@ class FakeKube:
         self.schedulers: set[str] = set()
         self.told_of_groups: list[Json] = []
         self.calls: list[str] = []
+        self.reads: list[str] = []
         self.failures: dict[str, Exception] = {}
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
         self._count = 0
@@ -98,6 +99,7 @@ class FakeKube:
         if where not in self.objects and subresource:
             raise Gone("no such object")
         former = self.objects.get(where, {"metadata": {}})
+        _refuse_others(former["metadata"], metadata)
         return self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
 
     async def merge(
@@ -161,8 +163,7 @@ class FakeKube:
 
     def _record(self, verb: str, resource: Resource, name: str, subresource: str | None = None, *, write: bool = True) -> None:
         call = f"{verb} {resource.plural}{'/' + subresource if subresource else ''} {name}".rstrip()
-        if write:
-            self.calls.append(call)
+        (self.calls if write else self.reads).append(call)
         if error := self.failures.pop(call, None):
             raise error
 
@@ -221,6 +222,14 @@ class FakeCluster:
         self.children.deployments.replace(self.kube.of(DEPLOYMENTS).values())
         self.children.services.replace(self.kube.of(SERVICES).values())
         self.children.nodes.replace(self.kube.of(NODES).values())
+
+
+def _refuse_others(there: Json, wanted: Json) -> None:
+    """What is bound to a UID makes nothing, what is bound to a version may make it anew, and both change nothing else."""
+    if "uid" in wanted and there.get("uid") != wanted["uid"]:
+        raise Conflict("uid mismatch")
+    if there and "resourceVersion" in wanted and there["resourceVersion"] != wanted["resourceVersion"]:
+        raise Conflict("the object has been modified")
 
 
 def _has_null(value: Any) -> bool:

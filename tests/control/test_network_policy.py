@@ -11,11 +11,11 @@ import yaml
 
 from phalanx_api import labels
 from phalanx_operator.kube import NETWORK_POLICIES
+from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.render import network, pods, router
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making
-from phalanx_operator.shared import APPLY_AGAIN_S
 from phalanx_router.endpoints import Metadata, Pod, PodStatus, leaders_of
 from phalanx_router.settings import make_parser as router_parser
 from phalanx_runtime.rank.group import place_of

@@ -195,10 +195,44 @@ def test_kopf_only_watches_and_so_writes_nothing() -> None:
 async def test_an_event_of_a_service_wakes_its_key() -> None:
     woken: list[Key] = []
     found: Any = handlers.registry(woken.append)
-    await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED")
+    meta = {"uid": "1", "generation": 1}
+    await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED", meta=meta)
     settings = kopf.OperatorSettings()
     startup, login = found._activities.get_all_handlers()
     startup.fn(settings=settings)
     assert woken == [A]
     assert settings.posting.enabled is False
+    assert settings.persistence.diffbase_storage.build(body=kopf.Body({})) == {}, "kopf copies no object to compare it"
     assert login.fn.__name__ == "login"
+
+
+FIRST = {"uid": "1", "generation": 1, "resourceVersion": "1"}
+
+
+@pytest.mark.parametrize(
+    ("type", "meta", "is_woken"),
+    [
+        pytest.param("MODIFIED", FIRST | {"resourceVersion": "2"}, False, id="its status"),
+        pytest.param(None, FIRST | {"resourceVersion": "2"}, False, id="listed again"),
+        pytest.param("MODIFIED", FIRST | {"generation": 2}, True, id="its spec"),
+        pytest.param("MODIFIED", FIRST | {"deletionTimestamp": "now"}, True, id="it is to go"),
+        pytest.param("MODIFIED", FIRST | {"uid": "2"}, True, id="another one of its name"),
+        pytest.param("DELETED", FIRST, True, id="it is gone"),
+    ],
+)
+async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict[str, Any], is_woken: bool) -> None:
+    woken: list[Key] = []
+    found: Any = handlers.registry(woken.append)
+    changed = found._watching.get_all_handlers()[0].fn
+    await changed(namespace="team", name="a", type=None, meta=FIRST)
+    await changed(namespace="team", name="b", type=None, meta=FIRST)
+    await changed(namespace="team", name="a", type=type, meta=meta)
+    assert woken == [A, ("team", "b"), *([A] if is_woken else [])]
+
+
+async def test_a_service_that_was_deleted_and_made_again_wakes_its_key() -> None:
+    woken: list[Key] = []
+    found: Any = handlers.registry(woken.append)
+    for type in ("ADDED", "DELETED", "ADDED"):
+        await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type=type, meta=FIRST)
+    assert woken == [A, A, A]

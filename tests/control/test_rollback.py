@@ -8,9 +8,9 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.kube import CONFIG_MAPS, DEPLOYMENTS, PODS, STATEFUL_SETS
+from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.render import former
 from phalanx_operator.render.revision import revision
-from phalanx_operator.shared import APPLY_AGAIN_S
 from tests.control.builders import NOW, make_service
 from tests.control.test_rollout_strategies import LONG_AFTER, leave_unplaced, revisions, settled
 from tests.control.worlds import World
