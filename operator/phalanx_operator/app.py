@@ -91,7 +91,10 @@ def _assemble(
     hands = Hands(kube, children, images, lambda: secrets.token_hex(32), neighbours=neighbours)
     asking = Asking(kube, http, lambda key: loop.wake(key))
     notes, offers, refusals = Notes(kube, identity), Offers(kube), Refusals(kube)
-    loop = Loop(Reconciler(kube, children, hands, notes, metrics, asking, offers, refusals).reconcile, metrics)
+    reconciler = Reconciler(
+        kube, children, hands, notes, metrics, asking, offers, refusals, wake=lambda key: loop.wake(key, after_s=0.0)
+    )
+    loop = Loop(reconciler.reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake)
         for namespace in settings.namespaces or (None,)

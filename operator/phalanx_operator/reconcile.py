@@ -17,12 +17,12 @@ from phalanx_operator.asking import Routers, Target, address_of
 from phalanx_operator.decide import admission, autoscaler, exposed, plan, rollback
 from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import (
-    Action,
     CreateGroup,
     DeleteGroup,
     DrainGroup,
     GroupAction,
     KeepGroup,
+    Plan,
     RestartGroup,
     SetReplicas,
 )
@@ -75,6 +75,7 @@ class Reconciler:
     minds: dict[Key, Mind] = field(default_factory=dict)
     granted: dict[Key, Granted] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: Turns(random.random))
+    wake: Callable[[Key], None] = lambda _: None
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
@@ -83,9 +84,11 @@ class Reconciler:
             body = await self.client.get(SERVICES_OF_OURS, namespace, name)
         except Gone:
             self._forget(key)
+            self._call_next()
             return None
         if "deletionTimestamp" in body["metadata"]:
             self.turns.forget(key)  # it may go slowly, and makes nothing any more
+            self._call_next()
             return RESYNC_S  # what it owns goes with it
         self.children.prune(key)
         self.children.count_pods(key, self.now())
@@ -132,7 +135,7 @@ class Reconciler:
         seen = Seen(snapshot, fleet, scaling, kind, turn, self.hands.ungated(key), back, no_way_back)
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
-        self._take_turn(key, service, gang, todo.actions)
+        self._take_turn(key, service, gang, todo)
         try:
             done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
@@ -185,11 +188,19 @@ class Reconciler:
         waiting = [group.name for group in unplaced if not group.lost]
         return self.turns.look(device, key, waiting, now_s, [group.name for group in snapshot.groups])
 
-    def _take_turn(self, key: Key, service: InferenceService, gang: Gang, actions: Sequence[Action]) -> None:
-        """Tells the others what is made now, before anything else can happen."""
-        for action in actions:
+    def _take_turn(self, key: Key, service: InferenceService, gang: Gang, todo: Plan) -> None:
+        """Tells the others what is made now, before anything else can happen, and calls who is next if nothing is."""
+        device = service.spec.resources.accelerator.resource_name
+        self.turns.line(device, key, waits=todo.in_line)
+        for action in todo.actions:
             if isinstance(action, CreateGroup) and gang.kind == "Fallback":
-                self.turns.take(service.spec.resources.accelerator.resource_name, key, action.name, self.clock())
+                self.turns.take(device, key, action.name, self.clock())
+        self._call_next()
+
+    def _call_next(self) -> None:
+        """Wakes the services whose turn it is now."""
+        for key in self.turns.called(self.clock()):
+            self.wake(key)
 
     def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], urgent: bool) -> None:
         """Asks the routers that are ready, with the policy as it is now."""

@@ -6,18 +6,22 @@
                           free; that service waits before it tries again, longer each time
 
 There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made,
-and is not seen yet, counts for UNSEEN_S. Plain bookkeeping: times and chance come in as arguments.
+and is not seen yet, counts for UNSEEN_S. Services that wait stand in line, and the first of them is called when the turn is free:
+none of them has to look whether it is. One that is called and does not come goes to the end. Plain bookkeeping: times and chance
+come in as arguments.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx_operator.decide.admission import Turn
 from phalanx_operator.store import Key
 
 UNSEEN_S = 15.0
-LOOK_S = 1.0
-"""How soon a service that waits for its turn looks again."""
+LOOK_S = 15.0
+"""How soon a service that waits for its turn looks again if nothing wakes it."""
+CALLED_S = 3.0
+"""How long a service that was called may take to come."""
 TOLD_S = 5.0
 """A turn that passes sooner is not worth a condition."""
 FIRST_S, LONGEST_S = 10.0, 300.0
@@ -37,6 +41,19 @@ class _Pause:
     until_s: float
 
 
+@dataclass(slots=True)
+class _Line:
+    """Who waits, the first one first, and since when the first one is called."""
+
+    services: dict[Key, None] = field(default_factory=dict)
+    called_s: float | None = None
+
+    def leave(self, service: Key) -> None:
+        if service in self.services:
+            self.called_s = None if next(iter(self.services)) == service else self.called_s
+            del self.services[service]
+
+
 class Turns:
     """Whose turn it is, by device. Belongs to one event loop; what it says holds until the next await."""
 
@@ -44,6 +61,7 @@ class Turns:
         self._draw = draw
         self._holders: dict[str, _Holder] = {}
         self._pauses: dict[Key, _Pause] = {}
+        self._lines: dict[str, _Line] = {}
 
     def look(self, device: str, service: Key, waiting: Iterable[str], now_s: float, known: Iterable[str] = ()) -> Turn:
         """Whether this service may make a group now; `waiting` are its groups that wait for nodes, `known` all of them."""
@@ -56,10 +74,10 @@ class Turns:
             holder = self._holders[device] = _Holder(service, waiting[0], now_s, seen=True)
         if holder and holder.service != service:
             why = f"group {holder.group} of {'/'.join(holder.service)} is to be placed first"
-            return Turn(why, LOOK_S, now_s - holder.since_s >= TOLD_S)
+            return Turn(why, *_patience(holder, now_s), in_line=True)
         if holder or waiting:
             group = holder.group if holder else waiting[0]
-            return Turn(f"group {group} is to be placed first", LOOK_S, bool(holder and now_s - holder.since_s >= TOLD_S))
+            return Turn(f"group {group} is to be placed first", *_patience(holder, now_s))
         pause = self._pauses.get(service)
         if pause and now_s < pause.until_s:
             why = "there was no room for a whole group; the next attempt comes soon"
@@ -74,6 +92,33 @@ class Turns:
     def take(self, device: str, service: Key, group: str, now_s: float) -> None:
         """The turn is this service's, which makes this group now."""
         self._holders[device] = _Holder(service, group, now_s, seen=False)
+
+    def line(self, device: str, service: Key, *, waits: bool) -> None:
+        """The service stands in line for this device from now on, where it stood if it did; or in none."""
+        for other in [other for other in self._lines if other != device or not waits]:
+            self._lines[other].leave(service)
+            if not self._lines[other].services:
+                del self._lines[other]
+        if waits:
+            self._lines.setdefault(device, _Line()).services.setdefault(service)
+
+    def called(self, now_s: float) -> list[Key]:
+        """Who is to look now, for the turn is free: the first in each line, once."""
+        found = []
+        for device, line in self._lines.items():
+            if device in self._holders:
+                line.called_s = None
+                continue
+            first = next(iter(line.services))
+            if line.called_s is not None:
+                if now_s - line.called_s < CALLED_S:
+                    continue
+                del line.services[first]
+                line.services[first] = None
+                first = next(iter(line.services))
+            line.called_s = now_s
+            found.append(first)
+        return found
 
     def gave_up(self, device: str, service: Key, now_s: float) -> None:
         """The service's group found no room and is deleted: others come first, and it waits."""
@@ -92,3 +137,10 @@ class Turns:
         """Keep nothing of a service that is gone."""
         self._pauses.pop(service, None)
         self._holders = {device: holder for device, holder in self._holders.items() if holder.service != service}
+        self.line("", service, waits=False)
+
+
+def _patience(holder: _Holder | None, now_s: float) -> tuple[float, bool]:
+    """How soon to look again after this group, and whether that it is waited for is worth a condition."""
+    waited_s = now_s - holder.since_s if holder else 0.0
+    return (TOLD_S - waited_s, False) if waited_s < TOLD_S else (LOOK_S, True)

@@ -4,11 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx_operator.decide import admission
 from phalanx_operator.decide.snapshot import ObservedGroup
 from phalanx_operator.kube import EVENTS, PODS
-from phalanx_operator.turns import FIRST_S, LONGEST_S, TOLD_S, UNSEEN_S, Turns
+from phalanx_operator.store import Key
+from phalanx_operator.turns import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S, UNSEEN_S, Turns
 from tests.control.builders import NOW, make_group
 from tests.control.worlds import World
 
@@ -94,6 +97,113 @@ def test_a_service_that_is_gone_or_has_other_devices_by_now_holds_nobody_up() ->
     turns.take(GPU, ONE, "one-g-a", 0.0)
     turns.look("amd.com/gpu", ONE, (), UNSEEN_S)
     assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
+
+
+def test_who_waits_is_called_in_the_order_of_coming_when_the_turn_is_free() -> None:
+    turns, third = make_turns(), ("team", "third")
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    for service in (OTHER, third, OTHER):
+        turns.line(GPU, service, waits=turns.look(GPU, service, (), 0.0).in_line)
+    assert turns.called(1.0) == []
+    turns.look(GPU, ONE, (), 1.0, ["one-g-a"])
+    assert (turns.called(1.0), turns.called(2.0)) == ([OTHER], [])
+    turns.line(GPU, OTHER, waits=False)
+    turns.take(GPU, OTHER, "other-g-a", 2.0)
+    assert turns.called(2.0) == []
+    turns.look(GPU, OTHER, (), 3.0, ["other-g-a"])
+    assert turns.called(3.0) == [third]
+
+
+def test_who_is_called_and_does_not_come_goes_to_the_end() -> None:
+    turns, third = make_turns(), ("team", "third")
+    for service in (ONE, OTHER, third):
+        turns.line(GPU, service, waits=True)
+    assert [turns.called(now) for now in (0.0, CALLED_S - 1, CALLED_S, 2 * CALLED_S, 3 * CALLED_S)] == [
+        [ONE],
+        [],
+        [OTHER],
+        [third],
+        [ONE],
+    ]
+
+
+def test_who_is_gone_wants_nothing_more_or_other_devices_stands_in_line_no_more() -> None:
+    turns, third = make_turns(), ("team", "third")
+    for service in (ONE, OTHER, third):
+        turns.line(GPU, service, waits=True)
+    turns.forget(ONE)
+    turns.line(GPU, OTHER, waits=False)
+    assert turns.called(0.0) == [third]
+    turns.line("amd.com/gpu", third, waits=True)
+    assert turns.called(0.5) == [third]
+    assert turns.called(0.6) == []
+    turns.line(GPU, ONE, waits=True)
+    assert turns.called(0.7) == [ONE], "the lines are of their own"
+
+
+def test_a_service_behind_its_own_group_stands_in_no_line() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert not turns.look(GPU, ONE, ["one-g-a"], 1.0).in_line
+    turns.gave_up(GPU, ONE, 2.0)
+    pause = turns.look(GPU, ONE, (), 2.0)
+    assert pause.why and not pause.in_line
+
+
+def test_who_waits_looks_again_when_it_is_to_be_told_and_seldom_after_that() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, OTHER, (), 1.0).left_s == TOLD_S - 1
+    assert turns.look(GPU, OTHER, (), TOLD_S).left_s == LOOK_S
+
+
+@given(st.lists(st.tuples(st.sampled_from("lpgcf"), st.integers(0, 3)), max_size=60))
+def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tuple[str, int]]) -> None:
+    """look, placed, gone, called, forget: within CALLED_S of a free turn somebody of the line was called."""
+    turns, waiting, now = make_turns(), set[Key](), 0.0
+    holder: Key | None = None
+    for move, number in moves:
+        key, now = ("team", str(number)), now + 0.1
+        if move == "l" and key != holder:
+            turn = turns.look(GPU, key, (), now)
+            turns.line(GPU, key, waits=turn.in_line)
+            (waiting.add if turn.in_line else waiting.discard)(key)
+            if not turn.why:
+                holder = key
+                turns.take(GPU, key, f"{number}-g-a", now)
+        elif move == "p" and holder:
+            turns.look(GPU, holder, (), now, [f"{holder[1]}-g-a"])
+            holder = None
+        elif move == "f":
+            turns.forget(key)
+            waiting.discard(key)
+            holder = None if holder == key else holder
+        called = turns.called(now)
+        now += CALLED_S
+        called += turns.called(now)
+        assert bool(called) == bool(waiting and holder is None)
+        assert set(called) <= waiting
+
+
+async def test_a_service_that_waits_is_woken_when_the_turn_is_free() -> None:
+    world, other = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}), ("team", "other")
+    woken: list[Key] = []
+    world.reconciler = replace(world.reconciler, wake=woken.append)
+    turns = world.reconciler.turns
+    turns.take(GPU, other, "other-g-a", world.clock)
+    await world.look()
+    assert (world.groups, world.next_s) == (set(), TOLD_S)
+    turns.forget(other)
+    turns.line(GPU, other, waits=True)
+    await world.look()
+    assert len(world.groups) == 1 and woken == []
+    world.cluster.start_pods()
+    await world.look()
+    assert woken == [other]
+    world.service["metadata"]["deletionTimestamp"] = NOW
+    world.clock += CALLED_S
+    await world.look()
+    assert woken == [other, other]
 
 
 def half(since: str, gang: str = "Fallback") -> ObservedGroup:

@@ -166,7 +166,7 @@ class Plan:
     """What to do now, in this order, and what the status then says.
 
     empty: groups that routers are to take streams off. again_s: seconds until something may be due that wakes nobody.
-    is_urgent: routers are to tell more often what they see.
+    is_urgent: routers are to tell more often what they see. in_line: it waits for groups of another service to be placed.
     """
 
     actions: tuple[Action, ...]
@@ -174,3 +174,4 @@ class Plan:
     empty: tuple[str, ...] = ()
     again_s: float = 600.0
     is_urgent: bool = False
+    in_line: bool = False

@@ -17,12 +17,14 @@ class Turn:
     """Whether a service may make a group now: `why` not, empty if it may, and when to look again. `told`: it waits for long.
 
     is_stuck: it waits for no group that goes or is placed, so what there is of groups is all that there will be for now.
+    in_line: it waits for another service, and is called when that one is done.
     """
 
     why: str = ""
     left_s: float = 0.0
     told: bool = False
     is_stuck: bool = False
+    in_line: bool = False
 
 
 FREE = Turn()

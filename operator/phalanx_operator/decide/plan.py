@@ -188,7 +188,8 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
     said = _told(service, seen, desired, past, waits, now)
-    return Plan(tuple(actions), said, empty, _again_s(service, seen, desired, waits, urgent, now), urgent)
+    again_s = _again_s(service, seen, desired, waits, urgent, now)
+    return Plan(tuple(actions), said, empty, again_s, urgent, waits.in_line)
 
 
 def despite(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
