@@ -15,6 +15,7 @@ from phalanx_operator import handlers, probes
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Asking
 from phalanx_operator.counted_kube import CountedKube
+from phalanx_operator.decide.pacing import CALM_S
 from phalanx_operator.events import Notes
 from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
 from phalanx_operator.informer import Informer, silence_s
@@ -96,7 +97,7 @@ def _assemble(
     )
     loop = Loop(reconciler.reconcile, metrics)
     informers = [
-        Informer(kube, resource, namespace, store, loop.wake)
+        Informer(kube, resource, namespace, store, loop.wake, later=lambda key: loop.wake(key, CALM_S))
         for namespace in settings.namespaces or (None,)
         for resource, store in (
             (PODS, children.pods),

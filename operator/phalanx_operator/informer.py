@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx_api import labels
+from phalanx_operator.decide.pacing import is_calm
 from phalanx_operator.errors import Denied, Gone, KubeError
 from phalanx_operator.kube import Json, KubeClient, Resource
 from phalanx_operator.store import Key, Store
@@ -21,7 +22,8 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Informer:
-    """One kind of object in one namespace, or in all. `wake` is told each service of which something changed."""
+    """One kind of object in one namespace, or in all. `wake` is told each service of which something changed, and `later` instead
+    of it where what changed is calm."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Informer:
         wake: Callable[[Key], None],
         pause: Callable[[float], Any] = asyncio.sleep,
         selector: str = SELECTOR,
+        later: Callable[[Key], None] | None = None,
     ) -> None:
         self.resource = resource
         self.synced = asyncio.Event()
@@ -44,6 +47,7 @@ class Informer:
         self._wake = wake
         self._pause = pause
         self._selector = selector
+        self._later = later or wake
         self._failures = 0
         """How often it began again in a row. A list ends no row: a watch that fails each time must not list each time at once."""
 
@@ -89,11 +93,11 @@ class Informer:
             version = body["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK":
                 continue
-            metadata = body["metadata"]
-            gone = event["type"] == "DELETED"
-            key = self._store.drop(metadata.get("namespace", ""), metadata["name"]) if gone else self._store.put(body)
+            where = body["metadata"].get("namespace", ""), body["metadata"]["name"]
+            former = self._store.find(*where)
+            key = self._store.drop(*where) if event["type"] == "DELETED" else self._store.put(body)
             if key:
-                self._wake(key)
+                (self._later if is_calm(former, self._store.find(*where)) else self._wake)(key)
         return version
 
 

@@ -110,8 +110,8 @@ class Owned:
                 made = await self._client.apply(resource_of(body), body | {"metadata": body["metadata"] | bound})
                 if "deletionTimestamp" not in made["metadata"]:
                     return made
-            except Conflict:
-                pass  # something was there before, or what was made is gone
+            except (Conflict, Rejected):
+                pass  # something was there before, what was made is gone, or it would be refused without a bound too
         await self._is_there(service, body)
         return await self._client.apply(resource_of(body), body)
 

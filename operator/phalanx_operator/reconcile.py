@@ -14,7 +14,7 @@ from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator import observe
 from phalanx_operator.apply import Hands
 from phalanx_operator.asking import Routers, Target, address_of
-from phalanx_operator.decide import admission, autoscaler, exposed, plan, rollback
+from phalanx_operator.decide import admission, autoscaler, exposed, pacing, plan, rollback
 from phalanx_operator.decide import status as decide_status
 from phalanx_operator.decide.actions import (
     CreateGroup,
@@ -76,6 +76,8 @@ class Reconciler:
     granted: dict[Key, Granted] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: Turns(random.random))
     wake: Callable[[Key], None] = lambda _: None
+    pace_s: float = pacing.PACE_S
+    written: dict[Key, float] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
@@ -109,6 +111,7 @@ class Reconciler:
         self.turns.forget(key)
         self.refusals.forget(key)
         self.manifests.forget(key)
+        self.written.pop(key, None)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
         """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
@@ -142,7 +145,8 @@ class Reconciler:
             self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
-            said = decide_status.refused(snapshot, Reason.REJECTED, wrong, self.now(), wanted=desired.replicas)
+            reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota(str(error)) else Reason.REJECTED
+            said = decide_status.refused(snapshot, reason, wrong, self.now(), wanted=desired.replicas)
             despite = plan.despite(todo.actions, snapshot.groups)
             try:
                 done = await self.hands.carry_out(despite, service, snapshot, current, gang, now)
@@ -156,8 +160,8 @@ class Reconciler:
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         unexposed = self.hands.unexposed(key)
-        await self._write(snapshot, exposed.told(todo.status, unexposed, snapshot, now), done)
-        return min(todo.again_s, EXPOSE_AGAIN_S) if unexposed else todo.again_s
+        left_s = await self._write(snapshot, exposed.told(todo.status, unexposed, snapshot, now), done)
+        return min(todo.again_s, left_s, EXPOSE_AGAIN_S if unexposed else RESYNC_S)
 
     async def _followed(
         self, service: InferenceService, snapshot: Snapshot, now: str
@@ -217,12 +221,18 @@ class Reconciler:
         )
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 
-    async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> None:
-        """One status write, if the status says anything new; announces only after that."""
-        key = (snapshot.namespace, snapshot.name)
+    async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> float:
+        """One status write, if the status says anything new; announces only after that. The seconds until it is to be written
+        after all, where it was not and only counts on."""
+        key, left_s = (snapshot.namespace, snapshot.name), RESYNC_S
         if status != snapshot.status:
-            await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status")
-            self.metrics.status_writes.inc()
+            waits_s = self.pace_s - (self.clock() - self.written.get(key, float("-inf")))
+            if waits_s > 0 and pacing.may_wait(snapshot.status, status):
+                left_s = waits_s
+            else:
+                await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status")
+                self.metrics.status_writes.inc()
+                self.written[key] = self.clock()
         self.metrics.show(key, status)
         for action in done:
             self.metrics.actions.labels(type(action).__name__).inc()
@@ -231,6 +241,7 @@ class Reconciler:
                 await self.notes.post(snapshot, note)
             except KubeError as error:  # an event is a courtesy: its loss must not repeat the work
                 log.warning("event not posted", extra={"service": "/".join(key), "why": str(error)})
+        return left_s
 
 
 def _targets(snapshot: Snapshot) -> list[Target]:

@@ -171,6 +171,8 @@ class FakeApi:
                 return _failure(409, "exists")
             case "PUT" if there and sent["metadata"]["resourceVersion"] != there["metadata"]["resourceVersion"]:
                 return _failure(409, "changed meanwhile")
+            case "PATCH" if _is_bound_to_another(sent.get("metadata", {}), there):
+                return _failure(409, "another object, or another version of it")
             case "PATCH" if not there and "apply" not in request.content_type:
                 return _failure(404, "not found")
             case "DELETE":
@@ -178,6 +180,14 @@ class FakeApi:
         if "dryRun" in request.query:
             return web.json_response(sent)
         return web.json_response(self.put(call.plural, _merged(there, sent) if request.method == "PATCH" and there else sent))
+
+
+def _is_bound_to_another(wanted: Json, there: Json | None) -> bool:
+    """Whether a patch names the UID or the version of another object: only what has a version may be made by it."""
+    found = there["metadata"] if there else {}
+    if "uid" in wanted and wanted["uid"] != found.get("uid"):
+        return True
+    return bool(found) and wanted.get("resourceVersion", found["resourceVersion"]) != found["resourceVersion"]
 
 
 def _merged(there: Json, patch: Json) -> Json:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.errors import Conflict, Rejected, Retry
+from phalanx_operator.errors import Conflict, KubeError, Rejected, Retry
 from phalanx_operator.kube import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -116,11 +116,12 @@ async def test_what_is_still_being_deleted_is_waited_for() -> None:
         await world.look()
 
 
-async def test_a_server_that_makes_nothing_bound_to_a_version_is_asked_without() -> None:
+@pytest.mark.parametrize("refusal", [Conflict, Rejected])
+async def test_a_server_that_makes_nothing_bound_to_a_version_is_asked_without(refusal: type[KubeError]) -> None:
     class Strict(FakeKube):
         async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
             if "resourceVersion" in body["metadata"]:
-                raise Conflict("there is no such version")
+                raise refusal("there is no such version")
             return await super().apply(resource, body, subresource=subresource)
 
     world = World(Strict(), replicas=2)
@@ -186,7 +187,7 @@ async def _step(world: World, step: str) -> object:
         return str(error)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=12))
 async def test_what_is_not_rendered_would_have_changed_nothing(steps: list[str]) -> None:
     fast, slow = World(replicas=2), World(replicas=2, manifests=Anew())

@@ -285,14 +285,16 @@ async def test_a_quota_of_as_many_groups_as_there_are_lets_them_be_replaced() ->
     for _ in range(12):
         await world.look()
         await world.look()
-        assert world.ready[1] != "Rejected", "the one that goes is still there, and makes room"
+        assert world.ready[1] not in ("Rejected", "QuotaExceeded"), "the one that goes is still there, and makes room"
         world.cluster.start_pods()
     await world.settle()
     assert not world.groups & before and world.ready == ("True", "Ready")
     await world.change(replicas=3)
     with pytest.raises(Rejected):
         await world.look()
-    assert world.condition("CapacityAvailable") == ("False", "Rejected"), "nothing makes room for this one"
+    assert world.condition("CapacityAvailable") == ("False", "QuotaExceeded"), "nothing makes room for this one"
+    assert world.ready == ("False", "QuotaExceeded") and world.condition("Available") == ("True", "Serving")
+    assert ("Warning", "QuotaExceeded") in world.notes()
 
 
 async def test_a_failed_call_leaves_the_rest_for_later() -> None:

@@ -304,7 +304,7 @@ async def test_a_group_that_is_refused_stops_neither_recovery_nor_routers_nor_th
         await world.look()
     writes = kube.calls[before:]
     assert f"hurry pods {group}-0" in writes and "merge inferenceservices/scale chat" in writes
-    assert world.ready == ("False", "Rejected") and world.routers.asked and world.routers.policy.number > 0
+    assert world.ready == ("False", "QuotaExceeded") and world.routers.asked and world.routers.policy.number > 0
     assert {("Normal", "GroupRestarted"), ("Normal", "Scaled")} <= set(world.notes())
     before = len(kube.calls)
     with pytest.raises(Rejected):

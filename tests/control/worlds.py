@@ -25,7 +25,12 @@ class World:
     """An operator and its cluster. Nothing happens by itself."""
 
     def __init__(
-        self, kube: FakeKube | None = None, images: Images = IMAGES, manifests: Manifests | None = None, **spec: Any
+        self,
+        kube: FakeKube | None = None,
+        images: Images = IMAGES,
+        manifests: Manifests | None = None,
+        pace_s: float = 0.0,
+        **spec: Any,
     ) -> None:
         self.kube = kube or FakeKube()
         self.clock = 0.0
@@ -38,7 +43,7 @@ class World:
         offers, refusals = Offers(self.kube, clock=lambda: self.clock), Refusals(self.kube, clock=lambda: self.clock)
         self.reconciler = Reconciler(
             self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers, offers, refusals,
-            manifests or Manifests(), now=lambda: self.now, clock=lambda: self.clock,
+            manifests or Manifests(), now=lambda: self.now, clock=lambda: self.clock, pace_s=pace_s,
         )  # fmt: skip
         if spec or kube is None:
             body = make_body(**spec)
