@@ -110,8 +110,11 @@ class Owned:
                 made = await self._client.apply(resource_of(body), body | {"metadata": body["metadata"] | bound})
                 if "deletionTimestamp" not in made["metadata"]:
                     return made
-            except (Conflict, Rejected):
-                pass  # something was there before, what was made is gone, or it would be refused without a bound too
+            except Conflict:
+                pass  # something was there before, or what was made is gone
+            except Rejected as error:
+                if "resourceVersion" not in str(error):
+                    raise  # it is the object itself, not what binds it
         await self._is_there(service, body)
         return await self._client.apply(resource_of(body), body)
 

@@ -40,6 +40,33 @@ def claim_on(namespace: str, claim: str, folder: Path, access: str = "ReadOnlyMa
     return [volume, bound]
 
 
+def local_class(name: str, folders: dict[str, list[Path]]) -> list[dict[str, Any]]:
+    """A StorageClass whose claims are bound where their pods are placed, and a volume for each folder, by node."""
+    made: list[dict[str, Any]] = [
+        {
+            "apiVersion": "storage.k8s.io/v1",
+            "kind": "StorageClass",
+            "metadata": {"name": name},
+            "provisioner": "kubernetes.io/no-provisioner",
+            "volumeBindingMode": "WaitForFirstConsumer",
+        }
+    ]
+    for node, own in folders.items():
+        here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+        for number, folder in enumerate(own):
+            spec = {
+                "accessModes": ["ReadWriteOnce"],
+                "storageClassName": name,
+                "capacity": {"storage": "1Gi"},
+                "persistentVolumeReclaimPolicy": "Retain",
+                "hostPath": {"path": str(folder), "type": "Directory"},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+            }
+            metadata = {"name": f"{name}-{node}-{number}", "labels": {"app": name}}
+            made.append({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata, "spec": spec})
+    return made
+
+
 def with_site_packages(manifest: dict[str, Any]) -> dict[str, Any]:
     """The InferenceService with the claim of site-packages mounted in its groups' pods and on Python's path."""
     changed = copy.deepcopy(manifest)

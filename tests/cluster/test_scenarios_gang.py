@@ -1,4 +1,4 @@
-"""S16, S17, S38: groups are placed whole or not at all, and evictions break one at a time."""
+"""S16, S17, S18, S38: groups are placed whole or not at all, together and apart, and evictions break one at a time."""
 
 import subprocess
 import time
@@ -91,6 +91,52 @@ def test_s17_of_two_groups_with_room_for_one_there_is_one_whole_and_a_half_one_g
     crowded.wait_ready(2, 500)
     assert whole in crowded.groups()
     assert crowded.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+RACK = "example.com/rack"
+
+
+@pytest.fixture
+def racked(scene: Scene) -> Iterator[Scene]:
+    """A namespace whose nodes are racks of their own meanwhile."""
+    scene.gone()
+    names = [one["metadata"]["name"] for one in scene.get("nodes")["items"]]
+    if len(names) < 2:
+        pytest.skip("two nodes")
+    for name in names:
+        scene.cluster.kubectl("label", "node", name, f"{RACK}=of-{name}", "--overwrite")
+    yield scene
+    scene.gone()
+    for name in names:
+        scene.cluster.kubectl("label", "node", name, f"{RACK}-")
+
+
+def nodes_of(scene: Scene) -> dict[str, set[str]]:
+    """The nodes of each group's pods that have any."""
+    return {name: {pod["spec"]["nodeName"] for pod in pods.values() if is_placed(pod)} for name, pods in scene.by_group().items()}
+
+
+def test_s18_a_group_keeps_together_groups_keep_apart_and_one_without_a_place_waits_whole(racked: Scene) -> None:
+    """Each group in one rack, no two of them on one node; with as many groups as nodes there is no place for one more."""
+    apart = {"topology": {"key": RACK, "mode": "Required"}, "spreadGroups": "Required"}
+    placement = apart | {"gang": {"mode": "Fallback"}}
+    num_nodes = len(racked.get("nodes")["items"])
+    racked.apply(racked.manifest(replicas=num_nodes, pods=2, placement=placement))
+    racked.wait_ready(num_nodes, 500)
+    held = nodes_of(racked)
+    assert [len(nodes) for nodes in held.values()] == [1] * num_nodes, "a group keeps together"
+    assert len(set.union(*held.values())) == num_nodes, "groups keep apart"
+    racked.scale(num_nodes + 1)
+    svc.wait_for(lambda: racked.condition("CapacityAvailable") == ("False", "Unschedulable"), 120, "there is no place")
+    (late,) = set(racked.by_group()) - set(held)
+    said = next(c["message"] for c in racked.status()["conditions"] if c["type"] == "CapacityAvailable")
+    assert late in said and "affinity" in said, said
+    assert nodes_of(racked)[late] == set(), "not half of it is placed"
+    assert racked.condition("Available") == ("True", "Serving")
+    racked.scale(num_nodes)
+    svc.wait_for(lambda: set(racked.sets()) == set(held), 120, "the one without a place goes first")
+    svc.wait_for(lambda: racked.condition("CapacityAvailable") == ("True", "Scheduled"), 60, "nothing is short")
+    assert nodes_of(racked) == held
 
 
 def drain(scene: Scene, node: str) -> "subprocess.Popen[bytes]":

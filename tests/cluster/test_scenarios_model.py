@@ -1,4 +1,5 @@
-"""A model that a Job fetches to a claim, which groups then mount for reading only: `spec.model.cache.readOnly`.
+"""Where downloaded models are kept: a claim that a Job fills and groups mount for reading only (`spec.model.cache.readOnly`), and
+a claim of each pod on its own node (`NodeLocal`).
 
 The Job is the one of manifests/samples/filled-cache.yaml. It alone knows the source, which is there only while it runs.
 """
@@ -12,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
+from tests.cluster import claims, tiny_model
 from tests.cluster import service as svc
-from tests.cluster import tiny_model
 from tests.cluster.config import API_IP
 from tests.cluster.scenes import Scene
 from tests.runtime.hub import HubServer, running_hub
@@ -101,3 +102,55 @@ def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed
     for name in pods:
         with pytest.raises(Failed, match="Read-only file system"):
             claimed.kubectl("exec", name, "-c", "runtime", "--", "python3", "-c", WRITE)
+
+
+LOCAL = "local-models"
+
+
+@pytest.fixture
+def on_disks(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The administrator's StorageClass with two disks on each node: folders by the name of their volume."""
+    if scene.cluster.files is None:
+        pytest.skip("the folders and the source are of this machine")
+    scene.gone()
+    nodes = [one["metadata"]["name"] for one in scene.get("nodes")["items"]]
+    folders = {node: [tmp_path_factory.mktemp(f"{node}-{number}") for number in range(2)] for node in nodes}
+    for folder in (folder for own in folders.values() for folder in own):
+        folder.chmod(0o777)  # pods run as nobody
+    made = {"apiVersion": "v1", "kind": "List", "items": claims.local_class(LOCAL, folders)}
+    scene.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(made))
+    yield {f"{LOCAL}-{node}-{number}": folder for node, own in folders.items() for number, folder in enumerate(own)}
+    scene.gone()
+    scene.cluster.kubectl("delete", "persistentvolume", "-l", f"app={LOCAL}", "--wait=false")
+    scene.cluster.kubectl("delete", "storageclass", LOCAL)
+
+
+def test_each_pod_keeps_the_model_in_a_claim_of_its_own_on_the_disk_of_its_node(scene: Scene, on_disks: dict[str, Path]) -> None:
+    files = (tiny_model.folder() / tiny_model.NAME).iterdir()
+    with running_hub(API_IP) as hub:
+        hub.large.add("model.safetensors")
+        hub.add(NAME, {path.name: path.read_bytes() for path in files})
+        made = scene.manifest(replicas=1, pods=2)
+        made["spec"]["model"] = {"uri": URI, "cache": {"type": "NodeLocal", "storageClassName": LOCAL, "size": "1Gi"}}
+        (runtime,) = [c for c in made["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
+        runtime.setdefault("env", []).append({"name": "HF_ENDPOINT", "value": hub.endpoint})
+        scene.apply(made)
+        scene.wait_ready(1, 500)
+    pods, bound = scene.pods(), {one["metadata"]["name"]: one for one in scene.get("persistentvolumeclaims")["items"]}
+    own = {name: next(claim for claim in bound if claim.startswith(f"{name}-")) for name in pods}
+    assert len(pods) == len(set(own.values())) == 2
+    for name, pod in pods.items():
+        claim = bound[own[name]]
+        assert claim["metadata"]["ownerReferences"][0]["uid"] == pod["metadata"]["uid"], "it goes with its pod"
+        volume = claim["spec"]["volumeName"]
+        assert volume.startswith(f"{LOCAL}-{pod['spec']['nodeName']}-"), "a disk of its node"
+        assert list(on_disks[volume].rglob("*.safetensors")), "the model is there"
+    assert scene.condition("ModelCached") == ("True", "Cached")
+    assert scene.status()["model"]["cachedNodes"] == len({pod["spec"]["nodeName"] for pod in pods.values()})
+    body = {"model": "tiny", "prompt": "from the disk", "max_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(f"{scene.url}/v1/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 8)
+    scene.gone()
+    svc.wait_for(
+        lambda: not set(own.values()) & {c["metadata"]["name"] for c in scene.get("pvc")["items"]}, 60, "no claim is left"
+    )

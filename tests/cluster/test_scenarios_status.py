@@ -125,9 +125,9 @@ def tight(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
-def allow(scene: Scene, pods: int) -> None:
-    """Nothing; the namespace may have so many pods from now on."""
-    hard = {"pods": str(pods)}
+def allow(scene: Scene, count: int, what: str = "pods") -> None:
+    """Nothing; the namespace may have so many of them from now on."""
+    hard = {what: str(count)}
     scene.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}})
     svc.wait_for(lambda: scene.get("resourcequota", "few").get("status", {}).get("hard") == hard, 60, "the quota holds")
 
@@ -156,4 +156,18 @@ def test_what_a_quota_refuses_is_told_and_starts_by_itself_when_that_is_raised(t
     print(f"after {HELD_S:.0f} s without room the pod was made {time.monotonic() - began:.1f} s after the quota was raised")
     tight.wait_ready(1, 300)
     assert {name: one["metadata"]["uid"] for name, one in tight.sets().items()} == held, "the same group"
+    assert tight.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+def test_a_quota_on_the_number_of_groups_is_told_and_followed_when_it_is_raised(tight: Scene) -> None:
+    allow(tight, 1, "count/statefulsets.apps")
+    tight.apply(tight.manifest(replicas=2, pods=1))
+    svc.wait_for(lambda: tight.condition("CapacityAvailable") == ("False", "QuotaExceeded"), 60, "the status says why")
+    assert tight.condition("Ready") == ("False", "QuotaExceeded")
+    assert "count/statefulsets.apps" in said(tight, "chat")
+    svc.wait_for(lambda: tight.condition("Available") == ("True", "Serving"), 300, "the group that there may be serves")
+    (first,) = tight.sets()
+    allow(tight, 2, "count/statefulsets.apps")
+    tight.wait_ready(2, 300)
+    assert first in tight.sets()
     assert tight.condition("CapacityAvailable") == ("True", "Scheduled")

@@ -121,7 +121,7 @@ async def test_a_server_that_makes_nothing_bound_to_a_version_is_asked_without(r
     class Strict(FakeKube):
         async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
             if "resourceVersion" in body["metadata"]:
-                raise refusal("there is no such version")
+                raise refusal("metadata.resourceVersion: there is no such version")
             return await super().apply(resource, body, subresource=subresource)
 
     world = World(Strict(), replicas=2)
