@@ -136,7 +136,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
                 yield arrived, line[5:].strip()
 
 
-def session_for(concurrency: int, api_key: str | None, timeout_s: float, is_kept_alive: bool = True) -> aiohttp.ClientSession:
+def session_for(
+    concurrency: int, api_key: str | None, timeout_s: float | None, is_kept_alive: bool = True
+) -> aiohttp.ClientSession:
     """A session that holds `concurrency` connections and bounds every request. Not kept alive, each serves one request."""
     keepalive_s = 60 if is_kept_alive else None
     return aiohttp.ClientSession(

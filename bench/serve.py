@@ -23,13 +23,13 @@ _MS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked, and how much of it at once."""
+    """What is asked, and how much of it at once. timeout_s: for each request."""
 
     url: str
     bodies: list[dict[str, object]]
     concurrency: int
     api_key: str | None = None
-    timeout_s: float = 600.0
+    timeout_s: float | None = 600.0
     is_kept_alive: bool = True
 
 

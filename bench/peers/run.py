@@ -59,11 +59,12 @@ def asked(
         raise TimeoutError(f"the time of this engine was over before {name}")
     bodies = [_body(peer, prompt, count) for prompt, count in zip(work.prompts, work.max_tokens, strict=True)]
     url = f"{program.base_url}/v1/completions"
-    load = Load(url, bodies, work.concurrency, timeout_s=left, is_kept_alive=False)  # some engines close what they answered on
-    answers, seconds = asyncio.run(run_load(load))
+    load = Load(url, bodies, work.concurrency, timeout_s=None, is_kept_alive=False)  # some engines close what they answered on
+    try:
+        answers, seconds = asyncio.run(asyncio.wait_for(run_load(load), left))
+    except TimeoutError:
+        raise TimeoutError(f"the time of this engine was over in {name}") from None
     for answer, wanted in zip(answers, work.max_tokens, strict=True):
-        if answer.error is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"the time of this engine was over in {name}")
         if answer.error is not None or answer.completion_tokens != wanted:
             raise RuntimeError(answer.error or f"{answer.completion_tokens} tokens of {wanted}")
     return answers, seconds

@@ -130,7 +130,15 @@ def test_an_engine_may_close_what_it_answered_on() -> None:
 
 
 def test_an_engine_whose_time_is_over_is_a_row_that_says_where() -> None:
-    assert measured_with(NoAnswer, 0.5)["failed"] == "TimeoutError: the time of this engine was over in W1"
+    asked: list[object] = []
+
+    class Counted(NoAnswer):
+        def handle(self) -> None:
+            asked.append(self.client_address)
+            super().handle()
+
+    assert measured_with(Counted, 0.5)["failed"] == "TimeoutError: the time of this engine was over in W1"
+    assert len(asked) == 1, "the next request has no time of its own"
 
 
 def row(engine: str, speed: float, other: float) -> dict[str, Any]:
