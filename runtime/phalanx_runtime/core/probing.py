@@ -62,7 +62,7 @@ class Probing:
 
     def paid(self, drafts: bool) -> None:
         """Something is proposed because it pays; whether drafts are among it."""
-        self._rest, self._looked = PROBE_EVERY, None
+        self._rest, self._looked = max(PROBE_EVERY, self._rest // 2), None
         self._unpaid = 0 if drafts else self._unpaid + 1
 
     def found_nothing(self, step: int, decodes: int, may_sleep: bool) -> None:

@@ -33,6 +33,9 @@ from phalanx_runtime.core.verify_cost import VerifyCost
 
 NEAR = 64
 """Tokens that a draft may lack of a request that is probed for its turn; of those that lack more the one that lacks least is."""
+NEW_EVERY = 4
+"""Before steps were measured every so many tries what one drafted proposal costs, and no other is made: the fit needs steps of
+several kinds. Once they are, the next steps do until a pass of the draft is known."""
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
@@ -120,13 +123,16 @@ class Speculator:
                 probing.found_nothing(making.step, decodes, may_sleep=True)
             return
         most = making.draft_room
+        is_new = any(one.is_drafted for one in offered) and (
+            making.step % NEW_EVERY == 0 if costs is None else not self._cost.knows_passes
+        )
         of, taken = self._choose(making, offered, model, costs, room, has_prompts)
         if any(taken):
             probing.paid(any(nodes and one.is_drafted for one, nodes in zip(offered, taken, strict=True)))
         elif room > 0:
             may_sleep = costs is not None and not (may_look_up and any(map(_looks_up, making.chunks)))
             probing.found_nothing(making.step, decodes, may_sleep)
-            if probing.is_due:
+            if probing.is_due or is_new:
                 self._probe(making, offered, taken, costs)
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
@@ -283,19 +289,20 @@ class Speculator:
     ) -> tuple[list[Candidates], list[list[int]]]:
         """Which of what each gets: of trees, where these promise more than chains."""
         chains, trees = [one.chain for one in offered], [one.tree for one in offered]
-        decodes, most = len(making.chunks), making.draft_room
+        decodes, most, knows = len(making.chunks), making.draft_room, self._cost.knows_passes
         if not self.setting.is_adaptive:
-            return trees, choose_all([_worth(one, one.tree, None, decodes, most) for one in offered], room)
-        straight = choose_depths([_worth(one, one.chain, costs, decodes, most) for one in offered], costs, decodes, room)
+            return trees, choose_all([_worth(one, one.tree, None, decodes, most, True) for one in offered], room)
+        straight = choose_depths([_worth(one, one.chain, costs, decodes, most, knows) for one in offered], costs, decodes, room)
         if model is None or all(one.tree is one.chain for one in offered):
             return chains, straight.taken
         costs = self._costs(making, model, has_prompts, has_trees=True)
-        found = choose_depths([_worth(one, one.tree, costs, decodes, most) for one in offered], costs, decodes, room)
+        found = choose_depths([_worth(one, one.tree, costs, decodes, most, knows) for one in offered], costs, decodes, room)
         return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
 
     def _probe(self, making: Making, offered: Sequence[_Offered], taken: list[list[int]], costs: StepCosts | None) -> None:
         """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room."""
-        at = min(range(len(offered)), key=lambda at: (max(NEAR, offered[at].missing), _last_step(offered[at].chunk)))
+        near = NEAR if self._cost.knows_passes else 0  # a pass is known best where nothing is caught up with
+        at = min(range(len(offered)), key=lambda at: (max(near, offered[at].missing), _last_step(offered[at].chunk)))
         one = offered[at]
         if not self._may_probe(one, costs):
             return
@@ -344,10 +351,12 @@ class Speculator:
             mark(pool, making, chunk, chunk.end)
 
 
-def _worth(one: _Offered, found: Candidates, costs: StepCosts | None, decodes: int, most: int) -> Offer:
-    """What is offered, less what it costs to catch up; nothing where a draft cannot catch up in one step."""
+def _worth(one: _Offered, found: Candidates, costs: StepCosts | None, decodes: int, most: int, knows_drafts: bool) -> Offer:
+    """What is offered, less what it costs to catch up; nothing where a draft cannot catch up in one step, nor, where it follows
+    what pays, before a pass was measured: a probe does that."""
     request = one.chunk.request
-    chances: Sequence[float] = () if one.missing > max(0, most) else found.chances
+    is_unknown = one.is_drafted and not knows_drafts
+    chances: Sequence[float] = () if is_unknown or one.missing > max(0, most) else found.chances
     if chances and one.missing:
         chances = with_catching_up(chances, costs, decodes, one.missing, request.max_len - len(request.tokens))
     return Offer(chances, one.is_drafted, found.levels if chances else ())

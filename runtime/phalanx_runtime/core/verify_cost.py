@@ -61,6 +61,11 @@ class _Followed:
         """0 while nothing is believed of it."""
         self._first: list[float] = []
 
+    @property
+    def is_known(self) -> bool:
+        """Whether something is."""
+        return len(self._first) > 1
+
     def add(self, seconds: float) -> None:
         """One measurement."""
         if len(self._first) < FIRST_TIMES:
@@ -94,6 +99,11 @@ class VerifyCost:
     def behind_s(self) -> float:
         """Of a token that a draft catches up with, beyond its pass; 0 while nothing is believed of it."""
         return self._behind.seconds
+
+    @property
+    def knows_passes(self) -> bool:
+        """Whether something is believed of a draft's passes."""
+        return self._pass.is_known
 
     def costs(self, model: StepModel, plain: StepWork, has_trees: bool = False) -> StepCosts:
         """What a step of this work costs with proposals."""
