@@ -1,0 +1,37 @@
+"""What the operator rests on when it applies without a look: a real API server makes what is bound to a version that no object
+has, and refuses it where anything is there; what is bound to a UID changes that object or nothing.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cluster.fixtures import Cluster
+from tools.errors import Failed
+
+pytestmark = pytest.mark.cluster
+
+
+def test_what_is_bound_makes_or_changes_what_it_says_and_nothing_else(cluster: Cluster, namespace: str) -> None:
+    def apply(text: str, **bound: str) -> dict[str, Any]:
+        metadata = {"name": "bound", "namespace": namespace} | bound
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"text": text}}
+        flags = ("--server-side", "--force-conflicts", "--field-manager=phalanx-operator", "-o", "json", "-f", "-")
+        made: dict[str, Any] = json.loads(cluster.kubectl("apply", *flags, stdin=json.dumps(body)))
+        return made
+
+    def text() -> str:
+        return cluster.kubectl("-n", namespace, "get", "configmap", "bound", "-o", "jsonpath={.data.text}")
+
+    with pytest.raises(Failed, match=r"uid mismatch|Conflict"):
+        apply("none is there", uid="11111111-1111-1111-1111-111111111111")
+    made = apply("first", resourceVersion="1")
+    with pytest.raises(Failed, match=r"modified|Conflict"):
+        apply("again", resourceVersion="1")
+    with pytest.raises(Failed, match=r"uid mismatch|Conflict|metadata\.uid"):
+        apply("another's", uid="11111111-1111-1111-1111-111111111111")
+    assert text() == "first"
+    apply("second", uid=made["metadata"]["uid"])
+    assert text() == "second"
+    cluster.kubectl("-n", namespace, "delete", "configmap", "bound")
