@@ -57,6 +57,7 @@ class Reporter:
             waiting_pages=sum(-(-count // PAGE) for count in missing),
             context_tokens=engine.context_tokens,
             step_s=engine.last_step_s,
+            longest_step_s=engine.last_step_s,
             prompt_tokens_per_step=self._prompt_per_step,
             recomputed_tokens=engine.recomputed,
             steps_to_full=self._steps_to_full(),

@@ -53,6 +53,19 @@ def test_views_follow_time_reports_and_dispatches() -> None:
     assert lookout.look([group], 8.0)[0].state == "suspect", "a report that came again is as old as it was"
 
 
+STEPS_OF_3_S = [(3.0, "fresh", "suspect"), (3.3, "degraded", "suspect"), (5.1, "suspect", "dead"), (8.1, "dead", "dead")]
+
+
+def test_a_long_step_is_no_silence() -> None:
+    """An engine whose prompts make steps of 3 s tells every 3 s."""
+    lookout, others = Lookout(), [told("b", at=9.0), told("c", at=9.0)]
+    slow = told("a", msgspec.structs.replace(LOAD, step_s=1.0, longest_step_s=3.0), at=0.0)
+    quick = told("a", msgspec.structs.replace(LOAD, step_s=0.02, longest_step_s=0.03), at=0.0)
+    for now, state, usual in STEPS_OF_3_S:
+        assert lookout.look([slow, *others], now)[0].state == state
+        assert Lookout().look([quick, *others], now)[0].state == usual
+
+
 def modelled(key: str, token_s: float) -> Told:
     model = [0.01, token_s, 64, 1e-6, 1e-9, 0.0]
     return told(key, msgspec.structs.replace(LOAD, waiting=0, running=0, step_model=model))

@@ -2,6 +2,7 @@
 
     fresh < 250 ms <= degraded < 2 s <= suspect < 5 s <= dead
 
+The age begins where the next report could be: as long after the last one as the longest of its latest steps took.
 A degraded group counts dearer, a suspect or dead one gets no new requests while most others still report. A group that had
 nothing to do when it last reported has nothing to tell until something is sent there: its age counts from then.
 """

@@ -65,10 +65,13 @@ class Told:
         self.ledger.report(load.last_handle)
 
     def silent_s(self, now: float) -> float:
-        """For how long it had something to tell and told nothing."""
-        has_work = self.load is not None and (self.load.running or self.load.waiting)
-        since = self.load_at if has_work else self.ledger.unseen_since()
-        return now - max(since, self.load_at) if since is not None else 0.0
+        """For how long it had something to tell and told nothing. A step is no silence: engines tell between steps."""
+        load = self.load
+        since = self.load_at if load is not None and (load.running or load.waiting) else self.ledger.unseen_since()
+        if since is None:
+            return 0.0
+        step_s = max(load.step_s, load.longest_step_s) if load is not None else 0.0
+        return max(0.0, now - max(since, self.load_at) - step_s)
 
     def measured(self, now: float) -> Measured:
         """What is known of its steps."""
