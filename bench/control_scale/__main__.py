@@ -70,6 +70,7 @@ class Bench:
             print(json.dumps(stages[-1]), flush=True)
         resumed_s = await self._resume(forced=False)
         overtaken_s = await self._resume(forced=True)
+        print(json.dumps({"resumed_s": resumed_s, "overtaken_s": overtaken_s}), flush=True)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         return {"rate": rate, "stages": stages, "resumed_s": resumed_s, "overtaken_s": overtaken_s}
@@ -187,12 +188,12 @@ async def run(cluster: Cluster, services: int, rate: float, stage: int) -> dict[
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
         await _clear(kube, namespace)
         await _cordon(kube, False)
-        _keep_on_real_nodes(cluster, False)
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
         await fake.remove()
         await routers.cleanup()
         await client.close()
+        _keep_on_real_nodes(cluster, False)  # with the other nodes still there a pod of the operator would wait on one of them
 
 
 def main() -> int:
