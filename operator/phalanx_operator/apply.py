@@ -80,13 +80,19 @@ class Hands:
         self._gangs.pop(key, None)
 
     async def carry_out(
-        self, actions: Sequence[Action], service: InferenceService, snapshot: Snapshot, revision: str, gang: Gang, now: str
-    ) -> list[GroupAction | SetReplicas]:
-        """The actions that changed groups, or their number. New groups are of that revision, and placed together by that gang.
+        self,
+        actions: Sequence[Action],
+        service: InferenceService,
+        snapshot: Snapshot,
+        revision: str,
+        gang: Gang,
+        now: str,
+        done: list[GroupAction | SetReplicas],
+    ) -> None:
+        """Adds to `done` what changed groups, or their number. New groups are of that revision, and placed together by that gang.
 
         Raises: a KubeError at the first that fails; the rest is left for later.
         """
-        done: list[GroupAction | SetReplicas] = []
         making = Making(revision, self._images, gang)
         await self._try_successor(actions, service, making)
         is_going = any(group.terminating for group in snapshot.groups) or any(isinstance(one, DeleteGroup) for one in actions)
@@ -121,7 +127,6 @@ class Hands:
                     await self._end_pod(action, service)
                 case RetryPods() | RetryRouters():
                     await self._retry(action, service, now)
-        return done
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
         """The service as it was in a former revision; None when nobody knows. Raises: a KubeError."""

@@ -97,8 +97,9 @@ class Reconciler:
         snapshot = observe.snapshot(body, self.children)
         parsed = self.manifests.read(body)
         if isinstance(parsed, list):
-            await self._write(snapshot, decide_status.refused(snapshot, Reason.SPEC_INVALID, parsed, self.now()), ())
-            return RESYNC_S
+            self.turns.forget(key)  # it makes nothing until somebody mends it
+            self._call_next()
+            return await self._write(snapshot, decide_status.refused(snapshot, Reason.SPEC_INVALID, parsed, self.now()), ())
         return await self._follow(key, parsed, snapshot)
 
     def _forget(self, key: Key) -> None:
@@ -139,9 +140,11 @@ class Reconciler:
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
         self._take_turn(key, service, gang, todo)
+        done: list[GroupAction | SetReplicas] = []
         try:
-            done = await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now)
+            await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now, done)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
+            self._leave_turn(key, service, todo, done)
             self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
@@ -149,7 +152,7 @@ class Reconciler:
             said = decide_status.refused(snapshot, reason, wrong, self.now(), wanted=desired.replicas)
             despite = plan.despite(todo.actions, snapshot.groups)
             try:
-                done = await self.hands.carry_out(despite, service, snapshot, current, gang, now)
+                await self.hands.carry_out(despite, service, snapshot, current, gang, now, done)
             finally:
                 await self._write(snapshot, said, done)
             raise
@@ -200,6 +203,12 @@ class Reconciler:
             if isinstance(action, CreateGroup) and gang.kind == "Fallback":
                 self.turns.take(device, key, action.name, self.clock())
         self._call_next()
+
+    def _leave_turn(self, key: Key, service: InferenceService, todo: Plan, done: Sequence[GroupAction | SetReplicas]) -> None:
+        """Gives the turn back, and calls who is next, where the group that it was taken for is refused."""
+        if any(isinstance(action, CreateGroup) and action not in done for action in todo.actions):
+            self.turns.leave(service.spec.resources.accelerator.resource_name, key)
+            self._call_next()
 
     def _call_next(self) -> None:
         """Wakes the services whose turn it is now."""

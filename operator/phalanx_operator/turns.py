@@ -1,9 +1,12 @@
 """Whose turn it is to make a group, where no scheduler places the pods of one together.
 
     free --a group is made--> taken by its service --all its pods have nodes--> free
-                                   | `timeoutSeconds` over: the group is deleted (`decide.admission`)
-                                   v
-                          free; that service waits before it tries again, longer each time
+                         |         | `timeoutSeconds` over: the group is deleted (`decide.admission`)
+                         |         v
+                         |  free; that service waits before it tries again, longer each time
+                         | the API server refuses the group, or it is not seen for UNSEEN_S
+                         v
+                        free
 
 There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made,
 and is not seen yet, counts for UNSEEN_S. Services that wait stand in line, and the first of them is called when the turn is free:
@@ -67,8 +70,11 @@ class Turns:
         """Whether this service may make a group now; `waiting` are its groups that wait for nodes, `known` all of them."""
         waiting, known = sorted(waiting), set(known)
         for other, one in list(self._holders.items()):
-            if one.service == service and not self._holds(one, waiting, known, now_s):
-                del self._holders[other]
+            if one.service == service:
+                one.seen = one.seen or one.group in known or one.group in waiting
+                if one.seen and one.group not in waiting:
+                    del self._holders[other]
+        self._drop_unseen(now_s)
         holder = self._holders.get(device)
         if waiting and holder is None:
             holder = self._holders[device] = _Holder(service, waiting[0], now_s, seen=True)
@@ -84,14 +90,20 @@ class Turns:
             return Turn(why, pause.until_s - now_s, told=True, is_stuck=True)
         return Turn()
 
-    def _holds(self, holder: _Holder, waiting: list[str], known: set[str], now_s: float) -> bool:
-        """Whether its own service still has that group to place."""
-        holder.seen = holder.seen or holder.group in known or holder.group in waiting
-        return holder.group in waiting or (not holder.seen and now_s - holder.since_s < UNSEEN_S)
+    def _drop_unseen(self, now_s: float) -> None:
+        """What does not come to be holds nobody up, whoever looks: its own service may fail at each look."""
+        for device, one in list(self._holders.items()):
+            if not one.seen and now_s - one.since_s >= UNSEEN_S:
+                del self._holders[device]
 
     def take(self, device: str, service: Key, group: str, now_s: float) -> None:
         """The turn is this service's, which makes this group now."""
         self._holders[device] = _Holder(service, group, now_s, seen=False)
+
+    def leave(self, device: str, service: Key) -> None:
+        """The service did not make the group that it had the turn for."""
+        if (holder := self._holders.get(device)) and holder.service == service:
+            del self._holders[device]
 
     def line(self, device: str, service: Key, *, waits: bool) -> None:
         """The service stands in line for this device from now on, where it stood if it did; or in none."""
@@ -105,6 +117,7 @@ class Turns:
     def called(self, now_s: float) -> list[Key]:
         """Who is to look now, for the turn is free: the first in each line, once."""
         found = []
+        self._drop_unseen(now_s)
         for device, line in self._lines.items():
             if device in self._holders:
                 line.called_s = None
@@ -122,8 +135,7 @@ class Turns:
 
     def gave_up(self, device: str, service: Key, now_s: float) -> None:
         """The service's group found no room and is deleted: others come first, and it waits."""
-        if (holder := self._holders.get(device)) and holder.service == service:
-            del self._holders[device]
+        self.leave(device, service)
         pause = self._pauses.get(service)
         times = pause.times + 1 if pause else 1
         longest = min(FIRST_S * 2.0 ** min(times - 1, 10), LONGEST_S)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_operator.decide import admission
 from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.errors import Denied
 from phalanx_operator.kube import EVENTS, PODS
 from phalanx_operator.store import Key
 from phalanx_operator.turns import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S, UNSEEN_S, Turns
@@ -53,6 +54,18 @@ def test_a_group_that_is_never_seen_gives_the_turn_back() -> None:
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert turns.look(GPU, ONE, (), UNSEEN_S - 1).why
     assert turns.look(GPU, ONE, (), UNSEEN_S).why == ""
+
+
+def test_a_group_that_is_never_seen_holds_nobody_up_though_its_own_service_does_not_look() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), UNSEEN_S - 1).in_line)
+    assert turns.called(UNSEEN_S - 1) == []
+    assert turns.called(UNSEEN_S) == [OTHER]
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
+    turns.look(GPU, ONE, ["one-g-a"], UNSEEN_S)
+    assert turns.look(GPU, OTHER, (), 3 * UNSEEN_S).why, "this one is seen"
 
 
 def test_groups_that_wait_already_have_the_turn_after_a_restart_of_the_operator() -> None:
@@ -162,14 +175,16 @@ def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tup
     """look, placed, gone, called, forget: within CALLED_S of a free turn somebody of the line was called."""
     turns, waiting, now = make_turns(), set[Key](), 0.0
     holder: Key | None = None
+    since = 0.0
     for move, number in moves:
         key, now = ("team", str(number)), now + 0.1
+        holder = None if now - since >= UNSEEN_S else holder
         if move == "l" and key != holder:
             turn = turns.look(GPU, key, (), now)
             turns.line(GPU, key, waits=turn.in_line)
             (waiting.add if turn.in_line else waiting.discard)(key)
             if not turn.why:
-                holder = key
+                holder, since = key, now
                 turns.take(GPU, key, f"{number}-g-a", now)
         elif move == "p" and holder:
             turns.look(GPU, holder, (), now, [f"{holder[1]}-g-a"])
@@ -181,6 +196,7 @@ def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tup
         called = turns.called(now)
         now += CALLED_S
         called += turns.called(now)
+        holder = None if now - since >= UNSEEN_S else holder
         assert bool(called) == bool(waiting and holder is None)
         assert set(called) <= waiting
 
@@ -367,6 +383,36 @@ async def test_a_service_that_is_being_deleted_holds_no_turn() -> None:
     assert turns.look(GPU, other, (), world.clock).why
     world.service["metadata"]["deletionTimestamp"] = NOW
     await world.look()
+    assert turns.look(GPU, other, (), world.clock).why == ""
+
+
+@pytest.mark.parametrize("what", ["create statefulsets", "apply services"])
+async def test_a_service_that_is_refused_holds_no_turn(what: str) -> None:
+    spec: dict[str, Any] = {"replicas": 1, "parallelism": {"tensor": 2, "gpusPerPod": 1}}
+    refused = next(write for write in await World(**spec).look() if write.startswith(what))
+    world, other = World(**spec), ("team", "other")
+    world.kube.failures[refused] = Denied("no")
+    woken: list[Key] = []
+    world.reconciler = replace(world.reconciler, wake=woken.append)
+    turns = world.reconciler.turns
+    turns.line(GPU, other, waits=True)
+    with pytest.raises(Denied):
+        await world.look()
+    assert turns.look(GPU, other, (), world.clock).why == ""
+    assert woken == [other]
+
+
+async def test_a_service_whose_spec_is_not_valid_any_more_holds_no_turn() -> None:
+    world, other = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}), ("team", "other")
+    woken: list[Key] = []
+    world.reconciler = replace(world.reconciler, wake=woken.append)
+    turns = world.reconciler.turns
+    await world.look()
+    turns.line(GPU, other, waits=turns.look(GPU, other, (), world.clock).in_line)
+    await world.change(parallelism={"tensor": 3, "gpusPerPod": 2})
+    await world.look()
+    assert world.ready == ("False", "SpecInvalid")
+    assert woken == [other]
     assert turns.look(GPU, other, (), world.clock).why == ""
 
 

@@ -133,8 +133,26 @@ async def test_a_status_that_waits_is_written_in_time() -> None:
     assert world.status.ready_replicas == 2
 
 
+async def test_a_status_that_waits_is_written_in_time_though_the_spec_is_not_valid() -> None:
+    world = make_world(PACE_S, replicas=3)
+    await world.settle()
+    world.cluster.start_pods(ready=False)
+    world.clock += PACE_S
+    await world.look()
+    await _step(world, "invalid")
+    pods = list(world.kube.of(PODS).values())
+    for pod in pods[:2]:
+        world.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+        world.clock += 0.25
+        writes = await world.look()
+    assert writes == [] and world.next_s == PACE_S - 0.25, (writes, world.next_s)
+    world.clock += world.next_s
+    assert await world.look() == ["apply inferenceservices/status chat"]
+    assert world.status.ready_replicas == 2
+
+
 STEPS = st.lists(
-    st.sampled_from(["pods", "unready", "routers", "one", "three", "engine", "delete", "crash", "wait"]), max_size=12
+    st.sampled_from(["pods", "unready", "routers", "one", "three", "engine", "invalid", "delete", "crash", "wait"]), max_size=12
 )
 
 
@@ -149,6 +167,8 @@ async def _step(world: World, step: str) -> None:
             await world.change(replicas=1 if step == "one" else 3)
         case "engine":
             await world.change(engine={"maxModelLen": 512})
+        case "invalid":
+            await world.change(parallelism={"tensor": 3, "gpusPerPod": 2})
         case "delete" if pods := sorted(kube.of(PODS)):
             del kube.objects["pods", "team", pods[0]]
         case "crash":
