@@ -113,7 +113,8 @@ class HttpKube:
         try:
             async for event in _events(response.response.content, self._silence_s):
                 yield event
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: a line that was cut off
+        # The latter two: a line that was cut off. A DecodeError need not be a ValueError.
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
             raise Retry(f"watch of {resource.plural}: {str(error) or 'nothing heard'}") from error
         finally:
             response.response.close()
@@ -133,7 +134,7 @@ class HttpKube:
         )
         try:
             answer: Json = msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
             raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
         return answer
 
@@ -184,7 +185,7 @@ def failure(status: int, what: str, text: str) -> KubeError:
     try:
         answer = msgspec.json.decode(text)
         message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
-    except (ValueError, AttributeError):
+    except (ValueError, msgspec.DecodeError, AttributeError):
         pass
     words = f"{what}: {status} {message}"
     if status in (404, 410):
