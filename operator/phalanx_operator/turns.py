@@ -10,8 +10,9 @@
 
 There is one turn for each kind of device. Who has it is what is seen of groups that wait for nodes; a group that was just made,
 and is not seen yet, counts for UNSEEN_S. Services that wait stand in line, and the first of them is called when the turn is free:
-none of them has to look whether it is. One that is called and does not come goes to the end. Plain bookkeeping: times and chance
-come in as arguments.
+none of them has to look whether it is. Nobody overtakes them: who looks in between stands in line behind them, also the service
+that had the turn last. One that is called and does not come goes to the end. Plain bookkeeping: times and chance come in as
+arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,9 +52,14 @@ class _Line:
     services: dict[Key, None] = field(default_factory=dict)
     called_s: float | None = None
 
+    @property
+    def first(self) -> Key:
+        """Who is next. A line of nobody is not kept."""
+        return next(iter(self.services))
+
     def leave(self, service: Key) -> None:
         if service in self.services:
-            self.called_s = None if next(iter(self.services)) == service else self.called_s
+            self.called_s = None if self.first == service else self.called_s
             del self.services[service]
 
 
@@ -88,6 +94,8 @@ class Turns:
         if pause and now_s < pause.until_s:
             why = "there was no room for a whole group; the next attempt comes soon"
             return Turn(why, pause.until_s - now_s, told=True, is_stuck=True)
+        if device in self._lines and (first := self._lines[device].first) != service:
+            return Turn(f"{'/'.join(first)} is to make a group first", CALLED_S, in_line=True)
         return Turn()
 
     def _drop_unseen(self, now_s: float) -> None:
@@ -122,15 +130,14 @@ class Turns:
             if device in self._holders:
                 line.called_s = None
                 continue
-            first = next(iter(line.services))
             if line.called_s is not None:
                 if now_s - line.called_s < CALLED_S:
                     continue
-                del line.services[first]
-                line.services[first] = None
-                first = next(iter(line.services))
+                late = line.first
+                del line.services[late]
+                line.services[late] = None
             line.called_s = now_s
-            found.append(first)
+            found.append(line.first)
         return found
 
     def gave_up(self, device: str, service: Key, now_s: float) -> None:

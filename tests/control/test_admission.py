@@ -127,6 +127,36 @@ def test_who_waits_is_called_in_the_order_of_coming_when_the_turn_is_free() -> N
     assert turns.called(3.0) == [third]
 
 
+def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_that_just_placed_one() -> None:
+    turns, newcomer = make_turns(), ("team", "new")
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), 0.0).in_line)
+    for service in (ONE, newcomer):
+        turn = turns.look(GPU, service, (), 1.0, ["one-g-a"])
+        assert (turn.why, turn.left_s, turn.told) == ("team/other is to make a group first", CALLED_S, False)
+        turns.line(GPU, service, waits=turn.in_line)
+    made = []
+    for now in (1.0, 2.0, 3.0):
+        (called,) = turns.called(now)
+        assert turns.look(GPU, called, (), now).why == ""
+        turns.line(GPU, called, waits=False)
+        turns.take(GPU, called, "a", now)
+        turns.look(GPU, called, (), now, ["a"])
+        made.append(called)
+    assert made == [OTHER, ONE, newcomer]
+
+
+def test_who_waits_after_a_try_that_failed_or_wants_nothing_more_keeps_nobody_behind_it() -> None:
+    turns = make_turns()
+    turns.gave_up(GPU, ONE, 0.0)
+    turns.line(GPU, ONE, waits=True)
+    turns.line(GPU, OTHER, waits=True)
+    pause = turns.look(GPU, ONE, (), 0.0)
+    assert pause.is_stuck and not pause.in_line
+    turns.line(GPU, ONE, waits=pause.in_line)
+    assert turns.look(GPU, OTHER, (), 0.0).why == ""
+
+
 def test_who_is_called_and_does_not_come_goes_to_the_end() -> None:
     turns, third = make_turns(), ("team", "third")
     for service in (ONE, OTHER, third):
@@ -172,23 +202,33 @@ def test_who_waits_looks_again_when_it_is_to_be_told_and_seldom_after_that() -> 
 
 @given(st.lists(st.tuples(st.sampled_from("lpgcf"), st.integers(0, 3)), max_size=60))
 def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tuple[str, int]]) -> None:
-    """look, placed, gone, called, forget: within CALLED_S of a free turn somebody of the line was called."""
+    """look, placed, gone, called, forget: within CALLED_S of a free turn one of the line was called, and nobody overtakes."""
     turns, waiting, now = make_turns(), set[Key](), 0.0
     holder: Key | None = None
-    since = 0.0
+    since, made = 0.0, 0
     for move, number in moves:
         key, now = ("team", str(number)), now + 0.1
         holder = None if now - since >= UNSEEN_S else holder
         if move == "l" and key != holder:
             turn = turns.look(GPU, key, (), now)
+            assert turn.why or key in waiting or not waiting
             turns.line(GPU, key, waits=turn.in_line)
             (waiting.add if turn.in_line else waiting.discard)(key)
             if not turn.why:
                 holder, since = key, now
-                turns.take(GPU, key, f"{number}-g-a", now)
+                made += 1
+                turns.take(GPU, key, f"g-{made}", now)
         elif move == "p" and holder:
-            turns.look(GPU, holder, (), now, [f"{holder[1]}-g-a"])
-            holder = None
+            turn = turns.look(GPU, holder, (), now, [f"g-{made}"])
+            assert bool(turn.why) == bool(waiting), "the next group of that service overtakes nobody"
+            turns.line(GPU, holder, waits=turn.in_line)
+            if turn.in_line:
+                waiting.add(holder)
+            since = now
+            if not turn.why:
+                made += 1
+                turns.take(GPU, holder, f"g-{made}", now)
+            holder = None if turn.why else holder
         elif move == "f":
             turns.forget(key)
             waiting.discard(key)
@@ -209,7 +249,7 @@ async def test_a_service_that_waits_is_woken_when_the_turn_is_free() -> None:
     turns.take(GPU, other, "other-g-a", world.clock)
     await world.look()
     assert (world.groups, world.next_s) == (set(), TOLD_S)
-    turns.forget(other)
+    turns.forget(other)  # the service of this world is the first in line now
     turns.line(GPU, other, waits=True)
     await world.look()
     assert len(world.groups) == 1 and woken == []
@@ -395,7 +435,8 @@ async def test_a_service_that_is_refused_holds_no_turn(what: str) -> None:
     woken: list[Key] = []
     world.reconciler = replace(world.reconciler, wake=woken.append)
     turns = world.reconciler.turns
-    turns.line(GPU, other, waits=True)
+    for service in (("team", "chat"), other):
+        turns.line(GPU, service, waits=True)
     with pytest.raises(Denied):
         await world.look()
     assert turns.look(GPU, other, (), world.clock).why == ""
