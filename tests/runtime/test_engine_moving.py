@@ -11,7 +11,9 @@ from phalanx_api import moves, wire
 from phalanx_runtime.core import copying
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rescue import Pressure, Rescue, Victim
+from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.engine.moving import Moving
 from phalanx_runtime.rank.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_engine_compiling import LARGE, Slow, asking
@@ -30,6 +32,8 @@ class FakeCarrier:
     orders: list[tuple[object, ...]] = field(default_factory=list)
     sent_after: list[int] = field(default_factory=list)
     """The steps that pages are sent after."""
+    drafted: list[int] = field(default_factory=list)
+    """Of how many tokens a draft's part is said to be in the pages that are sent."""
     addresses: Sequence[moves.PageAddress] = tuple(HERE)
     is_slow: bool = False
 
@@ -49,6 +53,7 @@ class FakeCarrier:
     ) -> None:
         self.orders.append(("send", asked.move, first, tuple(pages), num_computed))
         self.sent_after.append(step)
+        self.drafted.append(num_drafted)
 
     def stop(self, move: str) -> None:
         self.orders.append(("stop", move))
@@ -191,6 +196,27 @@ def test_a_frozen_request_goes_on_when_the_move_is_off(how: str) -> None:
     assert [failed.code for failed in engine.of(moves.MoveFailed)] == {"thaw": [], "lease": ["lease"], "failed": ["target_lost"]}[
         how
     ]
+
+
+def test_a_move_that_is_asked_for_again_does_not_forget_what_was_sent_without_a_drafts_part() -> None:
+    runner, carrier = FakeRunner(44, 4), FakeCarrier()
+    scheduler = make_scheduler(Limits(128, 4, 128), runner.pool, Rules())
+    moving = Moving(scheduler, carrier, lambda frame: None, lambda handle: None)
+    assert scheduler.submit(1, make_request(80, 30)) is None
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(runner.run(plan))
+    moving.obey(out(mode="precopy"), 0.0)
+    held = scheduler.held_by(1)
+    assert held is not None
+    for page in held.pages:
+        scheduler.pool.mark_drafted(page, 4)  # what draft requests that share them computed since
+    moving.obey(out(mode="precopy"), 0.1)
+    carrier.told += both(copying.Sent("m", 20, 80, 0.1))
+    moving.turn(0.2)
+    moving.turn(0.3)
+    assert [order[-1] for order in carrier.of("send")] == [None, 80], "full pages, and the rest of the frozen request"
+    assert carrier.drafted == [0, 0]
 
 
 def test_a_request_that_ends_while_it_is_copied_ends_the_move() -> None:

@@ -151,7 +151,9 @@ class Moving:
     def _move_out(self, asked: moves.MoveOut, now: float) -> None:
         held = self._scheduler.held_by(asked.handle)
         epoch = None if held is None else self._scheduler.epoch_of(asked.handle)
-        if held is not None and epoch == asked.epoch:
+        if (
+            held is not None and epoch == asked.epoch and asked.move not in self._outgoing
+        ):  # asked again: what it lost stays known
             self._outgoing[asked.move] = _Outgoing(asked.handle, held.num_losses)
         self._act(self._out.ask(asked, epoch, None if held is None else self._progress(held), now), now)
         if not self._out.is_moving(asked.handle):

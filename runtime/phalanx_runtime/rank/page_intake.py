@@ -38,8 +38,7 @@ class Intake:
     """Takes pages in on this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
 
     draft: where pages lie that come with the layers of the same draft, while it can draft. Those that come without leave the
-    draft's layers as they are: the request that they came for has them computed; others that find its prefix have proposals
-    rejected, until they have other tokens.
+    draft's layers as they are: the request that they came for has them computed.
     """
 
     def __init__(
