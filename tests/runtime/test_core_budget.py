@@ -33,6 +33,12 @@ def test_a_prompt_stretches_the_decodes_of_a_step_and_not_what_is_proposed_behin
     assert prefill_tokens(limits, MODEL, 50, 1000) == pytest.approx(15, abs=1), "decodes that the target cannot hold"
 
 
+def test_what_any_prompt_tokens_cost_leaves_prompts_their_share() -> None:
+    """Ten decodes take 20 ms, which the target cannot hold, any prompt tokens 10: they get a quarter of 20 ms beside it."""
+    model = StepModel(0.019, 0.0001, 0, 0.0, 0.0, prompt_s=0.010)
+    assert prefill_tokens(replace(LIMITS, itl_target_s=0.015), model, 10, 1000) == pytest.approx(50, abs=1)
+
+
 def test_a_step_with_proposals_gives_prompts_what_is_left_of_the_target() -> None:
     """Eight streams with seven proposals each, whatever pays, and a long prompt."""
     how = Speculating("ngram", 7, is_adaptive=False)

@@ -6,7 +6,8 @@
 With several plans in flight a stream waits for all of them between its tokens: each gets its part of the target, one without
 decodes too while others have some.
 
-The few: what makes the step a quarter longer than the decodes alone, so that prompts progress where the target cannot hold.
+The few: what makes the step a quarter longer than the decodes alone, beside what any prompt tokens cost, so that prompts progress
+where the target cannot hold.
 Nobody waits for a timer: a step starts with what is there.
 """
 
@@ -35,7 +36,7 @@ def prefill_tokens(
     if limits.itl_target_s is None or model is None or not decodes + elsewhere:
         return room
     alone_s = model.predict(StepWork(0, decodes - proposals, context_tokens))
-    limit_s = max(limits.itl_target_s / limits.plans_in_flight - draft_s, LEAST_STRETCH * alone_s)
+    limit_s = max(limits.itl_target_s / limits.plans_in_flight - draft_s, LEAST_STRETCH * alone_s + model.prompt_s)
     return min(room, max(LEAST_TOKENS, model.prefill_within(limit_s, decodes, context_tokens)))
 
 
