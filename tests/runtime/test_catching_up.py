@@ -77,6 +77,40 @@ def test_what_is_longer_than_a_step_is_caught_up_with_in_several() -> None:
     assert sum(bool(plan.paths) for plan in plans[-100:]) > 80
 
 
+@pytest.mark.parametrize("pass_s", [0.00001, 0.1], ids=["it pays", "it does not: what drafts began a probe ends"])
+def test_what_is_longer_than_a_step_is_caught_up_with_in_one_step_after_another(pass_s: float) -> None:
+    """A request came without what a draft computed: twenty steps of room, and what a pass takes is known."""
+    length, pool = 20 * 512, PagePool(3000, 4)
+    request = running_request([7] * (length + 1), "draft", pages=2)
+    request.pages = pool.take(len(request.pages)) or []
+    speculator = Speculator(Limits(100_000, 1, 600), pool, ADAPTIVE)
+    model, behind, depths = StepModel(0.001, 1e-6, 0, 0.0, 0.0), [], []
+    for step in range(3):
+        known = Making(step, chunks=[Chunk(request, length, 1, depth=1, parents=[-1], is_drafted=True)])
+        known.describe_plain()
+        speculator.learn(known, model, 0.001 + pass_s, pass_s, "")
+    for step in range(3, 25):
+        making = Making(step, draft_room=512, chunks=[Chunk(request, length, 1)])
+        speculator.propose(making, model, 1, False)
+        speculator.learn(making, model, 0.001 + pass_s * making.chunks[0].depth, pass_s * making.chunks[0].depth, "")
+        behind.append(len(making.chunks[0].behind))
+        depths.append(making.chunks[0].depth)
+    assert sorted(behind[:21]) == [0] + [512] * 20, "but for the step in which drafts seem to pay no more"
+    assert not any(depths[:20]) and depths[20] > 0, "and then it drafts"
+
+
+@pytest.mark.parametrize(("most", "max_tokens"), [(0, 30), (4, 1), (4, 2), (4, 3)])
+def test_a_prompt_is_not_drafted_for_a_request_that_gets_no_proposals(most: int, max_tokens: int) -> None:
+    runner = FakeRunner(200, 4)
+    made = scheduler(runner)
+    made.submit(1, msgspec.structs.replace(make_request(30, max_tokens), speculation=Speculation(num_tokens=most)))
+    plan, _ = turn(runner, made, 0.0)
+    assert [len(one.tokens) for one in plan.catch_ups] == ([30] if most and max_tokens > 2 else [])
+    while not made.is_idle():
+        plan, _ = turn(runner, made, 0.0)
+        assert most or not plan.paths
+
+
 def test_prompts_are_drafted_as_they_come_while_drafts_pay_and_not_while_they_do_not() -> None:
     for pass_s, is_drafted in ((0.0001, True), (0.100, False)):
         runner = FakeRunner(400, 4)

@@ -11,7 +11,7 @@ from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
-from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE
+from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.speculator import Speculating, Speculator
 from phalanx_runtime.core.verify_cost import VerifyCost
@@ -159,3 +159,50 @@ def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
         cost.learn(model, plain, 2, 2, 0.012 + draft_s, draft_s)
         believed.append(cost.pass_s)
     assert believed == pytest.approx([0.0, 0.0015, 0.001, 0.001])
+
+
+UNPAYING = StepModel(0.001, 1.0, 0, 0.0, 0.0)
+
+
+def test_steps_with_prompts_that_teach_nothing_of_a_draft_do_not_each_try_it() -> None:
+    """A saturated server: a prompt chunk in every step, and nothing known of passes."""
+    request = running_request([8] * 3, "draft", pages=2)
+    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), Speculating("draft", drafts=DRAFTS))
+    tried = 0
+    for step in range(10 * PROBE_EVERY):
+        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        speculator.propose(making, UNPAYING, 0, True)
+        tried += making.chunks[0].depth
+    assert 0 < tried <= 10
+
+
+def test_what_a_pass_takes_is_asked_of_a_draft_and_not_of_a_lookup() -> None:
+    """The lookup lacks nothing, the drafted request a prompt; neither pays."""
+    found = running_request([8, 1, 2, 5, 7, 1, 2], "ngram", pages=2)
+    lacking = running_request([7] * 30, "draft", pages=2)
+    pool = PagePool(40, 4)
+    for request in (found, lacking):
+        request.pages = pool.take(len(request.pages)) or []
+    speculator = Speculator(Limits(100_000, 2, 400), pool, Speculating("draft", drafts=DRAFTS))
+    making = Making(0, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in (found, lacking)])
+    speculator.propose(making, StepModel(0.001, 0.0007, 0, 0.0, 0.0), 0, False)
+    assert [(chunk.depth, len(chunk.behind)) for chunk in making.chunks] == [(0, 0), (1, 29)]
+
+
+def test_what_a_probe_catches_up_with_is_paid_for_as_a_part_of_it() -> None:
+    def rest_after(parts: int) -> int:
+        probing = Probing()
+        for step in range(parts):
+            probing.probes(step, is_part=True)
+            probing.goes_on()
+            probing.took(0.08)
+        probing.probes(parts)
+        probing.proposed()
+        probing.took(0.08)
+        steps = 0
+        while not probing.is_due:
+            probing.found_nothing(parts + steps, 1, True)
+            steps += 1
+        return steps - 1
+
+    assert [rest_after(parts) for parts in (0, 2, 9)] == [PROBE_EVERY, 24, 2 * PROBE_EVERY]

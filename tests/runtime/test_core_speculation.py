@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import msgspec
@@ -348,6 +349,22 @@ def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals(
         assert [len(taken) for taken in choose_depths([Offer([0.95**at for at in range(1, 9)])], costs, 1, 100).taken] == depths
     costs = StepCosts(0.010, lambda count: 0.001 * count, 0.001, limit_s=0.0141)
     assert choose_depths([Offer([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100).taken == [[0, 1]]
+
+
+def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() -> None:
+    """Of 4 ms that are left one request needs 3 before its first proposal, the likeliest, and the other nothing."""
+    costs = StepCosts(0.010, lambda count: 0.0005 * count, 0.0001, limit_s=0.0141)
+
+    def depths(limit_s: float, *behind_s: float) -> list[int]:
+        chances = [[0.95, 0.94, 0.93], [0.8, 0.7, 0.6]]
+        offers = [Offer(some, True, behind_s=one) for some, one in zip(chances, behind_s, strict=True)]
+        return [len(taken) for taken in choose_depths(offers, replace(costs, limit_s=limit_s), 2, 100).taken]
+
+    assert depths(0.0141, 0.0, 0.0) == [3, 3]
+    assert depths(0.01415, 0.003, 0.0) == [1, 1]
+    assert depths(0.0161, 0.003, 0.0) == [3, 2]
+    assert depths(0.0141, 0.005, 0.0) == [0, 3], "who lacks less is taken"
+    assert depths(0.0181, 0.003, 0.003) == [3, 0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,12 +27,14 @@ _Ranked = tuple[float, int, int, int]
 class Offer:
     """The chances of one request's proposals, which only fall. `is_drafted`: each level costs a pass of the draft.
 
-    levels: of each how many it has before it in its branch; empty for a chain.
+    levels: of each how many it has before it in its branch; empty for a chain. behind_s: seconds that the draft catches up
+    for before the first of them. A target counts them, speed does not: the chances are less for them already.
     """
 
     chances: Sequence[float]
     is_drafted: bool = False
     levels: Sequence[int] = ()
+    behind_s: float = 0.0
 
     def taken(self, count: int, longest: int) -> list[int]:
         """The first so many of those with so many levels."""
@@ -72,7 +74,7 @@ def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int
         if most / (costs.plain_s + longest * costs.pass_s) <= best:
             break  # not even if all cost nothing: so under load
         ordered = ordered or _in_order(offers)
-        speed, found = _within(ordered, len(offers), costs, decodes, room, longest)
+        speed, found = _within(ordered, offers, costs, decodes, room, longest)
         if speed > best:
             best, counts, passes = speed, found, longest
     return Choice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
@@ -118,19 +120,23 @@ def _most_levels(offers: Sequence[Offer]) -> int:
 
 
 def _within(
-    ordered: Sequence[_Ranked], offers: int, costs: StepCosts, decodes: int, room: int, longest: int
+    ordered: Sequence[_Ranked], offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, longest: int
 ) -> tuple[float, list[int]]:
     """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
     fixed_s = costs.plain_s + longest * costs.pass_s
-    depths, tokens, count = [0] * offers, float(decodes), 0
+    depths, tokens, count, behind_s = [0] * len(offers), float(decodes), 0, 0.0
     speed = tokens / fixed_s
     for chance, _, at, passes in ordered:
         if passes > longest:
             continue
         seconds = fixed_s + costs.extra_s(count + 1)
         more = (tokens + chance) / seconds
-        if count >= room or more <= speed or seconds > costs.limit_s:
+        if count >= room or more <= speed or seconds + behind_s > costs.limit_s:
             break
+        own_s = 0.0 if depths[at] else offers[at].behind_s
+        if own_s and seconds + behind_s + own_s > costs.limit_s:
+            continue  # who lacks less may still find room
+        behind_s += own_s
         depths[at] += 1
         tokens, speed, count = tokens + chance, more, count + 1
     return speed, depths

@@ -3,6 +3,7 @@
     looked    nothing paid     for LOOK_EVERY steps nothing is looked at, while the step has as many decodes
     tried     after `PROBE_EVERY` such steps one request gets a proposal: shares and costs change. After a dear one the next
               waits until it took `PROBE_SHARE` of the time, at most twice as long as the last did
+    goes on   what a draft lacks is computed in step after step, and costs as one probe with the proposal behind it
 
 Counts steps and reads no clock.
 """
@@ -21,7 +22,7 @@ LOOK_EVERY = 8
 class Probing:
     """Of one engine."""
 
-    __slots__ = ("_barren", "_decodes", "_looked", "_probed", "_rest", "_unpaid")
+    __slots__ = ("_barren", "_decodes", "_is_part", "_looked", "_over", "_probed", "_rest", "_unpaid")
 
     def __init__(self) -> None:
         self._barren = 0
@@ -32,6 +33,9 @@ class Probing:
         """Steps since drafts paid, in which some were offered."""
         self._probed: int | None = None
         """The step of the latest probe."""
+        self._is_part = False
+        self._over = 0.0
+        """Whether it only computed what the draft lacks, and what such steps took before it, in plain steps."""
         self._looked: int | None = None
         """The step at which nothing was found to pay, and how many decodes it had."""
         self._decodes = 0
@@ -72,16 +76,23 @@ class Probing:
         self._looked, self._decodes = step if may_sleep else None, decodes
 
     def proposed(self) -> None:
-        """Something is proposed, or computed so that it can be proposed the next time."""
+        """Something is proposed."""
         self._barren, self._looked = 0, None
 
-    def probes(self, step: int) -> None:
-        """This step tries a proposal that does not seem to pay."""
-        self._probed = step
+    def goes_on(self) -> None:
+        """Something is computed so that it can be proposed later: the next step is looked at, and what is due stays so."""
+        self._looked = None
+
+    def probes(self, step: int, is_part: bool = False) -> None:
+        """This step tries a proposal that does not seem to pay, or computes a part of what one needs."""
+        self._probed, self._is_part = step, is_part
 
     def took(self, over: float) -> None:
         """A probe took so many plain steps more than none would have."""
-        self._rest = min(max(PROBE_EVERY, math.ceil(over / PROBE_SHARE)), 2 * self._rest, LONGEST_REST)
+        self._over += over
+        if not self._is_part:
+            self._rest = min(max(PROBE_EVERY, math.ceil(self._over / PROBE_SHARE)), 2 * self._rest, LONGEST_REST)
+            self._over = 0.0
 
     def was_probe(self, step: int) -> bool:
         """Whether this step was the latest probe."""

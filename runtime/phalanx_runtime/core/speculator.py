@@ -35,7 +35,7 @@ NEAR = 64
 """Tokens that a draft may lack of a request that is probed for its turn; of those that lack more the one that lacks least is."""
 NEW_EVERY = 4
 """Before steps were measured every so many tries what one drafted proposal costs, and no other is made: the fit needs steps of
-several kinds. Once they are, the next steps do until a pass of the draft is known."""
+several kinds. Once they are, the next steps without prompt tokens do until a pass of the draft is known: others teach nothing."""
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
 Fitting = Callable[[int, Sequence[int], int], int]
@@ -124,7 +124,7 @@ class Speculator:
             return
         most = making.draft_room
         is_new = any(one.is_drafted for one in offered) and (
-            making.step % NEW_EVERY == 0 if costs is None else not self._cost.knows_passes
+            making.step % NEW_EVERY == 0 if costs is None else not (has_prompts or self._cost.knows_passes)
         )
         of, taken = self._choose(making, offered, model, costs, room, has_prompts)
         if any(taken):
@@ -133,19 +133,20 @@ class Speculator:
             may_sleep = costs is not None and not (may_look_up and any(map(_looks_up, making.chunks)))
             probing.found_nothing(making.step, decodes, may_sleep)
             if probing.is_due or is_new:
-                self._probe(making, offered, taken, costs)
+                self._probe(making, offered, taken, costs, is_new)
         for one, found, nodes in zip(offered, of, taken, strict=True):
             if nodes:
                 self._take(making, one, found, nodes, running)
             elif one.missing > max(0, most) and making.draft_room > 0 and self._drafts_pay and not one.chunk.behind:
                 catch_up(self._pool, making, one.chunk, one.chunk.start)
+                probing.goes_on()
 
     def follow_prompts(self, making: Making) -> None:
         """Lets a draft model compute the prompt tokens of a step too, where drafts pay: then they will be wanted."""
         if self._lost or not self._drafts_pay:
             return
         for chunk in making.chunks:
-            if not chunk.is_decode and _lags(chunk) and making.draft_room > 0:
+            if not chunk.is_decode and _lags(chunk) and _may_get_some(chunk.request) and making.draft_room > 0:
                 catch_up(self._pool, making, chunk, chunk.end)
 
     def draft_s(self, making: Making) -> float:
@@ -299,10 +300,14 @@ class Speculator:
         found = choose_depths([_worth(one, one.tree, costs, decodes, most, knows) for one in offered], costs, decodes, room)
         return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
 
-    def _probe(self, making: Making, offered: Sequence[_Offered], taken: list[list[int]], costs: StepCosts | None) -> None:
-        """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room."""
+    def _probe(
+        self, making: Making, offered: Sequence[_Offered], taken: list[list[int]], costs: StepCosts | None, is_new: bool
+    ) -> None:
+        """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room.
+        is_new: a draft is to be tried."""
         near = NEAR if self._cost.knows_passes else 0  # a pass is known best where nothing is caught up with
-        at = min(range(len(offered)), key=lambda at: (max(near, offered[at].missing), _last_step(offered[at].chunk)))
+        among = [at for at, one in enumerate(offered) if one.is_drafted or not is_new]
+        at = min(among, key=lambda at: (max(near, offered[at].missing), _last_step(offered[at].chunk)))
         one = offered[at]
         if not self._may_probe(one, costs):
             return
@@ -310,8 +315,8 @@ class Speculator:
             self._probing.probes(making.step)
             taken[at] = [0]
         elif making.draft_room > 0:
-            self._probing.probes(making.step)
-            self._probing.proposed()
+            self._probing.probes(making.step, is_part=True)
+            self._probing.goes_on()
             catch_up(self._pool, making, one.chunk, one.chunk.start)
         else:
             self._cost.doubt_drafts()
@@ -359,7 +364,8 @@ def _worth(one: _Offered, found: Candidates, costs: StepCosts | None, decodes: i
     chances: Sequence[float] = () if is_unknown or one.missing > max(0, most) else found.chances
     if chances and one.missing:
         chances = with_catching_up(chances, costs, decodes, one.missing, request.max_len - len(request.tokens))
-    return Offer(chances, one.is_drafted, found.levels if chances else ())
+    behind_s = 0.0 if costs is None else one.missing * costs.behind_s
+    return Offer(chances, one.is_drafted, found.levels if chances else (), behind_s)
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
@@ -370,6 +376,11 @@ def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
 def _lags(chunk: Chunk) -> bool:
     """Whether a draft model drafts for the request, which computes no more than it is told."""
     return chunk.request.proposing is not None and chunk.request.proposing.method == "draft"
+
+
+def _may_get_some(request: Request) -> bool:
+    """Whether a request whose prompt is computed may get proposals: behind its next token, before its last."""
+    return request.proposing is not None and request.proposing.most > 0 and request.max_len - len(request.tokens) > 2
 
 
 def _looks_up(chunk: Chunk) -> bool:
