@@ -30,7 +30,8 @@ SLOW_REST = 1.15 / USUAL
 """The same for a straggler, whose strain is its time of a step over `USUAL` times the median."""
 
 MOST_HOMES, HOME_EVERY_S = 3, 10.0
-"""Groups that hold one hot prefix, and how soon after one of them was made the next may be."""
+"""Groups that hold one hot prefix, and how soon after one of them was made the next may be. Both as one router sees it: several
+may copy a prefix at once, each to another group, and so exceed them."""
 HOME_FREE = 0.2
 """Of its pages, what a new home of a prefix has free."""
 
@@ -77,12 +78,14 @@ def migrate(source: HotGroup, streams: Sequence[StreamView], scene: Scene) -> Pl
 def replicate(source: HotGroup, streams: Sequence[StreamView], homes: Collection[str], scene: Scene) -> Plan:
     """The stream that brings the heaviest prefix to a group that has none of it. `homes`: keys of the groups that hold it.
 
-    Only where the first newcomer already gains: two copies of the prefix take less than to compute it there.
+    Only to one of the same layout, which can use its pages, and where the first newcomer already gains: two copies of the prefix
+    take less than to compute it there.
     """
     view = scene.views[source.key]
     if len(homes) >= MOST_HOMES:
         return _refused(view, "replicate", "no_target", f"{len(homes)} groups hold the prefix")
-    roomy = [one for one in _cool(view, scene) if one.key not in homes and one.free_share >= HOME_FREE]
+    likes = [one for one in _cool(view, scene) if one.layout == view.layout]  # pages mean nothing to others
+    roomy = [one for one in likes if one.key not in homes and one.free_share >= HOME_FREE]
     best = min(roomy, key=lambda one: appeal(one, scene.median_itl_s), default=None)
     if best is None:
         return _refused(view, "replicate", "no_target", "no cool group with room is without the prefix")

@@ -197,12 +197,22 @@ def test_a_hot_prefix_gets_another_home_by_the_stream_that_costs_least_and_the_n
     assert [now for now, rungs in found.items() if rungs] == [10.25], "the prefix went at 0.25"
 
 
+def test_a_hot_prefix_goes_to_a_group_that_can_use_its_pages_though_another_is_cooler() -> None:
+    world = prefix_world()
+    for name in world.names[1:]:
+        world.fields[name] = {"used_pages": 100}
+    world.fields[world.names[-1]] = {"layout": "tp4"}
+    (proposal,) = first_moves(world).proposals
+    assert (proposal.target, proposal.way) == ("b/1/1", "precopy")
+
+
 NO_HOME = {
     "three hold it": ({}, ("a", "b", "c"), "no_target"),
     "all cool groups hold it": ({}, ("b", "a"), "no_target"),
     "it is computed as soon": ({"page_bytes": 1 << 24}, ("a",), "no_victim"),
     "nobody begins with it": ({"records": None}, ("a",), "no_victim"),
-    "others have no room": ({"others": 810}, ("a",), "no_target"),
+    "others have no room": ({"others": {"used_pages": 810}}, ("a",), "no_target"),
+    "others have another layout": ({"others": {"layout": "tp4"}}, ("a",), "no_target"),
 }
 
 
@@ -215,7 +225,7 @@ def test_a_hot_prefix_stays_where_it_is_when(fields: dict[str, Any], holders: Se
     if code == "no_target" and len(holders) == 2:
         world.names = ["a", "b"]
     for name in "bcde" if others else "":
-        world.fields[name] = {"used_pages": others}
+        world.fields[name] = others
     decisions = [world.tick(0.25 * number) for number in range(8)]
     assert not any(decision.proposals for decision in decisions)
     assert decisions[-1].hotspots and [(r.rung, r.code) for r in decisions[-1].refusals] == [("replicate", code)]
