@@ -169,6 +169,7 @@ class BalancePolicy(msgspec.Struct, frozen=True):
 
     `empty`: groups to take streams off (drain, scale-in, rollout, a node that is drained), the most urgent first.
     `for_good`: those of them that get no successor of their revision, so that perhaps no group will have their weights again.
+    `wanted`: the service is to have a group at all.
     `max_held`: requests that each router holds, for `hold_s` at most, while there is no group; 0: none, for no group will come.
     `canary`: the newest revision, to which `canary_percent` of the new requests go while groups of others serve; empty: no share.
     `fails_open`: groups that tell nothing of their load may get new requests, where there is no better one.
@@ -188,6 +189,7 @@ class BalancePolicy(msgspec.Struct, frozen=True):
     routing: Routing = "PrefixAware"
     fails_open: bool = True
     for_good: list[str] = []
+    wanted: bool = True
 
 
 class Asked(msgspec.Struct, frozen=True):

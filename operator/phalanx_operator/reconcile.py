@@ -226,7 +226,7 @@ class Reconciler:
         former, at = self.granted.get(key, Granted()), parsed(now)
         now_s = at.timestamp() if at else 0.0
         self.granted[key] = former.renewed(
-            service.spec, len(targets), empty, now_s, awaited=awaited, revision=current, for_good=last
+            service.spec, len(targets), empty, now_s, awaited=awaited, revision=current, for_good=last, wanted=wanted > 0
         )
         self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
 

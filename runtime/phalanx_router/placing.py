@@ -240,10 +240,14 @@ class Placing:
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
 
     def _may_come(self, model_hash: str | None) -> bool:
-        """Whether a group that stays has these weights, or has not told yet which it has."""
-        leaving = self.waking.policy().for_good
-        staying = [link for link in self._links.all() if not link.endpoint.leaving and link.endpoint.group not in leaving]
-        return any(link.told.served.model_hash in ("", model_hash) for link in staying)
+        """Whether a group that stays has these weights, or has not told yet which it has.
+
+        Where no group is known that stays, one of these weights may come if any is wanted: nobody has told of others.
+        """
+        policy = self.waking.policy()
+        staying = [link for link in self._links.all() if not link.endpoint.leaving and link.endpoint.group not in policy.for_good]
+        told = {link.told.served.model_hash for link in staying}
+        return bool(told & {"", model_hash}) if told else policy.wanted
 
     def _is_silent(self, run: Run) -> bool:
         """Whether groups would take this newcomer, but tell nothing of their load."""

@@ -262,21 +262,24 @@ def test_when_newcomers_are_held(groups: tuple[ObservedGroup, ...], empty: list[
 
 def test_groups_that_get_no_successor_go_for_good() -> None:
     old, gone = replace(going(), revision="old"), make_group("b", terminating=True, revision="old")
-    evicted = make_group("c", revision="old")
+    evicted = make_group("c", revision="older")
     same = replace(make_group("d"), draining=GOING)
     groups, empty = (old, gone, evicted, same), ["a", "b", "c", "d"]
     assert for_good(groups, empty, same.revision, 2) == ["a", "b"]
     assert for_good(groups, empty, same.revision, 0) == ["a", "b", "d"], "none is wanted any more"
     assert for_good(groups, ["d"], same.revision, 2) == []
+    kept = make_group("e", revision="old")
+    assert for_good((*groups, kept), empty, same.revision, 2) == [], "the group that stays may just be changing its leader's pod"
 
 
 async def test_routers_hear_which_groups_go_for_good() -> None:
-    world = await world_with_routers(replicas=2)
+    world = await world_with_routers(replicas=1)
     await world.change(engine={"maxModelLen": 512})
     for _ in range(2):
         await world.look()
     (old,) = world.draining()
     assert (world.routers.policy.empty, world.routers.policy.for_good) == ([old], [old])
+    assert world.routers.policy.wanted
     other = await world_with_routers(replicas=2)
     await other.change(replicas=1)
     await other.look()
@@ -285,6 +288,7 @@ async def test_routers_hear_which_groups_go_for_good() -> None:
     for _ in range(2):
         await other.look()
     assert sorted(other.routers.policy.for_good) == sorted(other.draining()) and len(other.draining()) == 2
+    assert not other.routers.policy.wanted
 
 
 def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:

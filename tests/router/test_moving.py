@@ -110,22 +110,16 @@ async def test_no_stream_goes_to_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "for_good", "ends"),
-    [
-        (wire.Served("model-2", "tp2 bf16 16"), ["a"], True),
-        (wire.Served("model-2", "tp2 bf16 16"), [], False),
-        (wire.Served("model-2", "tp2 bf16 16"), ["a", "b"], True),
-    ],
-    ids=["the last of its weights went for good", "it may come back", "all go"],
+    ("for_good", "wanted", "ends"),
+    [(["a"], True, True), ([], True, False), (["a", "b"], False, True), (["a", "b"], True, False)],
+    ids=["the last of its weights went for good", "it may come back", "none is wanted", "nobody knows what comes"],
 )
-async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(
-    other: wire.Served, for_good: list[str], ends: bool
-) -> None:
-    source, target = pair(target=MoveScript(served=other))
+async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(for_good: list[str], wanted: bool, ends: bool) -> None:
+    source, target = pair(target=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
         run = await run_at(world, source, 5)
-        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], for_good=for_good))
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], for_good=for_good, wanted=wanted))
         await source.stop()
         if ends:
             with pytest.raises(
@@ -139,6 +133,22 @@ async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(
             source.release()
             assert (await stream).tokens == expected([1, 2, 3], 20)
     assert not target.submitted
+
+
+async def test_a_stream_of_the_only_group_goes_on_in_the_one_that_comes_after_a_restart() -> None:
+    """The successor is of another revision with the same weights, and nobody knows it before its pod has an address."""
+    source, target = pair()
+    async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
+        world.source.change(source.endpoint())
+        stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
+        run = await run_at(world, source, 5)
+        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], for_good=["a"]))
+        await source.stop()
+        world.source.change()
+        await world.until(lambda: stream.done() or run.homeless_since is not None)
+        world.source.change(target.endpoint())
+        assert (await stream).tokens == expected([1, 2, 3], 20)
+    assert run.widowed_by == "a" and target.submitted
 
 
 async def test_a_stream_waits_for_a_group_that_may_have_its_weights() -> None:

@@ -104,16 +104,15 @@ def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) ->
 
 
 def for_good(groups: Iterable[ObservedGroup], empty: Iterable[str], revision: str, wanted: int) -> list[str]:
-    """Groups to be emptied that get no successor of their revision: of another one than is followed, or when none is wanted.
+    """Groups to be emptied that get no successor of their revision: of another one than is followed, and than groups have that
+    stay, or when none is wanted.
 
     A group that only loses a pod comes back as it was.
     """
-    emptied = frozenset(empty)
-    return sorted(
-        group.name
-        for group in groups
-        if group.name in emptied and (group.terminating or group.draining) and (group.revision != revision or not wanted)
-    )
+    emptied, groups = frozenset(empty), tuple(groups)
+    ending = [group for group in groups if group.terminating or group.draining]
+    lasting = {revision, *(group.revision for group in groups if group not in ending)} if wanted else ()
+    return sorted(group.name for group in ending if group.name in emptied and group.revision not in lasting)
 
 
 def is_awaited(groups: Sequence[ObservedGroup], empty: Iterable[str], wanted: int, now: str) -> bool:

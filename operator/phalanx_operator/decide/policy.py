@@ -20,9 +20,10 @@ def policy_of(
     awaited: bool = False,
     revision: str = "",
     for_good: Sequence[str] = (),
+    wanted: bool = True,
 ) -> BalancePolicy:
     """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come. revision: the newest
-    one, while it is rolled out. for_good: groups to empty that get no successor of their revision."""
+    one, while it is rolled out. for_good: groups to empty that get no successor of their revision. wanted: any group is."""
     routers = max(routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
@@ -48,6 +49,7 @@ def policy_of(
         routing=spec.router.policy,
         fails_open=spec.router.failure_mode == "FailOpen",
         for_good=list(for_good),
+        wanted=wanted,
     )
 
 
@@ -67,7 +69,9 @@ class Granted:
         awaited: bool = False,
         revision: str = "",
         for_good: Sequence[str] = (),
+        wanted: bool = True,
     ) -> "Granted":
         """The policy to tell from now on: the former one, number and all, when nothing changed."""
-        same = policy_of(spec, routers, self.policy.number, empty, awaited=awaited, revision=revision, for_good=for_good)
+        number = self.policy.number
+        same = policy_of(spec, routers, number, empty, awaited=awaited, revision=revision, for_good=for_good, wanted=wanted)
         return self if same == self.policy else Granted(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))
