@@ -13,7 +13,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
@@ -47,6 +47,7 @@ class Fleet:
         self.draining = False
         self.excused: Counter[str] = Counter()
         """Deaths of groups, by key of the leader, that a request of this router is to blame for."""
+        self._blamed: set[tuple[str, str]] = set()
         self.links = Links(settings.link, settings.served_names, metrics, draw)
         self.runs: set[Run] = set()
         self._settings = settings
@@ -220,19 +221,25 @@ class Fleet:
     def _count_death(self, run: Run, lost: Lost, link: LeaderLink | None) -> None:
         """Counts a group that died under the request, if that may be its fault: the third ends it, and all are excused.
 
+        None is where they were of one leader: that may be its hardware's fault as well.
         Of one that computed nothing else the leader itself knows that it is not to blame, if it lives. Raises BackendError.
         """
         was_alone = lost.cause == "alone" and run.stream.journal.is_alone
         run.deaths += lost.cause == "" or was_alone
         if link is not None and (lost.cause == "" or (was_alone and not link.is_open)):
-            run.killed.append(link.endpoint.key)
+            run.killed.add((link.endpoint.key, run.group))
         run.stream.journal.is_alone = run.deaths >= ALONE_AFTER
         if run.deaths > ALONE_AFTER:
-            known = {one.endpoint.key for one in self.links.all()}
-            self.excused = Counter({key: count for key, count in self.excused.items() if key in known})
-            self.excused.update(run.killed)
+            self._excuse(run.killed)
             why = f"{run.deaths} groups died while they computed this request, the last one when it computed no other: {lost.why}"
             raise BackendError(500, "groups_died", why)
+
+    def _excuse(self, killed: Set[tuple[str, str]]) -> None:
+        """Takes these incarnations off what their leaders are charged with: each once, however many requests it died under."""
+        if len({leader for leader, _ in killed}) > 1:
+            known = {link.endpoint.key for link in self.links.all()}
+            self._blamed = {(leader, incarnation) for leader, incarnation in self._blamed | killed if leader in known}
+            self.excused = Counter(leader for leader, _ in self._blamed)
 
     def _ticked(self) -> None:
         """Climbs the rungs of the ladder that are the queue's: takes requests back, and refuses some when nothing else helps."""

@@ -58,8 +58,8 @@ class Run:
     the queue; `came` ends the wait. sent_at: when its group got it. charged: output tokens that its tenant was charged for.
     granted: what it took of its tenant's quota, at `granted_at`. balanced: how many of the moves were for balance. number: names
     it in this process.
-    deaths: groups that died while they computed it, for no cause of their own; killed: the leaders
-    of those that are charged with it, by key. widowed_by: the group that had it and went for
+    deaths: groups that died while they computed it, for no cause of their own; killed: those
+    of them that were charged with it, by leader and incarnation. widowed_by: the group that had it and went for
     good, by name; "" while the last one that had it did not. began_at: when it came to this router. lot: drawn
     once, in [0, 1): on which side of a canary's share it falls.
     """
@@ -92,7 +92,7 @@ class Run:
     granted: Granted | None = None
     granted_at: float = 0.0
     deaths: int = 0
-    killed: list[str] = field(default_factory=list)
+    killed: set[tuple[str, str]] = field(default_factory=set)
     widowed_by: str = ""
     began_at: float = 0.0
     lot: float | None = None

@@ -90,6 +90,12 @@ def test_routers_add_up_and_groups_are_seen_by_the_freshest() -> None:
     assert fleet.traffic[60.0].prompt == pytest.approx(SHAPE.prompt)
 
 
+def test_routers_excuse_together_what_one_of_them_does_and_no_more_than_there_was() -> None:
+    told = [summary(group("a", deaths=deaths, excused=excused)) for deaths, excused in ((2, 1), (3, 2), (0, 9))]
+    assert fleet_of(*told[:2]).groups["a"].excused == 2, "two streams may have had the same death"
+    assert [fleet_of(one).groups["a"].excused for one in told] == [1, 2, 0], "a later death is not excused in advance"
+
+
 def test_old_answers_do_not_count() -> None:
     heard = [Heard("a", 10.0, summary()), Heard("b", 46.0, summary()), Heard("c", 90.0, summary())]
     assert [merge(heard, asked, 45.0).is_heard for asked in (1, 2, 3)] == [True, True, False]

@@ -28,6 +28,10 @@ def was_asked(group: FakeLeader, stream: asyncio.Task[Heard]) -> bool:
     return bool(group.submitted) or stream.done()
 
 
+def has(group: FakeLeader, count: int) -> bool:
+    return len(group.submitted) >= count
+
+
 async def test_a_request_that_kills_groups_ends_after_the_third_and_takes_no_stream_along() -> None:
     groups = leaders("abcd")
     async with running_world(*groups) as world:
@@ -67,6 +71,38 @@ async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_cou
         sent = [submit.request.alone for group in groups for submit in group.submitted]
         assert sent == ([False, False, True] if is_counted else [False] * 4)
         assert sum(world.fleet.excused.values()) == (2 if is_counted else 0), "the leader of the last one knows it by itself"
+
+
+async def test_deaths_of_one_group_alone_stay_charged() -> None:
+    """Its hardware may be broken: then every request is under some of its deaths."""
+    group = FakeLeader("a", Script(hold_at=1))
+    async with running_world(group) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for count in range(3):
+            await world.until(partial(has, group, count + 1))
+            await group.tell(wire.State(False, 2 + count, "rank 1 died"))
+            await group.tell(wire.State(True, 2 + count))
+        with pytest.raises(BackendError, match="3 groups died"):
+            await stream
+        assert not +world.fleet.excused
+
+
+async def test_a_death_is_excused_once_however_many_requests_it_took() -> None:
+    first, second, *last = [FakeLeader(name, Script(hold_at=1)) for name in "abcd"]
+    async with running_world(first, second, *last) as world:
+        world.source.change(first.endpoint())
+        streams = [asyncio.create_task(hear(world.fleet, make_request([i, 1], id=f"r{i}"))) for i in range(2)]
+        for group, *others in ([first, second], [second, *last]):
+            await world.until(partial(has, group, 2))
+            world.source.change(*(one.endpoint() for one in (first, second, *others)))
+            await world.until_ready(len({first, second, *others}) - (group is second))
+            await group.tell(wire.State(False, 2, "rank 1 died"))
+        for group in last:
+            await world.until(partial(has, group, 1))
+            await group.tell(wire.State(False, 2, "rank 1 died"))
+        found = await asyncio.gather(*streams, return_exceptions=True)
+        assert [getattr(one, "code", one) for one in found] == ["groups_died"] * 2
+        assert world.fleet.excused == {first.endpoint().key: 1, second.endpoint().key: 1}, "the last ones know it by themselves"
 
 
 async def test_a_leader_that_leaves_the_list_did_not_die() -> None:

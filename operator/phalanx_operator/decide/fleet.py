@@ -36,8 +36,8 @@ class Heard:
 class SeenGroup:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
     `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
-    ended for no cause outside, as far as any router knows; `death`: why the last one did; `excused`: those
-    that requests are to blame for. `draft_lost`: why it drafts no
+    ended for no cause outside, as far as any router knows; `death`: why the last one did; `excused`: those that
+    requests are to blame for, as far as any one router knows: two may blame theirs for the same. `draft_lost`: why it drafts no
     more. `linked`: a router reaches it. `model_version`: of the source that its model was fetched from."""
 
     name: str
@@ -193,7 +193,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
         draft_lost=best.draft_lost,
         linked=best.state != "dead",
         model_version=next((group.model_version for group in (best, *seen) if group.model_version), "")[:128],
-        excused=sum(min(max(group.excused, 0), max(group.deaths, 0) + 1) for group in seen),
+        excused=min(max(0, *(group.excused for group in seen)), max(most.deaths, 0)),
     )
 
 
