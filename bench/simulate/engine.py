@@ -89,7 +89,12 @@ class Engine:
     @property
     def context_tokens(self) -> int:
         """Tokens in the pages of running requests."""
-        return self._context + len(self.decodes) * self.step + sum(job.computed for job in self.prefills)
+        return self._decoded + sum(job.computed for job in self.prefills)
+
+    @property
+    def _decoded(self) -> int:
+        """Tokens in the pages of decodes."""
+        return self._context + len(self.decodes) * self.step
 
     def context_of(self, job: Job) -> int:
         """Tokens of a decode in its pages."""
@@ -120,7 +125,8 @@ class Engine:
         self._lengthen(budget)
         prompt = sum(count for _, count in self._chunks)
         attended = sum(count * (job.computed + count / 2) for job, count in self._chunks)
-        self.last_work = StepWork(prompt, len(self.decodes), self.context_tokens, attended)
+        context = self._decoded + sum(job.computed for job, _ in self._chunks)  # what no chunk reads costs nothing
+        self.last_work = StepWork(prompt, len(self.decodes), context, attended)
         self.last_step_s = self.slow * self.shape.model.predict(self.last_work)
         return self.last_step_s
 

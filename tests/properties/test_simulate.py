@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.figures import half_interval
@@ -113,6 +113,7 @@ class PlainEngine:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 700), st.integers(1, 60)), min_size=1, max_size=12))
+@example([(1, 1), (384, 1), (128, 1)])  # in the second step the last one has no chunk
 def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
     shape = Shape(ANALYTIC, total_pages=10_000, max_num_batched_tokens=256)
     jobs = [Job(number, 0.0, prompt, output) for number, (prompt, output) in enumerate(sizes)]

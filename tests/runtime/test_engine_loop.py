@@ -137,7 +137,7 @@ def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
     assert (loads[0].running, loads[0].free_pages, loads[0].total_pages) == (0, 64, 64)
     assert [load.sequence for load in loads] == list(range(1, len(loads) + 1))
     assert (loads[-1].waiting, loads[-1].running, loads[-1].free_pages, loads[-1].leaks) == (0, 0, 64, 0)
-    assert len(loads[-1].step_model) == 7
+    assert len(loads[-1].step_model) == 8
     assert loads[1].running == 1
     assert [load for load in loads[1:-1] if load.running == 0] == []
 
