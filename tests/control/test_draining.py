@@ -1,4 +1,4 @@
-"""A group leaves: noted, emptied by the routers, deleted; also over a restart, a change of mind, and a lost node."""
+"""A group leaves: noted, emptied by the routers, deleted; also over a restart and a change of mind."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,7 @@ import pytest
 from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.draining import for_good, is_awaited, left_s, marks, to_empty, why_over
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.lost import to_end, why_lost
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode
+from phalanx_operator.decide.snapshot import Draining, ObservedGroup
 from phalanx_operator.errors import Conflict
 from phalanx_operator.kube import PODS
 from phalanx_operator.observe import draining_of
@@ -76,29 +75,6 @@ def test_marks_follow_the_note_and_come_off_again() -> None:
     on, off = marks((noted,), ()), marks((replace(plain, pods=(replace(leader, marked=True),)),), ())
     assert [(m.pod, m.uid, m.draining) for m in (*on, *off)] == [("a-0", "pod-1", True), ("a-0", "pod-1", False)]
     assert marks((plain, replace(noted, terminating=True), replace(noted, pods=(replace(leader, leaving=True),))), ()) == []
-
-
-@pytest.mark.parametrize(
-    ("node", "lost"),
-    [
-        (None, False),
-        (ObservedNode("n", True, "2026-01-01T00:00:00Z"), False),
-        (ObservedNode("n", False, "2026-01-02T03:03:00Z"), False),
-        (ObservedNode("n", False, "2026-01-02T03:02:00Z"), True),
-        (ObservedNode("n", False, ""), False),
-    ],
-    ids=["unknown", "well", "silent for a minute", "silent for two", "since when nobody knows"],
-)
-def test_when_a_node_is_lost(node: ObservedNode | None, lost: bool) -> None:
-    assert bool(why_lost(node, 120, NOW)) is lost
-
-
-def test_pods_of_a_group_that_stays_are_never_deleted_at_once() -> None:
-    nodes = {"node-0": ObservedNode("node-0", False, "2026-01-02T03:00:00Z")}
-    pods = tuple(replace(pod, uid=f"uid-{pod.name}") for pod in make_group("a").pods)
-    stays, goes = replace(make_group("a"), pods=pods), replace(make_group("a", terminating=True), pods=pods)
-    assert to_end((stays,), nodes, 120, NOW) == []
-    assert [(pod.name, pod.uid, pod.grace_s) for pod in to_end((goes,), nodes, 120, NOW)] == [("a-0", "uid-a-0", 0)]
 
 
 async def world_with_routers(replicas: int = 3, routers: int = 1, **spec: Any) -> World:
@@ -375,33 +351,3 @@ async def test_groups_have_a_disruption_budget_unless_there_is_only_one(replicas
     if there:
         ours = budgets["chat-groups"]
         assert (ours["maxUnavailable"], ours["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
-
-
-async def test_a_lost_node_costs_its_groups_and_they_get_successors() -> None:
-    one_by_one = {"gang": {"mode": "None"}}
-    two_pods = {"tensor": 2, "gpusPerPod": 1}
-    world = World(replicas=2, parallelism=two_pods, placement=one_by_one, restartPolicy={"nodeLostSeconds": 60})
-    await world.settle()
-    before = world.groups
-    world.cluster.lose_node("node-1", "2026-01-02T03:03:30Z")
-    await world.look()
-    assert (world.groups, world.next_s) == (before, 25.0)
-    world.now = "2026-01-02T03:04:31Z"
-    writes = await world.look()
-    assert world.deleted() == before and len(world.groups) == 4
-    assert sorted(w for w in writes if w.startswith("kill")) == sorted(f"kill pods {name}-1" for name in before)
-    assert not [w for w in writes if w.startswith("kill") and w.endswith("-0")]
-    assert len([reason for _, reason in world.notes() if reason == "GroupDeleted"]) == 2
-
-
-async def test_a_node_that_comes_back_in_time_costs_nothing() -> None:
-    world = World(replicas=2)
-    await world.settle()
-    before = world.groups
-    world.cluster.lose_node("node-0", "2026-01-02T03:04:00Z")
-    await world.look()
-    world.cluster.start_pods()
-    del world.kube.objects["nodes", "", "node-0"]
-    world.now = LATER
-    await world.settle()
-    assert (world.groups, world.deleted()) == (before, set())

@@ -116,12 +116,17 @@ async def test_groups_that_come_up_together_are_few_writes_and_the_last_one_is_n
     assert paced.status == plain.status
 
 
-async def test_a_status_that_waits_is_written_in_time() -> None:
+async def _world_whose_pods_are_to_be_ready() -> World:
     world = make_world(PACE_S, replicas=3)
     await world.settle()
     world.cluster.start_pods(ready=False)
     world.clock += PACE_S
     await world.look()
+    return world
+
+
+async def test_a_status_that_waits_is_written_in_time() -> None:
+    world = await _world_whose_pods_are_to_be_ready()
     for pod in list(world.kube.of(PODS).values())[:2]:
         world.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
         world.clock += 0.25
@@ -134,11 +139,7 @@ async def test_a_status_that_waits_is_written_in_time() -> None:
 
 
 async def test_a_status_that_waits_is_written_in_time_though_the_spec_is_not_valid() -> None:
-    world = make_world(PACE_S, replicas=3)
-    await world.settle()
-    world.cluster.start_pods(ready=False)
-    world.clock += PACE_S
-    await world.look()
+    world = await _world_whose_pods_are_to_be_ready()
     await _step(world, "invalid")
     pods = list(world.kube.of(PODS).values())
     for pod in pods[:2]:

@@ -1,0 +1,230 @@
+"""Whose turn it is to make a group: one at a time for the same devices, in the order of coming, nobody held up for ever."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_operator.store import Key
+from phalanx_operator.turns import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S, UNSEEN_S, Turns
+
+ONE, OTHER = ("team", "one"), ("team", "other")
+GPU = "nvidia.com/gpu"
+
+
+def make_turns(draw: float = 1.0) -> Turns:
+    return Turns(lambda: draw)
+
+
+def test_only_one_service_makes_a_group_at_a_time() -> None:
+    turns = make_turns()
+    assert turns.look(GPU, ONE, (), 0.0).why == ""
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    blocked = turns.look(GPU, OTHER, (), 1.0)
+    assert blocked.why == "group one-g-a of team/one is to be placed first"
+    assert turns.look(GPU, ONE, ["one-g-a"], 1.0).why, "not even its own second one"
+    assert turns.look(GPU, ONE, (), 2.0, ["one-g-a"]).why == "", "it has its nodes"
+    assert turns.look(GPU, OTHER, (), 2.0).why == ""
+
+
+def test_a_group_that_has_its_nodes_before_it_was_ever_seen_to_wait_holds_nobody_up() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.look(GPU, ONE, (), 0.5, ["one-g-a"])
+    assert turns.look(GPU, OTHER, (), 0.5).why == ""
+
+
+def test_other_devices_have_turns_of_their_own() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look("amd.com/gpu", OTHER, (), 1.0).why == ""
+
+
+def test_a_group_that_is_never_seen_gives_the_turn_back() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, ONE, (), UNSEEN_S - 1).why
+    assert turns.look(GPU, ONE, (), UNSEEN_S).why == ""
+
+
+def test_a_group_that_is_never_seen_holds_nobody_up_though_its_own_service_does_not_look() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), UNSEEN_S - 1).in_line)
+    assert turns.called(UNSEEN_S - 1) == []
+    assert turns.called(UNSEEN_S) == [OTHER]
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
+    turns.look(GPU, ONE, ["one-g-a"], UNSEEN_S)
+    assert turns.look(GPU, OTHER, (), 3 * UNSEEN_S).why, "this one is seen"
+
+
+def test_groups_that_wait_already_have_the_turn_after_a_restart_of_the_operator() -> None:
+    turns = make_turns()
+    assert turns.look(GPU, ONE, ["one-g-a"], 0.0).why
+    assert "one-g-a" in turns.look(GPU, OTHER, (), 0.0).why
+
+
+def test_a_turn_that_passes_soon_is_not_told() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert not turns.look(GPU, OTHER, (), TOLD_S - 1).told
+    assert turns.look(GPU, OTHER, (), TOLD_S).told
+
+
+def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
+    turns, now = make_turns(), 0.0
+    for times in range(8):
+        turns.take(GPU, ONE, "one-g-a", now)
+        turns.gave_up(GPU, ONE, now)
+        assert turns.look(GPU, OTHER, (), now).why == ""
+        pause = turns.look(GPU, ONE, (), now)
+        assert (pause.left_s, pause.told) == (min(FIRST_S * 2**times, LONGEST_S), True)
+        now += pause.left_s
+        assert turns.look(GPU, ONE, (), now).why == ""
+    turns.placed(ONE)
+    turns.gave_up(GPU, ONE, now)
+    assert turns.look(GPU, ONE, (), now).left_s == FIRST_S
+
+
+def test_pauses_are_drawn_so_that_services_do_not_meet_again() -> None:
+    turns = make_turns(0.0)
+    turns.gave_up(GPU, ONE, 0.0)
+    assert turns.look(GPU, ONE, (), 0.0).left_s == FIRST_S / 2
+
+
+def test_a_service_that_is_gone_or_has_other_devices_by_now_holds_nobody_up() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.forget(ONE)
+    assert turns.look(GPU, OTHER, (), 0.0).why == ""
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.look("amd.com/gpu", ONE, (), UNSEEN_S)
+    assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
+
+
+def test_who_waits_is_called_in_the_order_of_coming_when_the_turn_is_free() -> None:
+    turns, third = make_turns(), ("team", "third")
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    for service in (OTHER, third, OTHER):
+        turns.line(GPU, service, waits=turns.look(GPU, service, (), 0.0).in_line)
+    assert turns.called(1.0) == []
+    turns.look(GPU, ONE, (), 1.0, ["one-g-a"])
+    assert (turns.called(1.0), turns.called(2.0)) == ([OTHER], [])
+    turns.line(GPU, OTHER, waits=False)
+    turns.take(GPU, OTHER, "other-g-a", 2.0)
+    assert turns.called(2.0) == []
+    turns.look(GPU, OTHER, (), 3.0, ["other-g-a"])
+    assert turns.called(3.0) == [third]
+
+
+def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_that_just_placed_one() -> None:
+    turns, newcomer = make_turns(), ("team", "new")
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), 0.0).in_line)
+    for service in (ONE, newcomer):
+        turn = turns.look(GPU, service, (), 1.0, ["one-g-a"])
+        assert (turn.why, turn.left_s, turn.told) == ("team/other is to make a group first", CALLED_S, False)
+        turns.line(GPU, service, waits=turn.in_line)
+    made = []
+    for now in (1.0, 2.0, 3.0):
+        (called,) = turns.called(now)
+        assert turns.look(GPU, called, (), now).why == ""
+        turns.line(GPU, called, waits=False)
+        turns.take(GPU, called, "a", now)
+        turns.look(GPU, called, (), now, ["a"])
+        made.append(called)
+    assert made == [OTHER, ONE, newcomer]
+
+
+def test_who_waits_after_a_try_that_failed_or_wants_nothing_more_keeps_nobody_behind_it() -> None:
+    turns = make_turns()
+    turns.gave_up(GPU, ONE, 0.0)
+    turns.line(GPU, ONE, waits=True)
+    turns.line(GPU, OTHER, waits=True)
+    pause = turns.look(GPU, ONE, (), 0.0)
+    assert pause.is_stuck and not pause.in_line
+    turns.line(GPU, ONE, waits=pause.in_line)
+    assert turns.look(GPU, OTHER, (), 0.0).why == ""
+
+
+def test_who_is_called_and_does_not_come_goes_to_the_end() -> None:
+    turns, third = make_turns(), ("team", "third")
+    for service in (ONE, OTHER, third):
+        turns.line(GPU, service, waits=True)
+    assert [turns.called(now) for now in (0.0, CALLED_S - 1, CALLED_S, 2 * CALLED_S, 3 * CALLED_S)] == [
+        [ONE],
+        [],
+        [OTHER],
+        [third],
+        [ONE],
+    ]
+
+
+def test_who_is_gone_wants_nothing_more_or_other_devices_stands_in_line_no_more() -> None:
+    turns, third = make_turns(), ("team", "third")
+    for service in (ONE, OTHER, third):
+        turns.line(GPU, service, waits=True)
+    turns.forget(ONE)
+    turns.line(GPU, OTHER, waits=False)
+    assert turns.called(0.0) == [third]
+    turns.line("amd.com/gpu", third, waits=True)
+    assert turns.called(0.5) == [third]
+    assert turns.called(0.6) == []
+    turns.line(GPU, ONE, waits=True)
+    assert turns.called(0.7) == [ONE], "the lines are of their own"
+
+
+def test_a_service_behind_its_own_group_stands_in_no_line() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert not turns.look(GPU, ONE, ["one-g-a"], 1.0).in_line
+    turns.gave_up(GPU, ONE, 2.0)
+    pause = turns.look(GPU, ONE, (), 2.0)
+    assert pause.why and not pause.in_line
+
+
+def test_who_waits_looks_again_when_it_is_to_be_told_and_seldom_after_that() -> None:
+    turns = make_turns()
+    turns.take(GPU, ONE, "one-g-a", 0.0)
+    assert turns.look(GPU, OTHER, (), 1.0).left_s == TOLD_S - 1
+    assert turns.look(GPU, OTHER, (), TOLD_S).left_s == LOOK_S
+
+
+@given(st.lists(st.tuples(st.sampled_from("lpgcf"), st.integers(0, 3)), max_size=60))
+def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tuple[str, int]]) -> None:
+    """look, placed, gone, called, forget: within CALLED_S of a free turn one of the line was called, and nobody overtakes."""
+    turns, waiting, now = make_turns(), set[Key](), 0.0
+    holder: Key | None = None
+    since, made = 0.0, 0
+    for move, number in moves:
+        key, now = ("team", str(number)), now + 0.1
+        holder = None if now - since >= UNSEEN_S else holder
+        if move == "l" and key != holder:
+            turn = turns.look(GPU, key, (), now)
+            assert turn.why or key in waiting or not waiting
+            turns.line(GPU, key, waits=turn.in_line)
+            (waiting.add if turn.in_line else waiting.discard)(key)
+            if not turn.why:
+                holder, since = key, now
+                made += 1
+                turns.take(GPU, key, f"g-{made}", now)
+        elif move == "p" and holder:
+            turn = turns.look(GPU, holder, (), now, [f"g-{made}"])
+            assert bool(turn.why) == bool(waiting), "the next group of that service overtakes nobody"
+            turns.line(GPU, holder, waits=turn.in_line)
+            if turn.in_line:
+                waiting.add(holder)
+            since = now
+            if not turn.why:
+                made += 1
+                turns.take(GPU, holder, f"g-{made}", now)
+            holder = None if turn.why else holder
+        elif move == "f":
+            turns.forget(key)
+            waiting.discard(key)
+            holder = None if holder == key else holder
+        called = turns.called(now)
+        now += CALLED_S
+        called += turns.called(now)
+        holder = None if now - since >= UNSEEN_S else holder
+        assert bool(called) == bool(waiting and holder is None)
+        assert set(called) <= waiting
