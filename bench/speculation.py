@@ -1,14 +1,15 @@
 """Speculation against plain decoding with one model in one process: what is accepted, and what it is worth.
 
-    python -m bench.speculation MODEL [--method ngram] [--kinds editing chat] [--batches 1 8 64] [--control adaptive] [--rounds 3]
+    python -m bench.speculation MODEL [--method ngram] [--kinds editing chat] [--batches 1 8 64] [--control adaptive] [--pairs 7]
                                 [--sampling '{"repetition_penalty": 1.2}']
 
 Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
-where there are more requests than prompts. Plain and speculating engines take turns over the same loaded model, caches off, and
-the row tells the median of the rounds' ratios: of tokens per second behind the last step with prompt tokens, and of the time of
-all steps. Times are those of an engine without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and
-their ends with them; --dtype float32 counts texts that differ. One thread is measured by its own time on the processor, so that
-neighbours hardly count.
+where there are more requests than prompts. A plain and a speculating engine take turns over one load of the weights and one
+pool of pages, caches off; who begins alternates, and the first pair of a row warms both and is not counted. The row tells the
+ratio of tokens per second behind the last step with prompt tokens as mean and 95 % interval over the pairs (`bench.figures`),
+whether that is above, below or not to be told from --bound, and the ratio of the time of all steps. Times are those of an engine
+without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and their ends with them; --dtype float32
+counts texts that differ. One thread is measured by its own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from bench.figures import Ratio, ratio_of
 from bench.one_rank import load_alone
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
@@ -131,20 +133,66 @@ def encoded(folder: Path, texts: Sequence[str], count: int, is_chat: bool) -> li
     return prompts
 
 
-def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
+HEADS = (
+    "kind",
+    "requests",
+    "proposed a step",
+    "tokens a step",
+    "accepted by position",
+    "plain tok/s",
+    "speed",
+    "95 % interval",
+    "pairs",
+    "beside the bound",
+    "with prompts",
+    "texts that differ",
+)
+
+
+def beside(ratio: Ratio, bound: float) -> str:
+    """Where the interval of a ratio lies."""
+    if ratio.low > bound:
+        return "above"
+    return "below" if ratio.high < bound else "not distinguishable"
+
+
+def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], bound: float) -> str:
     """One line of the table."""
-    ratio = median(ours.speed / plain.speed for plain, ours in pairs)
-    whole = median(plain.whole_s / ours.whole_s for plain, ours in pairs)
-    plain = median(plain.speed for plain, _ in pairs)
+    ratio = ratio_of([ours.speed for _, ours in pairs], [plain.speed for plain, _ in pairs])
+    whole = ratio_of([plain.whole_s for plain, _ in pairs], [ours.whole_s for _, ours in pairs])
     proposed = [sum(part) for part in zip_longest(*(ours.counts.proposed for _, ours in pairs), fillvalue=0)]
     accepted = [sum(part) for part in zip_longest(*(ours.counts.accepted for _, ours in pairs), fillvalue=0)]
-    shares = " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked)
     decodes = sum(ours.draws for _, ours in pairs)
-    mean = sum(ours.decoded for _, ours in pairs) / decodes if decodes else 0.0
-    proposals = sum(proposed) / decodes if decodes else 0.0
-    differ = sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True))
-    numbers = f"{proposals:.2f} | {mean:.2f} | {shares or '-'} | {plain:.1f} | {ratio:.2f} | {whole:.2f} | {differ}"
-    return f"| {kind} | {batch} | {numbers} |"
+    cells = (
+        kind,
+        batch,
+        f"{sum(proposed) / max(1, decodes):.2f}",
+        f"{sum(ours.decoded for _, ours in pairs) / max(1, decodes):.2f}",
+        " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked) or "-",
+        f"{median(plain.speed for plain, _ in pairs):.1f}",
+        f"{ratio.mean:.3f}",
+        f"{ratio.low:.3f} to {ratio.high:.3f}",
+        len(pairs),
+        beside(ratio, bound),
+        f"{whole.mean:.3f}",
+        sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True)),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def take_turns(
+    plain: Engine, ours: Engine, sets: Sequence[list[list[int]]], count: int, max_tokens: int
+) -> list[tuple[Outcome, Outcome]]:
+    """So many pairs behind one that is not counted, over the sets again and again; each begins every other time."""
+    pairs = []
+    for at in range(-1, count):
+        some = sets[at % len(sets)]
+        if at % 2:
+            second = ours.run(some, max_tokens)
+            pairs.append((plain.run(some, max_tokens), second))
+        else:
+            pairs.append((plain.run(some, max_tokens), ours.run(some, max_tokens)))
+    return pairs[1:]
 
 
 def sampling_of(fields: dict[str, Any]) -> wire.Sampling:
@@ -183,37 +231,29 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--sampling", default="{}", help="fields of a request's sampling beside greedy, as JSON")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=7, help="runs of each engine that a row counts")
+    parser.add_argument("--bound", type=float, default=0.97, help="of the ratio")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cache-mb", type=int, default=2048)
     parser.add_argument("--budget", type=int, default=2048, help="tokens that a step may hold")
     args = parser.parse_args()
     method: Method = args.method
-    plain, ready = load(args, "none")
+    runner, ready = load(args, method)
     limits = Limits(min(2048, ready.max_model_len), 64, args.budget)
-    drafting = load(args, method)[0] if method in ("draft", "self_draft") else plain  # whose pages a draft fills, asked or not
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
     drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
     sampling = sampling_of(json.loads(args.sampling))
-    engines = [Engine(plain, limits, Speculating(), clock, sampling), Engine(drafting, limits, drafts, clock, sampling)]
+    plain, ours = (Engine(runner, limits, speculating, clock, sampling) for speculating in (Speculating(), drafts))
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
-    print(
-        "| kind | requests | proposed a step | tokens a step | accepted by position | plain tok/s | speed | with prompts "
-        "| texts that differ |"
-    )
-    print("|---" * 9 + "|")
+    print(f"| {' | '.join(HEADS)} |\n" + "|---" * len(HEADS) + "|", flush=True)
     for batch in args.batches:
         for kind in args.kinds:
             prompts = encoded(args.model, KINDS[kind], max(batch, len(KINDS[kind])), is_chat)
             sets = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
-            pairs = [
-                (engines[0].run(some, args.max_tokens), engines[1].run(some, args.max_tokens))
-                for _ in range(args.rounds)
-                for some in sets
-            ]
-            print(row_of(kind, batch, pairs), flush=True)
+            pairs = take_turns(plain, ours, sets, args.pairs, args.max_tokens)
+            print(row_of(kind, batch, pairs, args.bound), flush=True)
 
 
 if __name__ == "__main__":
