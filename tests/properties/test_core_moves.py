@@ -20,7 +20,7 @@ from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.reservations import Reservation
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Held
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculating import Speculating
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 End = Literal["move", "thaw", "drop", "replay", "lose"]

@@ -18,7 +18,7 @@ from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculating import Speculating
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 

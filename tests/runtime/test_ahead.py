@@ -13,7 +13,7 @@ from phalanx_api.speculation import Tree
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.core.plan import Path as Proposed
 from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculating import Speculating
 from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.draft_passes import draft
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer

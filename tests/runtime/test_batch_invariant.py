@@ -13,7 +13,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculating import Speculating
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.cgroup import System

@@ -19,7 +19,8 @@ from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.probing import LOOK_EVERY, PROBE_EVERY
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculator import Speculating, Speculator
+from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_core_speculation import running_request
 

@@ -1,6 +1,7 @@
 """When a proposal is tried that does not seem to pay, and what is learned of the cost of drafts."""
 
 import math
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -13,7 +14,8 @@ from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing
 from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculator import Speculating, Speculator
+from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculator import Speculator
 from phalanx_runtime.core.verify_cost import VerifyCost
 from tests.runtime.fake_runner import VOCAB, FakeRunner, make_request
 from tests.runtime.test_core_speculation import running_request, scheduler
@@ -206,3 +208,26 @@ def test_what_a_probe_catches_up_with_is_paid_for_as_a_part_of_it() -> None:
         return steps - 1
 
     assert [rest_after(parts) for parts in (0, 2, 9)] == [PROBE_EVERY, 24, 2 * PROBE_EVERY]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(StepModel):
+    """A step-time function that notes how often it was evaluated."""
+
+    times: list[int] = field(default_factory=list)
+
+    def predict(self, work: StepWork) -> float:
+        self.times.append(1)
+        return StepModel.predict(self, work)
+
+
+@pytest.mark.parametrize(("methods", "is_asked"), [(["none", "none"], False), (["none", "ngram"], True)])
+def test_steps_of_requests_that_want_no_proposals_reckon_nothing(methods: list[Method], is_asked: bool) -> None:
+    requests = [running_request([8, 1, 2, 5, 7, 1, 2], method, pages=2) for method in methods]
+    for request, method in zip(requests, methods, strict=True):
+        request.proposing = None if method == "none" else request.proposing
+    speculator = Speculator(Limits(100_000, 2, 400), PagePool(8, 4), Speculating("none"))
+    making = Making(1, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
+    model = Asked(0.008, 0.001, 0, 0.0, 0.0)
+    speculator.propose(making, model, 2, False)
+    assert bool(model.times) == is_asked

@@ -12,7 +12,7 @@ from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.heavy import HeavyPrefixes, depths
 from phalanx_runtime.core.plan import StepPlan
 from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculator import Speculating
+from phalanx_runtime.core.speculating import Speculating
 from phalanx_runtime.rank.paths import Drafted, filled
 from tests.runtime.fake_runner import FakeRunner, make_request, next_token
 

@@ -26,7 +26,8 @@ from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.request import make_request as new_request
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculator import Speculating, Speculator
+from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculator import Speculator
 from phalanx_runtime.core.trees import OWN, levels, places
 from phalanx_runtime.core.verify_cost import VerifyCost
 from phalanx_runtime.rank.paths import NO_TOKEN

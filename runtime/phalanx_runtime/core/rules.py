@@ -11,7 +11,7 @@ from phalanx_runtime.core.policy import Deadline, Fcfs, Policy, PolicyName, Prio
 from phalanx_runtime.core.policy_fair import Fair
 from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.sharing import Sharing
-from phalanx_runtime.core.speculator import Fitting, Speculating
+from phalanx_runtime.core.speculating import Fitting, Speculating
 
 NO_SPECULATION = Speculating()
 

@@ -32,7 +32,8 @@ from phalanx_runtime.core.rescue import Pressure
 from phalanx_runtime.core.reservations import Reservations
 from phalanx_runtime.core.seats import Seats
 from phalanx_runtime.core.sharing import Sharing
-from phalanx_runtime.core.speculator import Fitting, Speculating, Speculator
+from phalanx_runtime.core.speculating import Fitting, Speculating, begin
+from phalanx_runtime.core.speculator import Speculator
 from phalanx_runtime.core.trees import chain
 
 
@@ -121,7 +122,7 @@ class Scheduler:
             return fits
         if handle in self._requests:
             return Refuse(400, "handle_in_use", f"handle {handle} names a request that still runs")
-        proposing = self.speculator.begin(asked)
+        proposing = begin(self.speculator.setting, asked)
         if isinstance(proposing, Refuse):
             return proposing
         request = make_request(handle, self._order, asked, self.limits.max_model_len, now)

@@ -1,7 +1,7 @@
 """Who gets proposals in a step, and how many: between the decodes of a step and its prompt tokens.
 
-    offer     lookups find tokens, up to the first that cannot be drawn, drafts promise some; each with its chance (`acceptance`)
-    choose    depths that make the batch fastest (`depths`), within rows of scores and tokens of the step
+    offer     lookups find tokens, drafts promise some, each with its chance (`offers`)
+    choose    what makes the batch fastest, within rows of scores and tokens of the step (`offers`, `depths`)
     pages     a depth that finds no page is shorter: no request is preempted, and each keeps a page to grow into
     heard     accepted tokens are computed; pages that were taken for the others go back
 
@@ -10,25 +10,25 @@ request it computes when it is asked again (`catching_up`). A request's tokens d
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from phalanx_api import wire
 from phalanx_api.cost import StepModel
-from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, SpeculationCounts, Tree
-from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree, share_of
-from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
-from phalanx_runtime.core.catching_up import catch_up, mark, num_missing
-from phalanx_runtime.core.depths import Offer, StepCosts, choose_all, choose_depths, could_pay, with_catching_up
-from phalanx_runtime.core.lookup import AT_ONCE, PLACES
+from phalanx_api.speculation import SpeculationCounts
+from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.candidates import Candidates
+from phalanx_runtime.core.catching_up import catch_up, mark
+from phalanx_runtime.core.depths import StepCosts, could_pay
 from phalanx_runtime.core.making import Chunk, Making
+from phalanx_runtime.core.offers import Chosen, Offered, Offering, Room, choose, lags, looks_up, take_all
 from phalanx_runtime.core.pages import PagePool
 from phalanx_runtime.core.plan import Growth
 from phalanx_runtime.core.probing import Probing
-from phalanx_runtime.core.proposing import Proposing
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.trees import is_chain, levels, part, places
+from phalanx_runtime.core.speculating import Fitting, Speculating
+from phalanx_runtime.core.tally import Tally
+from phalanx_runtime.core.trees import is_chain, part
 from phalanx_runtime.core.verify_cost import VerifyCost
 
 NEAR = 64
@@ -38,35 +38,6 @@ NEW_EVERY = 4
 several kinds. Once they are, the next steps without prompt tokens do until a pass of the draft is known: others teach nothing."""
 PROMPT_PART = 4
 """While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
-Fitting = Callable[[int, Sequence[int], int], int]
-"""How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speculating:
-    """How an engine speculates: what requests get that do not say, the most tokens for one in a step, how they may branch, and
-    whether all follows what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot
-    after all. `may_branch`: chains are made where it is not so."""
-
-    method: Method = "none"
-    num_tokens: int = 4
-    is_adaptive: bool = True
-    drafts: frozenset[Method] = frozenset()
-    lost: str = ""
-    tree: Tree = CHAIN
-    may_branch: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Offered:
-    """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not. `missing`:
-    tokens that a draft model catches up with first."""
-
-    chunk: Chunk
-    chain: Candidates
-    tree: Candidates
-    is_drafted: bool
-    missing: int = 0
 
 
 class Speculator:
@@ -76,48 +47,28 @@ class Speculator:
         self.setting = setting
         self._limits = limits
         self._pool = pool
-        self._fitting = fitting
         self._shares = Shares(FADE_OF_ENGINE)
+        self._offering = Offering(pool, self._shares, fitting)
         self._cost = VerifyCost()
         self._probing = Probing()
-        self._places = 0
-        """Places that lookups may still enter in this step."""
-        self._paths = self._saved = self._branched = 0
-        self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
+        self._tally = Tally()
         self._draft_s = 0.0
         self._lost = setting.lost
-
-    def begin(self, asked: wire.Request) -> Proposing | Refuse | None:
-        """What is kept for a new request; None when nothing is to be proposed for it; or why it cannot be served so.
-
-        One that has begun elsewhere goes on without proposals where they cannot be made.
-        """
-        wanted = asked.speculation
-        method = self.setting.method if wanted.method is None else wanted.method
-        if method == "none":
-            return None
-        if method != "ngram" and method not in self.setting.drafts:
-            if asked.epoch > 0 or asked.delivered:
-                return None
-            names = ", ".join(sorted({"none", "ngram", *self.setting.drafts}))
-            return Refuse(400, "unsupported_speculation", f"speculative.method {method} is not offered here; there are {names}")
-        most = self.setting.num_tokens if wanted.num_tokens is None else wanted.num_tokens
-        tree = self.setting.tree if wanted.tree is None else wanted.tree
-        return Proposing(method, max(0, min(most, MAX_DEPTH)), tree if self.setting.may_branch else CHAIN)
 
     def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
         decodes, probing = len(making.chunks), self._probing
-        if not decodes or (self.setting.is_adaptive and probing.sleeps(making.step, decodes)):
+        if all(chunk.request.proposing is None for chunk in making.chunks):
+            return
+        if self.setting.is_adaptive and probing.sleeps(making.step, decodes):
             return
         room, costs = self._room(making, has_prompts), self._costs(making, model, has_prompts)
-        self._places = AT_ONCE
         if costs is not None and costs.behind_s and costs.limit_s < math.inf:
             left_s = costs.limit_s - costs.plain_s - costs.extra_s(1) - costs.pass_s
             making.draft_room = min(making.draft_room, int(left_s / costs.behind_s))
         is_free = not self.setting.is_adaptive or probing.is_next or costs is None
         may_look_up = is_free or (costs is not None and could_pay(costs, decodes, max(1, room)))
-        offered = [one for chunk in making.chunks if (one := self._offer(chunk, may_look_up)) is not None]
+        offered = self._offering.offers(making.chunks, may_look_up, may_draft=not self._lost)
         if not offered:
             if not may_look_up:
                 probing.found_nothing(making.step, decodes, may_sleep=True)
@@ -126,15 +77,16 @@ class Speculator:
         is_new = any(one.is_drafted for one in offered) and (
             making.step % NEW_EVERY == 0 if costs is None else not (has_prompts or self._cost.knows_passes)
         )
-        of, taken = self._choose(making, offered, model, costs, room, has_prompts)
+        chosen = self._choose(making, offered, model, costs, room, has_prompts)
+        taken = chosen.taken
         if any(taken):
             probing.paid(any(nodes and one.is_drafted for one, nodes in zip(offered, taken, strict=True)))
         elif room > 0:
-            may_sleep = costs is not None and not (may_look_up and any(map(_looks_up, making.chunks)))
+            may_sleep = costs is not None and not (may_look_up and any(map(looks_up, making.chunks)))
             probing.found_nothing(making.step, decodes, may_sleep)
             if probing.is_due or is_new:
                 self._probe(making, offered, taken, costs, is_new)
-        for one, found, nodes in zip(offered, of, taken, strict=True):
+        for one, found, nodes in zip(offered, chosen.of, taken, strict=True):
             if nodes:
                 self._take(making, one, found, nodes, running)
             elif one.missing > max(0, most) and making.draft_room > 0 and self._drafts_pay and not one.chunk.behind:
@@ -146,7 +98,7 @@ class Speculator:
         if self._lost or not self._drafts_pay:
             return
         for chunk in making.chunks:
-            if not chunk.is_decode and _lags(chunk) and _may_get_some(chunk.request) and making.draft_room > 0:
+            if not chunk.is_decode and lags(chunk) and _may_get_some(chunk.request) and making.draft_room > 0:
                 catch_up(self._pool, making, chunk, chunk.end)
 
     def draft_s(self, making: Making) -> float:
@@ -166,14 +118,8 @@ class Speculator:
         proposing = chunk.request.proposing
         if proposing is None or not chunk.depth:
             return
+        self._tally.add(chunk, accepted, kept)
         num_made = chunk.depth - len(chunk.undrafted)
-        self._paths += num_made > 0
-        self._saved += max(0, kept - 1)
-        shape = tuple(chunk.parents)
-        for node, (level, place) in enumerate(zip(levels(shape), places(shape), strict=True)):
-            self._proposed[level] += node not in chunk.undrafted
-            self._accepted[level] += node in accepted
-            self._branched += place > 0 and node in accepted
         if not chunk.request.gone or len(accepted) == num_made:
             # A place of a shape that was asked for and left empty brought nothing; what fills up a grown one says nothing.
             unasked = chunk.undrafted if chunk.growth is not None else ()
@@ -185,7 +131,7 @@ class Speculator:
         request = chunk.request
         if request.gone:
             return
-        if chunk.is_drafted and _lags(chunk) and chunk.growth is None and is_chain(chunk.parents):
+        if chunk.is_drafted and lags(chunk) and chunk.growth is None and is_chain(chunk.parents):
             # Of a chain the draft computed all but the last; what it left in the slots of a tree it computes again.
             mark(self._pool, None, chunk, min(chunk.end + chunk.depth - 1, request.computed))
         if not chunk.depth and not chunk.strays:
@@ -214,54 +160,11 @@ class Speculator:
 
     def counts(self) -> SpeculationCounts:
         """What became of all proposals."""
-        longest = max((at + 1 for at, count in enumerate(self._proposed) if count), default=0)
-        return SpeculationCounts(
-            self._paths,
-            self._proposed[:longest],
-            self._accepted[:longest],
-            self._saved,
-            self._draft_s,
-            self._cost.verify_s,
-            self._lost,
-            self._branched,
-        )
+        return self._tally.counts(self._draft_s, self._cost.verify_s, self._lost)
 
     @property
     def _drafts_pay(self) -> bool:
         return not self.setting.is_adaptive or self._probing.drafts_pay
-
-    def _offer(self, chunk: Chunk, may_look_up: bool) -> _Offered | None:
-        """What could be proposed behind a decode."""
-        request = chunk.request
-        proposing = request.proposing
-        if proposing is None or chunk.end != len(request.tokens) or not request.num_output:
-            return None
-        most = min(proposing.most, request.max_len - len(request.tokens) - 1)
-        if most < 1:
-            return None
-        share, widths, missing = share_of(proposing.shares, self._shares), proposing.tree.widths, 0
-        if proposing.method == "ngram":
-            if not may_look_up:
-                return None
-            self._places -= proposing.lookup.enter(request.tokens, self._places)
-            lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
-            counts = [self._num_fitting(request, tokens) for tokens, _ in lines]
-            fitting = [(tokens[:count], agreed) for (tokens, agreed), count in zip(lines, counts, strict=True) if count]
-            one = looked_up(share, most, (), fitting[:1])
-            tree = looked_up(share, most, widths, fitting) if widths else one
-        elif self._lost:
-            return None
-        else:
-            missing = num_missing(self._pool, chunk) if _lags(chunk) else 0
-            one = drafted(share, most, ())
-            tree = drafted(share, most, widths) if widths else one
-        return _Offered(chunk, one, tree, proposing.method != "ngram", missing) if tree.parents else None
-
-    def _num_fitting(self, request: Request, tokens: list[int]) -> int:
-        """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""
-        if self._fitting is None or request.row is None or not request.sent:
-            return len(tokens)
-        return self._fitting(request.row, tokens, request.num_output)
 
     def _room(self, making: Making, has_prompts: bool) -> int:
         """How many proposals the step may hold."""
@@ -282,26 +185,20 @@ class Speculator:
     def _choose(
         self,
         making: Making,
-        offered: Sequence[_Offered],
+        offered: Sequence[Offered],
         model: StepModel | None,
         costs: StepCosts | None,
         room: int,
         has_prompts: bool,
-    ) -> tuple[list[Candidates], list[list[int]]]:
-        """Which of what each gets: of trees, where these promise more than chains."""
-        chains, trees = [one.chain for one in offered], [one.tree for one in offered]
-        decodes, most, knows = len(making.chunks), making.draft_room, self._cost.knows_passes
+    ) -> Chosen:
+        """What each gets: what makes the batch fastest, or all there is."""
+        of = Room(len(making.chunks), room, making.draft_room, self._cost.knows_passes)
         if not self.setting.is_adaptive:
-            return trees, choose_all([_worth(one, one.tree, None, decodes, most, True) for one in offered], room)
-        straight = choose_depths([_worth(one, one.chain, costs, decodes, most, knows) for one in offered], costs, decodes, room)
-        if model is None or all(one.tree is one.chain for one in offered):
-            return chains, straight.taken
-        costs = self._costs(making, model, has_prompts, has_trees=True)
-        found = choose_depths([_worth(one, one.tree, costs, decodes, most, knows) for one in offered], costs, decodes, room)
-        return (trees, found.taken) if found.speed > straight.speed else (chains, straight.taken)
+            return take_all(offered, of)
+        return choose(offered, costs, lambda: self._costs(making, model, has_prompts, has_trees=True), of)
 
     def _probe(
-        self, making: Making, offered: Sequence[_Offered], taken: list[list[int]], costs: StepCosts | None, is_new: bool
+        self, making: Making, offered: Sequence[Offered], taken: list[list[int]], costs: StepCosts | None, is_new: bool
     ) -> None:
         """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room.
         is_new: a draft is to be tried."""
@@ -321,7 +218,7 @@ class Speculator:
         else:
             self._cost.doubt_drafts()
 
-    def _may_probe(self, one: _Offered, costs: StepCosts | None) -> bool:
+    def _may_probe(self, one: Offered, costs: StepCosts | None) -> bool:
         """Whether one proposal that is due is made. Where only the draft takes too long, that is believed less the next time."""
         if _may_take(costs, one.is_drafted):
             return True
@@ -329,7 +226,7 @@ class Speculator:
             self._cost.doubt_drafts()
         return False
 
-    def _take(self, making: Making, one: _Offered, found: Candidates, nodes: list[int], running: int) -> None:
+    def _take(self, making: Making, one: Offered, found: Candidates, nodes: list[int], running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""
         chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
         proposing = request.proposing
@@ -351,21 +248,9 @@ class Speculator:
         chunk.is_drafted = one.is_drafted
         if chunk.is_drafted and proposing.tree.shape == "best_first" and not is_chain(chunk.parents):
             chunk.growth = Growth(proposing.tree.widths, chunk.num_levels)
-        if chunk.is_drafted and _lags(chunk):
+        if chunk.is_drafted and lags(chunk):
             catch_up(pool, making, chunk, chunk.start)
             mark(pool, making, chunk, chunk.end)
-
-
-def _worth(one: _Offered, found: Candidates, costs: StepCosts | None, decodes: int, most: int, knows_drafts: bool) -> Offer:
-    """What is offered, less what it costs to catch up; nothing where a draft cannot catch up in one step, nor, where it follows
-    what pays, before a pass was measured: a probe does that."""
-    request = one.chunk.request
-    is_unknown = one.is_drafted and not knows_drafts
-    chances: Sequence[float] = () if is_unknown or one.missing > max(0, most) else found.chances
-    if chances and one.missing:
-        chances = with_catching_up(chances, costs, decodes, one.missing, request.max_len - len(request.tokens))
-    behind_s = 0.0 if costs is None else one.missing * costs.behind_s
-    return Offer(chances, one.is_drafted, found.levels if chances else (), behind_s)
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
@@ -373,19 +258,9 @@ def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
     return costs is None or costs.plain_s + costs.extra_s(1) + is_drafted * costs.pass_s <= costs.limit_s
 
 
-def _lags(chunk: Chunk) -> bool:
-    """Whether a draft model drafts for the request, which computes no more than it is told."""
-    return chunk.request.proposing is not None and chunk.request.proposing.method == "draft"
-
-
 def _may_get_some(request: Request) -> bool:
     """Whether a request whose prompt is computed may get proposals: behind its next token, before its last."""
     return request.proposing is not None and request.proposing.most > 0 and request.max_len - len(request.tokens) > 2
-
-
-def _looks_up(chunk: Chunk) -> bool:
-    """Whether any step may bring something to propose for the request."""
-    return chunk.request.proposing is not None and chunk.request.proposing.method == "ngram"
 
 
 def _last_step(chunk: Chunk) -> int:

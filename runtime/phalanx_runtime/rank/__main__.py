@@ -69,7 +69,7 @@ def _serve(spec: RankSpec) -> None:
         return
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.rules import Rules
-    from phalanx_runtime.core.speculator import Speculating
+    from phalanx_runtime.core.speculating import Speculating
     from phalanx_runtime.engine.loop import run_engine
 
     secret, near = secret_of(spec), range(spec.local_world_size)

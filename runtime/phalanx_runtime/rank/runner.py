@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.speculator import Fitting
+from phalanx_runtime.core.speculating import Fitting
 from phalanx_runtime.engine.ports import Grammars
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.protocol import Model
