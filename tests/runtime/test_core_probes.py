@@ -6,13 +6,15 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.making import Chunk, Making
 from phalanx_runtime.core.pages import PagePool
-from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing
+from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing, rest_behind
 from phalanx_runtime.core.rules import Rules, make_scheduler
 from phalanx_runtime.core.speculating import Speculating
 from phalanx_runtime.core.speculator import Speculator
@@ -66,6 +68,39 @@ def test_dear_probes_take_little_of_the_time() -> None:
     drafted = drafting_steps(Wrong(1000, 4), 3000, 0.020)
     late = drafted[1000:]
     assert 0 < sum(late) <= 2 * PROBE_SHARE * len(late)
+
+
+@pytest.mark.parametrize(
+    ("over", "rest", "num_vain", "steps"),
+    [
+        (0.05, 16, 0, PROBE_EVERY),
+        (0.35, 64, 0, 35),
+        (0.35, 64, 4, 70),
+        (0.35, 256, 12, 140),
+        (0.35, 16, 12, 32),
+        (2.0, 512, 0, 200),
+        (2.0, 512, 36, LONGEST_REST),
+    ],
+    ids=["cheap", "dear", "four in vain", "twelve in vain", "twice the last rest", "dearer", "the longest rest"],
+)
+def test_the_next_probe_waits_for_what_the_last_one_cost(over: float, rest: int, num_vain: int, steps: int) -> None:
+    assert rest_behind(over, rest, num_vain) == steps
+
+
+@given(st.floats(0.0, 50.0), st.integers(PROBE_EVERY, LONGEST_REST), st.integers(0, 1000))
+def test_no_rest_takes_more_than_its_share_nor_is_too_long(over: float, rest: int, num_vain: int) -> None:
+    """A share is not held where that would take more than twice the last rest, or than the longest."""
+    steps = rest_behind(over, rest, num_vain)
+    assert PROBE_EVERY <= steps <= LONGEST_REST and steps <= 2 * rest
+    assert over <= PROBE_SHARE * steps + 1e-9 or steps in (2 * rest, LONGEST_REST)
+    assert rest_behind(over, rest, num_vain + 1) >= steps
+
+
+def test_where_drafts_never_pay_probes_take_less_and_less_of_the_time() -> None:
+    drafted = drafting_steps(Wrong(1000, 4), 3000, 0.004)
+    shares = [sum(drafted[first : first + 750]) / 750 for first in (0, 750, 2250)]
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert 0.2 * shares[2] < PROBE_SHARE / 3, "a probe takes about a fifth of a step"
 
 
 def test_probes_go_on_where_a_draft_gets_better() -> None:

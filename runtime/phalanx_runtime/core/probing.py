@@ -3,6 +3,7 @@
     looked    nothing paid     for LOOK_EVERY steps nothing is looked at, while the step has as many decodes
     tried     after `PROBE_EVERY` such steps one request gets a proposal: shares and costs change. After a dear one the next
               waits until it took `PROBE_SHARE` of the time, at most twice as long as the last did
+    in vain   the more probes there were since something paid, the less of the time they take
     goes on   what a draft lacks is computed in step after step, and costs as one probe with the proposal behind it
 
 Counts steps and reads no clock.
@@ -14,21 +15,34 @@ PROBE_EVERY = 16
 """Steps without a proposal, though some were offered, after which one request gets one."""
 PROBE_SHARE = 0.01
 """Of the time, at most, that dear probes take."""
+VAIN = 4
+"""Probes since something paid that halve that share; three times as many halve it again, and so on."""
 LONGEST_REST = 512
 LOOK_EVERY = 8
 """Steps after which what did not pay is looked at again: contexts grow, costs are measured anew."""
 
 
+def rest_behind(over: float, rest: int, num_vain: int) -> int:
+    """Steps until the next probe, behind one that took `over` plain steps more than a plain one would have.
+
+    rest: how many there were before it; num_vain: probes since something paid, this one not counted.
+    """
+    share = PROBE_SHARE / (1 + num_vain / VAIN)
+    return min(max(PROBE_EVERY, math.ceil(over / share)), 2 * rest, LONGEST_REST)
+
+
 class Probing:
     """Of one engine."""
 
-    __slots__ = ("_barren", "_decodes", "_is_part", "_looked", "_over", "_probed", "_rest", "_unpaid")
+    __slots__ = ("_barren", "_decodes", "_is_part", "_looked", "_over", "_probed", "_rest", "_unpaid", "_vain")
 
     def __init__(self) -> None:
         self._barren = 0
         """Steps since the last proposal, in which some were offered."""
         self._rest = PROBE_EVERY
         """How many these are until the next probe."""
+        self._vain = 0
+        """Probes since something paid."""
         self._unpaid = 0
         """Steps since drafts paid, in which some were offered."""
         self._probed: int | None = None
@@ -67,6 +81,7 @@ class Probing:
     def paid(self, drafts: bool) -> None:
         """Something is proposed because it pays; whether drafts are among it."""
         self._rest, self._looked = max(PROBE_EVERY, self._rest // 2), None
+        self._vain //= 2
         self._unpaid = 0 if drafts else self._unpaid + 1
 
     def found_nothing(self, step: int, decodes: int, may_sleep: bool) -> None:
@@ -91,7 +106,8 @@ class Probing:
         """A probe took so many plain steps more than none would have."""
         self._over += over
         if not self._is_part:
-            self._rest = min(max(PROBE_EVERY, math.ceil(self._over / PROBE_SHARE)), 2 * self._rest, LONGEST_REST)
+            self._rest = rest_behind(self._over, self._rest, self._vain)
+            self._vain += 1
             self._over = 0.0
 
     def was_probe(self, step: int) -> bool:
