@@ -7,9 +7,10 @@ Each row: prompts of one kind, so many at once, greedy if not told otherwise, a 
 where there are more requests than prompts. A plain and a speculating engine take turns over one load of the weights and one
 pool of pages, caches off; who begins alternates, and the first pair of a row warms both and is not counted. The row tells the
 ratio of tokens per second behind the last step with prompt tokens as mean and 95 % interval over the pairs (`bench.figures`),
-whether that is above, below or not to be told from --bound, and the ratio of the time of all steps. Times are those of an engine
-without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and their ends with them; --dtype float32
-counts texts that differ. One thread is measured by its own time on the processor, so that neighbours hardly count.
+whether that is above, below or not to be told from --bound, and the ratio of the time of all steps. With --control fixed and
+drafts it ends with what limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step
+with proposals may round otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One
+thread is measured by its own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from tokenizers import Tokenizer
 
 from bench.figures import Ratio, ratio_of
 from bench.one_rank import load_alone
+from bench.speculation_limit import line_of, times_of
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
@@ -49,6 +51,7 @@ class Outcome:
     decode_s: float = 0.0
     decoded: int = 0
     draws: int = 0
+    steps: int = 0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     @property
@@ -58,7 +61,7 @@ class Outcome:
 
     def begin(self) -> None:
         """Forgets what was decoded beside prompts."""
-        self.decode_s, self.decoded, self.draws = 0.0, 0, 0
+        self.decode_s, self.decoded, self.draws, self.steps = 0.0, 0, 0, 0
 
 
 class Engine:
@@ -102,6 +105,7 @@ class Engine:
             outcome.decode_s += took_s
             outcome.decoded += len(frame.tokens)
             outcome.draws += len(plan.draws)
+            outcome.steps += 1
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
                 outcome.tokens[handle - first].append(token)
             if plan.admitted or len(plan.draws) < len(plan.rows) or not all(index for _, index in plan.draws):
@@ -117,7 +121,8 @@ def _since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCoun
         old: list[int] = getattr(before, name)
         return [count - (old[at] if at < len(old) else 0) for at, count in enumerate(getattr(now, name))]
 
-    return SpeculationCounts(now.paths - before.paths, less("proposed"), less("accepted"), now.saved - before.saved)
+    draft_s = now.draft_s - before.draft_s
+    return SpeculationCounts(now.paths - before.paths, less("proposed"), less("accepted"), now.saved - before.saved, draft_s)
 
 
 def encoded(folder: Path, texts: Sequence[str], count: int, is_chat: bool) -> list[list[int]]:
@@ -178,6 +183,16 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], boun
         sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True)),
     )
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def limit_of(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
+    """What limits a row of drafted chains that are always made."""
+    ours = [one for _, one in pairs]
+    steps, paths = sum(one.steps for one in ours), sum(one.counts.paths for one in ours)
+    accepted = [sum(part) / paths for part in zip_longest(*(one.counts.accepted for one in ours), fillvalue=0)]
+    plain_s = sum(plain.decode_s for plain, _ in pairs) / sum(plain.steps for plain, _ in pairs)
+    step_s, draft_s = sum(one.decode_s for one in ours) / steps, sum(one.counts.draft_s for one in ours) / steps
+    return line_of(times_of(plain_s, step_s, draft_s, len(accepted)), accepted)
 
 
 def take_turns(
@@ -248,12 +263,16 @@ def main() -> None:
     plain, ours = (Engine(runner, limits, speculating, clock, sampling) for speculating in (Speculating(), drafts))
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(f"| {' | '.join(HEADS)} |\n" + "|---" * len(HEADS) + "|", flush=True)
+    limits_told = list[str]()
     for batch in args.batches:
         for kind in args.kinds:
             prompts = encoded(args.model, KINDS[kind], max(batch, len(KINDS[kind])), is_chat)
             sets = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
             pairs = take_turns(plain, ours, sets, args.pairs, args.max_tokens)
             print(row_of(kind, batch, pairs, args.bound), flush=True)
+            if args.control == "fixed" and method != "ngram" and not args.tree:
+                limits_told.append(f"{kind}, {batch}: {limit_of(pairs)}")
+    print("", *limits_told, sep="\n")
 
 
 if __name__ == "__main__":
