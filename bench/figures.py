@@ -58,6 +58,29 @@ def _quantile(count: int) -> float:
     return _T95[count - 2] if count - 2 < len(_T95) else _T95_BEYOND
 
 
+@dataclass(frozen=True, slots=True)
+class Median:
+    """Of some values, and its 95 % interval from one of them to another, whatever they are distributed like."""
+
+    middle: float
+    low: float
+    high: float
+    count: int
+
+
+def median_of(values: Sequence[float]) -> Median:
+    """The median of positive values. Of fewer than six no two values are far enough apart: its interval is unbounded.
+
+    The k-th of n values from below is above the true median with the chance that of n fair coins fewer than k show heads.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, chance = 0, 0.0
+    while (chance := chance + math.comb(count, outside) / 2**count) <= 0.025:
+        outside += 1
+    bounds = (ordered[outside - 1], ordered[-outside]) if outside else (0.0, math.inf)
+    return Median(statistics.median(ordered), *bounds, count)
+
+
 def is_near(ratio: Ratio, bound: float) -> bool:
     """Whether the mean is within 10 % of the bound, or the interval reaches over it: then more pairs are wanted."""
     return abs(ratio.mean / bound - 1) <= 0.1 or ratio.low < bound <= ratio.high

@@ -6,11 +6,12 @@
 Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
 where there are more requests than prompts. A plain and a speculating engine take turns over one load of the weights and one
 pool of pages, caches off; who begins alternates, and the first pair of a row warms both and is not counted. The row tells the
-ratio of tokens per second behind the last step with prompt tokens as mean and 95 % interval over the pairs (`bench.figures`),
-whether that is above, below or not to be told from --bound, and the ratio of the time of all steps. With --control fixed and
-drafts it ends with what limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step
-with proposals may round otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One
-thread is measured by its own time on the processor, so that neighbours hardly count.
+median of the pairs' ratios, of tokens per second behind the last step with prompt tokens, with its 95 % interval
+(`bench.figures`), whether that is above, below or not to be told from --bound, and the ratio of the sums of the time of all
+steps of all pairs, in which seldom and dear steps count for what they take. With --control fixed and drafts it ends with what
+limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step with proposals may round
+otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One thread is measured by its
+own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from bench.figures import Ratio, ratio_of
+from bench.figures import Median, median_of
 from bench.one_rank import load_alone
 from bench.speculation_limit import line_of, times_of
 from bench.speculation_prompts import KINDS
@@ -154,7 +155,7 @@ HEADS = (
 )
 
 
-def beside(ratio: Ratio, bound: float) -> str:
+def beside(ratio: Median, bound: float) -> str:
     """Where the interval of a ratio lies."""
     if ratio.low > bound:
         return "above"
@@ -163,8 +164,8 @@ def beside(ratio: Ratio, bound: float) -> str:
 
 def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], bound: float) -> str:
     """One line of the table."""
-    ratio = ratio_of([ours.speed for _, ours in pairs], [plain.speed for plain, _ in pairs])
-    whole = ratio_of([plain.whole_s for plain, _ in pairs], [ours.whole_s for _, ours in pairs])
+    ratio = median_of([ours.speed / plain.speed for plain, ours in pairs])
+    whole = sum(plain.whole_s for plain, _ in pairs) / sum(ours.whole_s for _, ours in pairs)
     proposed = [sum(part) for part in zip_longest(*(ours.counts.proposed for _, ours in pairs), fillvalue=0)]
     accepted = [sum(part) for part in zip_longest(*(ours.counts.accepted for _, ours in pairs), fillvalue=0)]
     decodes = sum(ours.draws for _, ours in pairs)
@@ -175,11 +176,11 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], boun
         f"{sum(ours.decoded for _, ours in pairs) / max(1, decodes):.2f}",
         " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked) or "-",
         f"{median(plain.speed for plain, _ in pairs):.1f}",
-        f"{ratio.mean:.3f}",
+        f"{ratio.middle:.3f}",
         f"{ratio.low:.3f} to {ratio.high:.3f}",
         len(pairs),
         beside(ratio, bound),
-        f"{whole.mean:.3f}",
+        f"{whole:.3f}",
         sum(a != b for one, two in pairs for a, b in zip(one.tokens, two.tokens, strict=True)),
     )
     return f"| {' | '.join(map(str, cells))} |"

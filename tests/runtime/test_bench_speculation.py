@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.figures import Ratio
+from bench.figures import Median, median_of
 from bench.speculation import beside
 from bench.speculation_limit import Times, ratios, times_of
 
@@ -22,4 +22,14 @@ def test_the_best_ratio_follows_from_passes_and_shares() -> None:
     ("low", "high", "said"), [(0.98, 1.1, "above"), (0.9, 0.96, "below"), (0.95, 0.99, "not distinguishable")]
 )
 def test_an_interval_that_holds_the_bound_decides_nothing(low: float, high: float, said: str) -> None:
-    assert beside(Ratio((low + high) / 2, low, high, 7), 0.97) == said
+    assert beside(Median((low + high) / 2, low, high, 7), 0.97) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    [(5, 0.0, float("inf")), (6, 1.0, 6.0), (7, 1.0, 7.0), (9, 2.0, 8.0), (15, 4.0, 12.0), (41, 14.0, 28.0)],
+)
+def test_the_interval_of_a_median_lies_between_two_of_the_values(count: int, low: float, high: float) -> None:
+    """Values as in tables of the sign test."""
+    found = median_of([float(value) for value in range(count, 0, -1)])
+    assert (found.middle, found.low, found.high, found.count) == ((count + 1) / 2, low, high, count)
