@@ -4,8 +4,8 @@
                                 [--sampling '{"repetition_penalty": 1.2}']
 
 Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
-where there are more requests than prompts. A plain and a speculating engine take turns over one load of the weights and one
-pool of pages, caches off; who begins alternates, and the first pair of a row warms both and is not counted. The row tells the
+where there are more requests than prompts. A plain and a speculating engine take turns step by step, over one load of the
+weights and each its half of the pages, caches off; the first pair of a row warms both and is not counted. The row tells the
 median of the pairs' ratios, of tokens per second behind the last step with prompt tokens, with its 95 % interval
 (`bench.figures`), whether that is above, below or not to be told from --bound, and the ratio of the sums of the time of all
 steps of all pairs, in which seldom and dear steps count for what they take. With --control fixed and drafts it ends with what
@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 
 from bench.figures import Median, median_of
 from bench.one_rank import load_alone
+from bench.runner_parts import Part
 from bench.speculation_limit import line_of, times_of
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
@@ -39,6 +40,9 @@ from phalanx_runtime.core.scheduler import Scheduler
 from phalanx_runtime.core.speculating import Speculating
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
+
+MOST_REQUESTS = 64
+PARTS = 2
 
 
 @dataclass(slots=True)
@@ -69,52 +73,57 @@ class Engine:
     """A scheduler that is kept between rounds, as a server's is: what it learns of times and acceptance stays."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        limits: Limits,
-        speculating: Speculating,
-        clock: Callable[[], float],
-        sampling: wire.Sampling,
+        self, part: Part, limits: Limits, speculating: Speculating, clock: Callable[[], float], sampling: wire.Sampling
     ) -> None:
-        self._runner = runner
+        self._part = part
         self._clock = clock
         self._sampling = sampling
         rules = Rules(prefix_caching=False, speculating=speculating)
-        self.scheduler: Scheduler = make_scheduler(limits, runner.pool, rules, runner.fitting)
+        self.scheduler: Scheduler = make_scheduler(limits, part.pool, rules, part.fitting)
         self._handle = 0
+        self._first = 1
+        self._counts = SpeculationCounts()
+        """Until the last step with prompt tokens."""
+        self._outcome = Outcome([])
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Outcome:
-        """All prompts at once, to their end."""
-        first = self._handle + 1
-        outcome = Outcome([[] for _ in prompts])
-        before, preemptions = self.scheduler.speculator.counts(), self.scheduler.num_preemptions
+    def begin(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Submits these prompts, all at once."""
+        self._first = self._handle + 1
+        self._outcome, self._counts = Outcome([[] for _ in prompts]), self.scheduler.speculator.counts()
         for prompt in prompts:
             self._handle += 1
             sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens, seed=self._handle)
             refused = self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
             assert refused is None, f"a prompt is no request for this model: {refused}"
-        while not self.scheduler.is_idle():
-            began = self._clock()
-            plan = self.scheduler.schedule(began)
-            assert plan is not None
-            computing = self._clock()
-            self._runner.start(plan)
-            result = self._runner.finish()
-            frame = self.scheduler.commit(result, self._clock() - computing)
-            took_s = self._clock() - began
-            outcome.whole_s += took_s
-            outcome.decode_s += took_s
-            outcome.decoded += len(frame.tokens)
-            outcome.draws += len(plan.draws)
-            outcome.steps += 1
-            for handle, token in zip(frame.handles, frame.tokens, strict=True):
-                outcome.tokens[handle - first].append(token)
-            if plan.admitted or len(plan.draws) < len(plan.rows) or not all(index for _, index in plan.draws):
-                outcome.begin()
-                before = self.scheduler.speculator.counts()
-        assert self.scheduler.num_preemptions == preemptions, "requests were preempted: --cache-mb is too small for this row"
-        outcome.counts = _since(before, self.scheduler.speculator.counts())
-        return outcome
+
+    def step(self) -> bool:
+        """Whether there was a step to make."""
+        if self.scheduler.is_idle():
+            return False
+        began, outcome = self._clock(), self._outcome
+        plan = self.scheduler.schedule(began)
+        assert plan is not None
+        computing = self._clock()
+        result = self._part.compute(plan)
+        frame = self.scheduler.commit(result, self._clock() - computing)
+        took_s = self._clock() - began
+        outcome.whole_s += took_s
+        outcome.decode_s += took_s
+        outcome.decoded += len(frame.tokens)
+        outcome.draws += len(plan.draws)
+        outcome.steps += 1
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            outcome.tokens[handle - self._first].append(token)
+        if plan.admitted or len(plan.draws) < len(plan.rows) or not all(index for _, index in plan.draws):
+            outcome.begin()
+            self._counts = self.scheduler.speculator.counts()
+        return True
+
+    def outcome(self) -> Outcome:
+        """What came of the prompts, once there is no step to make."""
+        assert self.scheduler.num_preemptions == 0, "requests were preempted: --cache-mb is too small for this row"
+        self._outcome.counts = _since(self._counts, self.scheduler.speculator.counts())
+        return self._outcome
 
 
 def _since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCounts:
@@ -199,15 +208,15 @@ def limit_of(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
 def take_turns(
     plain: Engine, ours: Engine, sets: Sequence[list[list[int]]], count: int, max_tokens: int
 ) -> list[tuple[Outcome, Outcome]]:
-    """So many pairs behind one that is not counted, over the sets again and again; each begins every other time."""
+    """So many pairs behind one that is not counted, over the sets again and again."""
     pairs = []
-    for at in range(-1, count):
-        some = sets[at % len(sets)]
-        if at % 2:
-            second = ours.run(some, max_tokens)
-            pairs.append((plain.run(some, max_tokens), second))
-        else:
-            pairs.append((plain.run(some, max_tokens), ours.run(some, max_tokens)))
+    for at in range(count + 1):
+        engines = (plain, ours) if at % 2 else (ours, plain)
+        for engine in engines:
+            engine.begin(sets[at % len(sets)], max_tokens)
+        while any([engine.step() for engine in engines]):  # each of them makes one
+            pass
+        pairs.append((plain.outcome(), ours.outcome()))
     return pairs[1:]
 
 
@@ -223,6 +232,7 @@ def load(args: argparse.Namespace, method: Method) -> tuple[ModelRunner, RankRea
         args.model,
         dtype=args.dtype,
         num_threads=args.threads,
+        max_num_seqs=PARTS * MOST_REQUESTS,
         kv_cache_memory_bytes=args.cache_mb << 20,
         speculative_method=method,
         speculative_draft_dir=str(args.draft_model or ""),
@@ -256,12 +266,15 @@ def main() -> None:
     args = parser.parse_args()
     method: Method = args.method
     runner, ready = load(args, method)
-    limits = Limits(min(2048, ready.max_model_len), 64, args.budget)
+    limits = Limits(min(2048, ready.max_model_len), MOST_REQUESTS, args.budget)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
     drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
     sampling = sampling_of(json.loads(args.sampling))
-    plain, ours = (Engine(runner, limits, speculating, clock, sampling) for speculating in (Speculating(), drafts))
+    plain, ours = (
+        Engine(Part(runner, part, PARTS, MOST_REQUESTS), limits, speculating, clock, sampling)
+        for part, speculating in enumerate((Speculating(), drafts))
+    )
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(f"| {' | '.join(HEADS)} |\n" + "|---" * len(HEADS) + "|", flush=True)
     limits_told = list[str]()
