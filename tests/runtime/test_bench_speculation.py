@@ -1,10 +1,21 @@
 """What the bench of speculation makes of what it measured."""
 
+import time
+from pathlib import Path
+
 import pytest
+import torch
 
 from bench.figures import Median, median_of
-from bench.speculation import beside
+from bench.runner_parts import Part, shifted
+from bench.speculation import Engine, Outcome, beside, sampling_of, take_turns
 from bench.speculation_limit import Times, ratios, times_of
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.plan import NewRow, StepPlan
+from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.tiny import save_tiny
 
 
 def test_times_are_those_of_one_pass_and_one_proposal() -> None:
@@ -33,3 +44,31 @@ def test_the_interval_of_a_median_lies_between_two_of_the_values(count: int, low
     """Values as in tables of the sign test."""
     found = median_of([float(value) for value in range(count, 0, -1)])
     assert (found.middle, found.low, found.high, found.count) == ((count + 1) / 2, low, high, count)
+
+
+def test_a_part_of_a_runner_has_rows_and_pages_of_its_own() -> None:
+    new = NewRow(1, sampling_of({}))
+    plan = StepPlan(3, [new], [1, 0], [0, 4], [2, 1], [[0, 2], []], [7, 8, 9], [(1, 1)], [(0, 1)], cuts=[(1, 1)])
+    moved = shifted(plan, first_row=64, first_page=100)
+    assert [one.row for one in moved.admitted] == [65] and moved.rows == [65, 64]
+    assert moved.pages == [[100, 102], []] and moved.copies == [(100, 101)]
+    kept = [(one.step, one.starts, one.counts, one.tokens, one.draws, one.cuts) for one in (plan, moved)]
+    assert kept[0] == kept[1], "these count within the plan or within a row"
+
+
+def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> None:
+    """Prompts that repeat themselves, with lookups and without, in float64: equal tokens, some of them looked up."""
+    prompts = [[number, 3, 4, 5, 3, 4, 5, 3, 4] for number in range(6, 10)]
+
+    def work(runner: ModelRunner) -> list[tuple[Outcome, Outcome]]:
+        limits, sampling = Limits(120, 4, 64), sampling_of({"allowed_token_ids": [3, 4, 5]})
+        plain, ours = (
+            Engine(Part(runner, at, 2, 4), limits, speculating, time.perf_counter, sampling)
+            for at, speculating in enumerate((Speculating(), Speculating("ngram", 4, is_adaptive=False)))
+        )
+        return take_turns(plain, ours, [prompts[:3], prompts[3:]], count=3, max_tokens=20)
+
+    pairs = on_ranks(save_tiny(tmp_path), [1], Build(torch.float64, num_pages=40), work)
+    assert [len(one.tokens) for one, _ in pairs] == [1, 3, 1] and all(one.tokens == two.tokens for one, two in pairs)
+    assert all(len(tokens) == 20 for one, _ in pairs for tokens in one.tokens)
+    assert sum(sum(two.counts.accepted) for _, two in pairs) > 0 and not any(one.counts.paths for one, _ in pairs)
