@@ -19,6 +19,7 @@ from phalanx_operator.decide.pacing import CALM_S
 from phalanx_operator.events import Notes
 from phalanx_operator.http_kube import SILENCE_S, HttpKube, connect
 from phalanx_operator.informer import Informer, silence_s
+from phalanx_operator.known import Known
 from phalanx_operator.kube import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import Loop
@@ -48,13 +49,14 @@ async def run(settings: Settings) -> None:
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
     asking: Asking | None = None
+    services = Known()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_end_when(stop))
-            loop, informers, asking = _assemble(settings, kube, http, identity, metrics)
+            loop, informers, asking = _assemble(settings, kube, http, identity, metrics, services)
             health.stalls = lambda: _stalls(informers)
             for informer in informers:
                 tasks.create_task(informer.run())
@@ -65,7 +67,7 @@ async def run(settings: Settings) -> None:
             metrics.is_leader.set(1)
             tasks.create_task(lease.keep())
             tasks.create_task(loop.work(settings.workers))
-            tasks.create_task(_watch_services(settings, loop, stop))
+            tasks.create_task(_watch_services(settings, loop, services, stop))
     except* Stopped:
         log.info("stopped")
     finally:
@@ -83,7 +85,7 @@ async def _end_when(stop: asyncio.Event) -> None:
 
 
 def _assemble(
-    settings: Settings, kube: KubeClient, http: aiohttp.ClientSession, identity: str, metrics: Metrics
+    settings: Settings, kube: KubeClient, http: aiohttp.ClientSession, identity: str, metrics: Metrics, services: Known
 ) -> tuple[Loop, list[Informer], Asking]:
     """What looks at services, which only a leader sets to work, and what every replica watches."""
     children = Children()
@@ -93,8 +95,9 @@ def _assemble(
     asking = Asking(kube, http, lambda key: loop.wake(key))
     notes, offers, refusals = Notes(kube, identity), Offers(kube), Refusals(kube)
     reconciler = Reconciler(
-        kube, children, hands, notes, metrics, asking, offers, refusals, wake=lambda key: loop.wake(key, after_s=0.0)
-    )
+        kube, children, hands, notes, metrics, asking, offers, refusals, known=services,
+        wake=lambda key: loop.wake(key, after_s=0.0),
+    )  # fmt: skip
     loop = Loop(reconciler.reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake, later=lambda key: loop.wake(key, CALM_S))
@@ -114,11 +117,11 @@ def _assemble(
     return loop, informers, asking
 
 
-async def _watch_services(settings: Settings, loop: Loop, stop: asyncio.Event) -> None:
+async def _watch_services(settings: Settings, loop: Loop, services: Known, stop: asyncio.Event) -> None:
     """kopf, which takes over the signals: when it ends, all ends."""
     handlers.quiet()
     await kopf.operator(
-        registry=handlers.registry(loop.wake),
+        registry=handlers.registry(lambda key: loop.wake(key, after_s=0.0), services),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,

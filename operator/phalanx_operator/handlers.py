@@ -7,6 +7,7 @@ from typing import Any
 import kopf
 
 from phalanx_api import inference_service as api
+from phalanx_operator.known import Known
 from phalanx_operator.store import Key
 
 
@@ -25,9 +26,9 @@ class NoDiffs(kopf.DiffBaseStorage):
         """See DiffBaseStorage."""
 
 
-def registry(wake: Callable[[Key], None]) -> kopf.OperatorRegistry:
+def registry(wake: Callable[[Key], None], services: Known) -> kopf.OperatorRegistry:
     """Handlers that wake a service when it is new, its spec changes, or it is deleted. That its status changed wakes nobody: we
-    wrote it, and a look that writes a status and nothing else would find nothing to do if it came again."""
+    wrote it, and a look that writes a status and nothing else would find nothing to do if it came again. `services` hears all."""
     handlers = kopf.OperatorRegistry()
     known: dict[Key, tuple[Any, ...]] = {}
 
@@ -40,10 +41,13 @@ def registry(wake: Callable[[Key], None]) -> kopf.OperatorRegistry:
         settings.persistence.diffbase_storage = NoDiffs()
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=handlers)
-    async def changed(namespace: str | None, name: str, type: str | None, meta: Mapping[str, Any], **_: Any) -> None:
+    async def changed(namespace: str | None, name: str, type: str | None, event: Any, meta: Mapping[str, Any], **_: Any) -> None:
         key, former = (namespace or "", name), known.pop((namespace or "", name), None)
         now = meta.get("uid"), meta.get("generation"), meta.get("deletionTimestamp")
-        if type != "DELETED":
+        if type == "DELETED":
+            services.forget(key)
+        else:
+            services.hear(event["object"])
             known[key] = now
         if type == "DELETED" or now != former:
             wake(key)

@@ -14,6 +14,8 @@ from phalanx_operator.wakeups import Wakeups, backoff
 log = logging.getLogger(__name__)
 COALESCE_S = 0.05
 """Changes that come together are one look."""
+SPACE_S = 0.25
+"""And so are those that come sooner than that after a look began: pods of a group get nodes and start one by one."""
 LOOK_TIMEOUT_S = 180.0
 """A look that takes longer hangs; it is ended and tried again."""
 
@@ -35,12 +37,17 @@ class Loop:
         self._wakeups = Wakeups()
         self._changed = asyncio.Event()
         self._failures: dict[Key, int] = {}
+        self._began: dict[Key, float] = {}
         metrics.queue_keys.set_function(lambda: self._wakeups.num_due(self._clock()))
 
     def wake(self, key: Key, after_s: float = COALESCE_S) -> None:
-        """Look at this service soon. An object without a service's label wakes nobody."""
+        """Look at this service soon; after 0 s at once, however lately it was looked at.
+
+        An object without a service's label wakes nobody.
+        """
         if key[1]:
-            self._wakeups.wake(key, self._clock() + after_s)
+            at = self._clock() + after_s
+            self._wakeups.wake(key, max(at, self._began.get(key, float("-inf")) + SPACE_S) if after_s else at)
             self._changed.set()
 
     async def work(self, workers: int) -> None:
@@ -73,13 +80,15 @@ class Loop:
 
     async def look(self, key: Key) -> None:
         """One look at one service; decides when the next one is due."""
-        began = self._clock()
+        began = self._began[key] = self._clock()
         name = "/".join(key)
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 next_s = await self._reconcile(key)
             self._failures.pop(key, None)
-            if next_s is not None:
+            if next_s is None:
+                del self._began[key]
+            else:
                 self.wake(key, next_s * (0.9 + 0.2 * self._draw()))
         except (Conflict, Gone) as error:
             self._again(key, error, logging.DEBUG, name)

@@ -36,6 +36,7 @@ from phalanx_operator.decide.policy import Granted
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
 from phalanx_operator.events import Note, Notes
+from phalanx_operator.known import Known
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.manifests import Manifests
 from phalanx_operator.metrics import Metrics
@@ -70,6 +71,7 @@ class Reconciler:
     offers: Offers
     refusals: Refusals
     manifests: Manifests = field(default_factory=Manifests)
+    known: Known = field(default_factory=Known)
     now: Callable[[], str] = utc_now
     clock: Callable[[], float] = time.monotonic
     minds: dict[Key, Mind] = field(default_factory=dict)
@@ -81,9 +83,15 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
-        namespace, name = key
         try:
-            body = await self.client.get(SERVICES_OF_OURS, namespace, name)
+            return await self._reconcile(key)
+        except KubeError:
+            self.known.forget(key)  # it may be that what was known is not true any more
+            raise
+
+    async def _reconcile(self, key: Key) -> float | None:
+        try:
+            body = await self.known.get(self.client, key)
         except Gone:
             self._forget(key)
             self._call_next()
@@ -113,6 +121,7 @@ class Reconciler:
         self.refusals.forget(key)
         self.manifests.forget(key)
         self.written.pop(key, None)
+        self.known.forget(key)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
         """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
@@ -239,7 +248,7 @@ class Reconciler:
             if waits_s > 0 and pacing.may_wait(snapshot.status, status):
                 left_s = waits_s
             else:
-                await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status")
+                self.known.wrote(await self.client.apply(SERVICES_OF_OURS, _status_body(snapshot, status), subresource="status"))
                 self.metrics.status_writes.inc()
                 self.written[key] = self.clock()
         self.metrics.show(key, status)
@@ -266,6 +275,8 @@ def _status_body(snapshot: Snapshot, status: Status) -> Json:
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": written}
 
 
+LINES = 10
+"""How many groups one event tells of: more would not fit into it."""
 _NOTES: dict[type[GroupAction | SetReplicas], str] = {
     CreateGroup: "GroupCreated",
     DrainGroup: "GroupDraining",
@@ -277,9 +288,13 @@ _NOTES: dict[type[GroupAction | SetReplicas], str] = {
 
 
 def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[Note]:
-    return [
-        Note("Normal", _NOTES[type(a)], f"{f'to {a.replicas}' if isinstance(a, SetReplicas) else a.name}: {a.why}") for a in done
-    ]
+    """One note for all that was done of a kind, so that a service of many groups is no flood; a few where it is very much."""
+    said: dict[str, list[str]] = {}
+    for action in done:
+        what = f"to {action.replicas}" if isinstance(action, SetReplicas) else action.name
+        said.setdefault(_NOTES[type(action)], []).append(f"{what}: {action.why}")
+    parts = [(reason, lines[at : at + LINES]) for reason, lines in said.items() for at in range(0, len(lines), LINES)]
+    return [Note("Normal", reason, "; ".join(lines)) for reason, lines in parts]
 
 
 _CALM = (

@@ -15,8 +15,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from phalanx_operator import __main__ as program
 from phalanx_operator import handlers, probes
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator.known import Known
 from phalanx_operator.logs import FieldFormatter
-from phalanx_operator.loop import Loop
+from phalanx_operator.loop import COALESCE_S, SPACE_S, Loop
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.settings import BadSetting, Settings, read_settings
 from phalanx_operator.store import Key
@@ -98,6 +99,30 @@ def make_loop(reconcile: Callable[[Key], Awaitable[float | None]]) -> tuple[Loop
             super().wake(key, after_s)
 
     return Noting(reconcile, Metrics(), clock=lambda: 0.0, draw=lambda: 0.5), wishes
+
+
+async def test_changes_that_come_soon_after_a_look_wait_for_each_other_but_not_what_is_wanted_at_once() -> None:
+    now = 100.0
+
+    async def reconcile(_: Key) -> float | None:
+        return 600.0
+
+    loop = Loop(reconcile, Metrics(), clock=lambda: now, draw=lambda: 0.5)
+    await loop.look(A)
+    due = loop._wakeups.next_due
+    assert due() == 700.0
+    now = 100.1
+    loop.wake(A)
+    assert due() == 100.0 + SPACE_S
+    loop.wake(B)
+    assert due() == now + COALESCE_S, "nobody else waits for it"
+    loop.wake(A, after_s=0.0)
+    assert due() == now
+    now = 101.0
+    assert {loop._wakeups.take(now), loop._wakeups.take(now)} == {A, B}
+    loop._wakeups.done(A)
+    loop.wake(A)
+    assert due() == now + COALESCE_S, "it was long ago"
 
 
 @pytest.mark.parametrize("error", [Conflict, Gone, Rejected, Denied, Retry, TimeoutError, ZeroDivisionError])
@@ -187,16 +212,21 @@ def test_log_lines_carry_their_values_as_fields() -> None:
 def test_kopf_only_watches_and_so_writes_nothing() -> None:
     """Handlers for changes would write annotations, handlers for deletions a finalizer."""
     handlers.quiet()
-    found: Any = handlers.registry(lambda key: None)
+    found: Any = handlers.registry(lambda key: None, Known())
     assert found._changing.get_all_handlers() == []
     assert [handler.fn.__name__ for handler in found._watching.get_all_handlers()] == ["changed"]
 
 
+async def _tell(registry: Any, name: str, type: str | None, meta: dict[str, Any]) -> None:
+    event = {"type": type, "object": {"metadata": meta | {"namespace": "team", "name": name}}}
+    await registry._watching.get_all_handlers()[0].fn(namespace="team", name=name, type=type, event=event, meta=meta)
+
+
 async def test_an_event_of_a_service_wakes_its_key() -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append)
-    meta = {"uid": "1", "generation": 1}
-    await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type="ADDED", meta=meta)
+    found: Any = handlers.registry(woken.append, Known())
+    meta = {"uid": "1", "generation": 1, "resourceVersion": "1"}
+    await _tell(found, "a", "ADDED", meta)
     settings = kopf.OperatorSettings()
     startup, login = found._activities.get_all_handlers()
     startup.fn(settings=settings)
@@ -222,17 +252,27 @@ FIRST = {"uid": "1", "generation": 1, "resourceVersion": "1"}
 )
 async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict[str, Any], is_woken: bool) -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append)
-    changed = found._watching.get_all_handlers()[0].fn
-    await changed(namespace="team", name="a", type=None, meta=FIRST)
-    await changed(namespace="team", name="b", type=None, meta=FIRST)
-    await changed(namespace="team", name="a", type=type, meta=meta)
+    found: Any = handlers.registry(woken.append, Known())
+    await _tell(found, "a", None, FIRST)
+    await _tell(found, "b", None, FIRST)
+    await _tell(found, "a", type, meta)
     assert woken == [A, ("team", "b"), *([A] if is_woken else [])]
+
+
+async def test_what_the_watch_tells_is_known_until_the_service_is_gone() -> None:
+    services = Known()
+    found: Any = handlers.registry(lambda key: None, services)
+    await _tell(found, "a", None, FIRST)
+    await _tell(found, "b", "ADDED", FIRST)
+    await _tell(found, "b", "MODIFIED", FIRST | {"resourceVersion": "2"})
+    assert {key[1]: known.version for key, known in services.bodies.items()} == {"a": 1, "b": 2}
+    await _tell(found, "a", "DELETED", FIRST)
+    assert set(services.bodies) == {B}
 
 
 async def test_a_service_that_was_deleted_and_made_again_wakes_its_key() -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append)
+    found: Any = handlers.registry(woken.append, Known())
     for type in ("ADDED", "DELETED", "ADDED"):
-        await found._watching.get_all_handlers()[0].fn(namespace="team", name="a", type=type, meta=FIRST)
+        await _tell(found, "a", type, FIRST)
     assert woken == [A, A, A]

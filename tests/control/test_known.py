@@ -1,0 +1,88 @@
+"""What is known of services without a request, and that no look goes by what is not true any more."""
+
+import pytest
+
+from phalanx_operator.errors import Conflict
+from phalanx_operator.known import FRESH_S, Known
+from phalanx_operator.kube import SERVICES_OF_OURS, Json
+from tests.control.fake_kube import FakeKube
+from tests.control.worlds import KEY, World
+
+
+def body(version: str, uid: str = "1") -> Json:
+    return {"metadata": {"namespace": KEY[0], "name": KEY[1], "uid": uid, "resourceVersion": version}}
+
+
+ASKED = body("99")
+
+
+async def found(known: Known) -> Json:
+    """ASKED where the API server had to be asked."""
+    kube = FakeKube()
+    kube.objects[SERVICES_OF_OURS.plural, *KEY] = ASKED
+    return await known.get(kube, KEY)
+
+
+async def test_the_newest_of_what_was_told_and_written_is_known() -> None:
+    known = Known(clock=lambda: 0.0)
+    assert await found(known) == ASKED
+    known.hear(body("5"))
+    assert await found(known) == body("5")
+    known.wrote(body("10"))
+    known.hear(body("9"))
+    assert await found(known) == body("10"), "what comes late says nothing new"
+    known.hear(body("11"))
+    assert await found(known) == body("11")
+
+
+async def test_what_is_old_gone_or_not_to_be_compared_is_asked_for() -> None:
+    now = 0.0
+    known = Known(clock=lambda: now)
+    known.hear(body("5"))
+    now = FRESH_S
+    assert await found(known) == ASKED, "the watch may have died"
+    known.hear(body("6"))
+    known.hear(body("opaque"))
+    assert await found(known) == ASKED
+    known.hear(body("7"))
+    known.forget(KEY)
+    known.wrote(body("8"))
+    assert await found(known) == ASKED, "a late answer brings nothing back"
+
+
+async def test_another_service_of_the_name_is_another_one() -> None:
+    known = Known(clock=lambda: 0.0)
+    known.hear(body("5"))
+    known.hear(body("3", uid="2"))
+    known.wrote(body("9", uid="1"))
+    assert await found(known) == body("3", uid="2")
+
+
+async def test_looks_at_a_service_that_is_watched_ask_for_it_no_more_and_see_what_they_wrote() -> None:
+    world, plain = World(replicas=3), World(replicas=3)
+    world.reconciler.known.hear(world.kube.objects[SERVICES_OF_OURS.plural, *KEY])
+    for one in (world, plain):
+        await one.settle()
+    asked = [[read for read in one.kube.reads if "inferenceservices" in read] for one in (world, plain)]
+    assert asked[0] == [] and len(asked[1]) > 2
+    calls = [
+        [call for call in one.kube.calls if "events" not in call] for one in (world, plain)
+    ]  # those have the time in their names
+    assert world.status == plain.status and calls[0] == calls[1]
+    assert await world.reconciler.known.get(world.kube, KEY) == world.kube.objects[SERVICES_OF_OURS.plural, *KEY]
+
+
+async def test_after_a_look_that_failed_the_next_one_asks() -> None:
+    world = World(replicas=1)
+    await world.settle()
+    world.reconciler.known.hear(world.kube.objects[SERVICES_OF_OURS.plural, *KEY])
+    await world.change(replicas=2)
+    world.kube.failures["apply inferenceservices/status chat"] = Conflict("somebody was faster")
+    await world.look()
+    assert len(world.groups) == 1, "the watch has not told yet"
+    world.reconciler.known.hear(world.kube.objects[SERVICES_OF_OURS.plural, *KEY])
+    with pytest.raises(Conflict):
+        await world.look()
+    assert KEY not in world.reconciler.known.bodies
+    await world.settle()
+    assert len(world.groups) == 2
