@@ -5,6 +5,7 @@ render. What all groups share is kept by `shared`.
 """
 
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,6 +62,7 @@ class Hands:
         draw_token: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         neighbours: Neighbours | None = None,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._client = client
         self._children = children
@@ -68,7 +70,7 @@ class Hands:
         self._draw_key = draw_token
         self._clock = clock
         self._gangs: dict[Key, dict[str, tuple[float, str]]] = {}
-        self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock)
+        self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock, draw)
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
@@ -170,6 +172,10 @@ class Hands:
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
         return True
+
+    def left_s(self, key: Key) -> float | None:
+        """The seconds until what groups share is looked after, where that waits; None where it does not."""
+        return self._shared.left_s(key)
 
     def unexposed(self, key: Key) -> str:
         """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""

@@ -2,7 +2,11 @@
 token is made once, and never written again.
 
     all is as it was when nothing was left to do, and nothing is due  -->  nothing is rendered
+    another process made it, for this very spec, and it is there      -->  the same as below, but within START_S
     anything else                                                     -->  all is rendered, and what differs is applied
+
+The second line is for operators that have just begun: what happened to groups meanwhile is more urgent than what is mostly as it
+was.
 """
 
 import logging
@@ -24,6 +28,7 @@ from phalanx_operator.store import Key
 log = logging.getLogger(__name__)
 MONITOR_AGAIN_S = 60.0
 EXPOSE_AGAIN_S = 60.0
+START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Shared:
         neighbours: Neighbours,
         draw_token: Callable[[], str],
         clock: Callable[[], float],
+        draw: Callable[[], float],
     ) -> None:
         self._client = client
         self._children = children
@@ -76,12 +82,15 @@ class Shared:
         self._unknown_until: dict[str, float] = {}
         self._unexposed: dict[Key, Unexposed] = {}
         self._kept: dict[Key, _Kept] = {}
+        self._draw = draw
+        self._begins: dict[Key, float] = {}
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
         self._owned.forget(key)
         self._unexposed.pop(key, None)
         self._kept.pop(key, None)
+        self._begins.pop(key, None)
 
     async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int, *, is_blind: bool = False) -> None:
         """Makes it all, and undoes it when somebody else scaled the routers; `is_blind`: routers that are there stay as they are.
@@ -91,6 +100,8 @@ class Shared:
         key, door = (service.namespace, service.name), snapshot.router
         is_scaled = door is not None and door.wanted != service.spec.router.replicas
         wanted = _Wanted(groups, is_blind, is_scaled, frozenset(self._children.present(key, service.uid)))
+        if self._waits(service, snapshot, wanted):
+            return
         kept = self._kept.pop(key, None)
         if not (kept and kept.spec is service.spec and kept.wanted == wanted and self._clock() < kept.until_s):
             self._owned.expect(key, is_new=snapshot.status.observed_generation == 0)
@@ -98,6 +109,26 @@ class Shared:
             kept = _Kept(service.spec, wanted, self._due_s(key)) if is_whole else None
         if kept:
             self._kept[key] = kept
+
+    def left_s(self, key: Key) -> float | None:
+        """The seconds until what another process made is looked after; None when that is done."""
+        left_s = self._begins.get(key, 0.0) - self._clock()
+        return left_s if left_s > 0 else None
+
+    def _waits(self, service: InferenceService, snapshot: Snapshot, wanted: _Wanted) -> bool:
+        """Whether what another process made may be left for a moment. What a spec says that nobody followed yet may not."""
+        key = (service.namespace, service.name)
+        bodies = [] if key in self._begins else self._watched(service)
+        is_there = all((body["kind"], body["metadata"]["name"]) in wanted.present for body in bodies)
+        is_old = snapshot.status.observed_generation == snapshot.generation and not wanted.is_scaled
+        begins = self._begins.setdefault(key, self._clock() + (self._draw() * START_S if is_there else 0.0))
+        self._begins[key] = begins if is_old else 0.0
+        return self.left_s(key) is not None
+
+    def _watched(self, service: InferenceService) -> list[Json]:
+        """What must be there for the service to serve, and whose absence an informer tells."""
+        bodies = [services.groups_service(service), *router.router_objects(service, self._images)]
+        return [body for body in bodies if body["kind"] in ("Deployment", "Service")]
 
     async def _keep_all(self, service: InferenceService, wanted: _Wanted) -> bool:
         """Whether nothing is left to do: what others undid is done again until it is seen to be so."""

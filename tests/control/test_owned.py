@@ -16,6 +16,7 @@ from phalanx_operator.kube import (
     RESOURCES,
     SECRETS,
     SERVICES,
+    SERVICES_OF_OURS,
     STATEFUL_SETS,
     Json,
     Resource,
@@ -23,6 +24,7 @@ from phalanx_operator.kube import (
 from phalanx_operator.manifests import Manifests
 from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.render.objects import Images
+from phalanx_operator.shared import START_S
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import World
 
@@ -55,6 +57,43 @@ async def test_what_a_new_service_needs_is_made_by_one_call_each() -> None:
     assert of_shared(world.kube.reads) == []
     made = sorted(call.partition(" ")[2] for call in of_shared(world.kube.calls))
     assert made == sorted(f"{resource.plural} {name}" for resource, name in SHARED)
+
+
+async def started_again() -> World:
+    """A service that has all it needs, and another operator, which has begun just now and draws the longest wait."""
+    former = World(replicas=2)
+    await former.settle()
+    world = World(former.kube, draw=1.0)
+    world.kube.calls.clear()
+    return world
+
+
+async def test_after_a_start_what_is_there_is_looked_after_a_little_later() -> None:
+    world = await started_again()
+    await world.look()
+    assert of_shared(world.kube.calls) == [] and (world.next_s or 0.0) <= START_S
+    world.clock += START_S
+    await world.look()
+    assert {call.split()[2] for call in of_shared(world.kube.calls)} >= {"chat", "chat-groups", "chat-router", "chat-policy"}
+    assert (world.next_s or 0.0) > START_S
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["before the first look", "after it"])
+async def test_after_a_start_what_nobody_followed_yet_is_done_at_once(looks: int) -> None:
+    world = await started_again()
+    for _ in range(looks):
+        await world.look()
+    body = world.service | {"spec": world.service["spec"] | {"networkPolicy": {"enabled": False}}}
+    world.kube.put(SERVICES_OF_OURS, body | {"metadata": body["metadata"] | {"generation": 2}})
+    await world.look()
+    assert world.kube.of(NETWORK_POLICIES) == {}
+
+
+async def test_after_a_start_what_is_missing_is_made_at_once() -> None:
+    world = await started_again()
+    del world.kube.objects[SERVICES.plural, "team", "chat"]
+    await world.look()
+    assert "apply services chat" in world.kube.calls
 
 
 async def test_what_was_made_here_is_applied_again_by_one_call_each() -> None:

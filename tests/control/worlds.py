@@ -30,13 +30,14 @@ class World:
         images: Images = IMAGES,
         manifests: Manifests | None = None,
         pace_s: float = 0.0,
+        draw: float = 0.0,
         **spec: Any,
     ) -> None:
         self.kube = kube or FakeKube()
         self.clock = 0.0
         self.children = Children()
         self.cluster = FakeCluster(self.kube, self.children)
-        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock)
+        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock, draw=lambda: draw)
         self.metrics = Metrics()
         self.routers = FakeRouters()
         self.now = NOW
