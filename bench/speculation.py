@@ -5,21 +5,19 @@
 
 Each row: prompts of one kind, so many at once, greedy if not told otherwise, a prompt again and again with another first line
 where there are more requests than prompts. A plain and a speculating engine take turns step by step, over one load of the
-weights and each its half of the pages, caches off; the first pair of a row warms both and is not counted. The row tells the
-median of the pairs' ratios, of tokens per second behind the last step with prompt tokens, with its 95 % interval
-(`bench.figures`), whether that is above, below or not to be told from --bound, and the ratio of the sums of the time of all
-steps of all pairs, in which seldom and dear steps count for what they take. With --control fixed and drafts it ends with what
-limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step with proposals may round
-otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One thread is measured by its
-own time on the processor, so that neighbours hardly count.
+weights and each its half of the pages, caches off. A pair is all prompts of the kind, one set after the other where fewer are
+asked at once; the first one of a row warms both and is not counted. The row tells the median of the pairs' ratios, of tokens
+per second behind the last step with prompt tokens, with its 95 % interval (`bench.figures`), whether that is above, below or not
+to be told from --bound, and the ratio of the sums of the time of all steps of all pairs, in which seldom and dear steps count for
+what they take. With --control fixed and drafts it ends with what limits each row (`bench.speculation_limit`). Times are those of
+an engine without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and their ends with them; --dtype
+float32 counts texts that differ. One thread is measured by its own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +29,7 @@ from bench.figures import Median, median_of
 from bench.one_rank import load_alone
 from bench.runner_parts import Part
 from bench.speculation_limit import line_of, times_of
+from bench.speculation_outcome import Outcome, added, joined, since
 from bench.speculation_prompts import KINDS
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
@@ -43,30 +42,6 @@ from phalanx_runtime.rank_spec import RankReady
 
 MOST_REQUESTS = 64
 PARTS = 2
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What one engine made of one set of prompts. Seconds, tokens, draws and counts are of the steps behind the last one with
-    prompt tokens: until then each engine decodes in other steps."""
-
-    tokens: list[list[int]]
-    whole_s: float = 0.0
-    """Of all steps."""
-    decode_s: float = 0.0
-    decoded: int = 0
-    draws: int = 0
-    steps: int = 0
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of decoding."""
-        return self.decoded / self.decode_s if self.decode_s else 0.0
-
-    def begin(self) -> None:
-        """Forgets what was decoded beside prompts."""
-        self.decode_s, self.decoded, self.draws, self.steps = 0.0, 0, 0, 0
 
 
 class Engine:
@@ -122,17 +97,8 @@ class Engine:
     def outcome(self) -> Outcome:
         """What came of the prompts, once there is no step to make."""
         assert self.scheduler.num_preemptions == 0, "requests were preempted: --cache-mb is too small for this row"
-        self._outcome.counts = _since(self._counts, self.scheduler.speculator.counts())
+        self._outcome.counts = since(self._counts, self.scheduler.speculator.counts())
         return self._outcome
-
-
-def _since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCounts:
-    def less(name: str) -> list[int]:
-        old: list[int] = getattr(before, name)
-        return [count - (old[at] if at < len(old) else 0) for at, count in enumerate(getattr(now, name))]
-
-    draft_s = now.draft_s - before.draft_s
-    return SpeculationCounts(now.paths - before.paths, less("proposed"), less("accepted"), now.saved - before.saved, draft_s)
 
 
 def encoded(folder: Path, texts: Sequence[str], count: int, is_chat: bool) -> list[list[int]]:
@@ -175,8 +141,7 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], boun
     """One line of the table."""
     ratio = median_of([ours.speed / plain.speed for plain, ours in pairs])
     whole = sum(plain.whole_s for plain, _ in pairs) / sum(ours.whole_s for _, ours in pairs)
-    proposed = [sum(part) for part in zip_longest(*(ours.counts.proposed for _, ours in pairs), fillvalue=0)]
-    accepted = [sum(part) for part in zip_longest(*(ours.counts.accepted for _, ours in pairs), fillvalue=0)]
+    proposed, accepted = added(ours.counts.proposed for _, ours in pairs), added(ours.counts.accepted for _, ours in pairs)
     decodes = sum(ours.draws for _, ours in pairs)
     cells = (
         kind,
@@ -199,7 +164,7 @@ def limit_of(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
     """What limits a row of drafted chains that are always made."""
     ours = [one for _, one in pairs]
     steps, paths = sum(one.steps for one in ours), sum(one.counts.paths for one in ours)
-    accepted = [sum(part) / paths for part in zip_longest(*(one.counts.accepted for one in ours), fillvalue=0)]
+    accepted = [count / paths for count in added(one.counts.accepted for one in ours)]
     plain_s = sum(plain.decode_s for plain, _ in pairs) / sum(plain.steps for plain, _ in pairs)
     step_s, draft_s = sum(one.decode_s for one in ours) / steps, sum(one.counts.draft_s for one in ours) / steps
     return line_of(times_of(plain_s, step_s, draft_s, len(accepted)), accepted)
@@ -208,16 +173,21 @@ def limit_of(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
 def take_turns(
     plain: Engine, ours: Engine, sets: Sequence[list[list[int]]], count: int, max_tokens: int
 ) -> list[tuple[Outcome, Outcome]]:
-    """So many pairs behind one that is not counted, over the sets again and again."""
-    pairs = []
-    for at in range(count + 1):
-        engines = (plain, ours) if at % 2 else (ours, plain)
+    """So many pairs behind one that is not counted, each of all sets one after the other."""
+    return [_pair(plain, ours, sets, max_tokens, ours_first=not at % 2) for at in range(count + 1)][1:]
+
+
+def _pair(
+    plain: Engine, ours: Engine, sets: Sequence[list[list[int]]], max_tokens: int, ours_first: bool
+) -> tuple[Outcome, Outcome]:
+    engines, found = (ours, plain) if ours_first else (plain, ours), list[tuple[Outcome, Outcome]]()
+    for prompts in sets:
         for engine in engines:
-            engine.begin(sets[at % len(sets)], max_tokens)
+            engine.begin(prompts, max_tokens)
         while any([engine.step() for engine in engines]):  # each of them makes one
             pass
-        pairs.append((plain.outcome(), ours.outcome()))
-    return pairs[1:]
+        found.append((plain.outcome(), ours.outcome()))
+    return joined([one for one, _ in found]), joined([two for _, two in found])
 
 
 def sampling_of(fields: dict[str, Any]) -> wire.Sampling:

@@ -8,8 +8,9 @@ import torch
 
 from bench.figures import Median, median_of
 from bench.runner_parts import Part, shifted
-from bench.speculation import Engine, Outcome, beside, sampling_of, take_turns
+from bench.speculation import Engine, beside, sampling_of, take_turns
 from bench.speculation_limit import Times, ratios, times_of
+from bench.speculation_outcome import Outcome
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.core.speculating import Speculating
@@ -66,9 +67,9 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
             Engine(Part(runner, at, 2, 4), limits, speculating, time.perf_counter, sampling)
             for at, speculating in enumerate((Speculating(), Speculating("ngram", 4, is_adaptive=False)))
         )
-        return take_turns(plain, ours, [prompts[:3], prompts[3:]], count=3, max_tokens=20)
+        return take_turns(plain, ours, [prompts[:3], prompts[3:]], count=2, max_tokens=20)
 
     pairs = on_ranks(save_tiny(tmp_path), [1], Build(torch.float64, num_pages=40), work)
-    assert [len(one.tokens) for one, _ in pairs] == [1, 3, 1] and all(one.tokens == two.tokens for one, two in pairs)
+    assert [len(one.tokens) for one, _ in pairs] == [4, 4] and all(one.tokens == two.tokens for one, two in pairs)
     assert all(len(tokens) == 20 for one, _ in pairs for tokens in one.tokens)
     assert sum(sum(two.counts.accepted) for _, two in pairs) > 0 and not any(one.counts.paths for one, _ in pairs)
