@@ -97,6 +97,8 @@ class _Router:
     heard_at: float = 0.0
     is_mute: bool = False
     is_unknown: bool = False
+    was_asked: bool = False
+    """It answered, or did not, at least once."""
 
 
 class Asking:
@@ -125,11 +127,12 @@ class Asking:
         known = service.routers if service else {}
         mute = sum(target.uid in known and known[target.uid].is_mute for target in targets)
         asked = [known[target.uid] for target in targets if target.uid in known]
+        is_new = bool(targets) and not any(router.was_asked for router in asked)
         now = self._clock()
         heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
         fleet = merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
         unknown = [f"router {r.target.address}: it speaks no version of summaries of {SUMMARY}" for r in asked if r.is_unknown]
-        return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions)) if unknown else fleet
+        return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions), is_new=is_new) if unknown or is_new else fleet
 
     def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
         """See Routers."""
@@ -190,6 +193,9 @@ class Asking:
             log.log(level, "router not heard", extra={"service": "/".join(key), "router": router.target.address, "why": why})
             wait_s = pace.first_retry_s * 2.0 ** min(failures, 10) if not router.is_mute else pace.last_retry_s
             failures += 1
+            if not router.was_asked:
+                router.was_asked = True
+                self._wake(key)
             await asyncio.sleep(min(wait_s, pace.last_retry_s) * (0.5 + 0.5 * self._draw()))
 
     async def _ask_once(self, key: Key, service: _Service, router: _Router) -> None:
@@ -210,7 +216,7 @@ class Asking:
             return  # a new policy: ask again
         summary = poll.result()
         former, router.summary = router.summary, summary
-        router.heard_at, router.is_mute, router.is_unknown = self._clock(), False, False
+        router.heard_at, router.is_mute, router.is_unknown, router.was_asked = self._clock(), False, False, True
         if former is None or _matters(former) != _matters(summary):
             self._wake(key)
 

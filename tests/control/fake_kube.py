@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from phalanx_api import labels
@@ -26,10 +27,11 @@ def written_by(manager: str, at: str = "2026-01-02T03:00:00Z") -> Json:
 
 
 class FakeRouters:
-    """The routers of one service. `says`: what each of them answers; None: nothing."""
+    """The routers of one service. `says`: what each of them answers; None: nothing. `is_new`: they had no time to."""
 
     def __init__(self) -> None:
         self.says: RouterSummary | None = None
+        self.is_new = False
         self.asked: list[Target] = []
         self.policy = BalancePolicy()
         self.urgent = False
@@ -37,7 +39,7 @@ class FakeRouters:
 
     def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
         heard = [Heard(target.uid, 0.0, self.says) for target in targets] if self.says else []
-        return merge(heard, len(targets), 45.0)
+        return replace(merge(heard, len(targets), 45.0), is_new=self.is_new)
 
     def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
         self.asked, self.policy, self.urgent = list(targets), policy, urgent

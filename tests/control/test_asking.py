@@ -133,6 +133,16 @@ async def test_a_router_in_trouble_is_asked_again_and_counts_as_silent(scene: Sc
     await until(lambda: scene.asking.fleet(KEY, scene.targets[:1]).is_heard)
 
 
+@pytest.mark.parametrize("answer", [summary(), 500], ids=["an answer", "trouble"])
+async def test_routers_are_new_until_one_of_them_had_its_time(scene: Scene, answer: RouterSummary | int) -> None:
+    scene.tell(count=2)
+    await until(lambda: all(router.asked for router in scene.routers))
+    assert scene.asking.fleet(KEY, scene.targets).is_new and not scene.woken
+    scene.routers[0].answers.put_nowait(answer)
+    await until(lambda: scene.woken)
+    assert not scene.asking.fleet(KEY, scene.targets).is_new
+
+
 async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     away = Target("uid-9", "127.0.0.1:1")
     scene.asking.tell(KEY, [away, scene.targets[0]], BalancePolicy(), urgent=False)

@@ -26,6 +26,7 @@ from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.render.objects import Images
 from phalanx_operator.shared import START_S
 from tests.control.fake_kube import FakeKube
+from tests.control.summaries import summary
 from tests.control.worlds import World
 
 KEY = ("team", "chat")
@@ -62,8 +63,11 @@ async def test_what_a_new_service_needs_is_made_by_one_call_each() -> None:
 async def started_again() -> World:
     """A service that has all it needs, and another operator, which has begun just now and draws the longest wait."""
     former = World(replicas=2)
+    former.cluster.start_router_pods()
+    former.routers.says = summary()
     await former.settle()
     world = World(former.kube, draw=1.0)
+    world.routers.is_new = True
     world.kube.calls.clear()
     return world
 
@@ -76,6 +80,15 @@ async def test_after_a_start_what_is_there_is_looked_after_a_little_later() -> N
     await world.look()
     assert {call.split()[2] for call in of_shared(world.kube.calls)} >= {"chat", "chat-groups", "chat-router", "chat-policy"}
     assert (world.next_s or 0.0) > START_S
+
+
+async def test_after_a_start_nothing_is_said_of_routers_that_had_no_time_to_answer() -> None:
+    world = await started_again()
+    assert await world.look() == []
+    assert world.condition("Balanced") == ("True", "Balanced")
+    world.routers.is_new = False
+    await world.look()
+    assert world.condition("Balanced") == ("Unknown", "RoutersSilent")
 
 
 @pytest.mark.parametrize("looks", [0, 1], ids=["before the first look", "after it"])

@@ -6,7 +6,7 @@ ends.
 
 import datetime
 
-from phalanx_api.conditions import Condition, Reason, set_condition
+from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
 from phalanx_api.summary import Cause, Hotspot
 from phalanx_operator.decide.clock import parsed
@@ -60,8 +60,11 @@ def told(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
 def _set_balanced(
     conditions: tuple[Condition, ...], fleet: Fleet, status: RebalancingStatus, generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """The conditions with `Balanced`: false with the cause of what has lasted longest."""
+    """The conditions with `Balanced`: false with the cause of what has lasted longest. Whoever has only just begun to ask says
+    nothing new."""
     verdict: bool | None
+    if fleet.is_new and find_condition(conditions, "Balanced"):
+        return conditions
     message = "; ".join(f"{one.group}: {one.cause} since {one.since}, {one.action}" for one in status.hotspots)
     if fleet.asked and not fleet.answered:
         verdict, reason, message = None, Reason.ROUTERS_SILENT, "no router answers the operator"

@@ -66,7 +66,7 @@ class Fleet:
     """One service as its routers see it. `asked` routers were asked, `answered` of them lately.
 
     idle_s: since the last request came to any router. emptied: groups that were to be emptied and hold no router's stream.
-    unknown_versions: who shares no version of a protocol with whom, as sentences.
+    unknown_versions: who shares no version of a protocol with whom, as sentences. is_new: no router had its time to answer yet.
     """
 
     asked: int = 0
@@ -83,6 +83,7 @@ class Fleet:
     saturated: bool = False
     emptied: frozenset[str] = frozenset()
     unknown_versions: tuple[str, ...] = ()
+    is_new: bool = False
 
     @property
     def is_heard(self) -> bool:
