@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Freshness
 from phalanx_router.route.choose import Choice, NoChoice, choose
-from phalanx_router.route.cost import Newcomer, terms
+from phalanx_router.route.cost import (
+    LATE_TIMES,
+    MOST_PAUSES,
+    PAUSE_S,
+    USUAL_TTFT_TARGET_S,
+    Newcomer,
+    Wait,
+    stall_s,
+    terms,
+    wait_of,
+)
 from phalanx_router.route.freshness import freshness
 from phalanx_router.route.ledger import Ledger, Sent, sent_of
 from phalanx_router.route.speed import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
@@ -118,6 +128,45 @@ def test_a_short_target_weighs_the_first_token_more() -> None:
     assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=0.2)).key == "decodes"
 
 
+def test_a_long_prompt_waits_rather_than_that_others_stand_still_beside_it() -> None:
+    """Ten of its own seconds: it goes behind another prompt where few run; one of a tenth of a second where nothing is left."""
+    prompts, decodes = group("prompts", queued=60_000), group("decodes", running=20)
+    assert chosen([prompts, decodes], Newcomer(100_000, 100)).key == "prompts"
+    assert chosen([prompts, decodes], Newcomer(1000, 100)).key == "decodes"
+
+
+@given(st.integers(1, 500_000), st.integers(0, 500_000), st.floats(1.0, 10.0))
+def test_longer_prompts_are_in_less_haste(tokens: int, more: int, slowness: float) -> None:
+    """A tenth of a millisecond a token. A slow group takes no haste away, and costs all that the prompt takes longer there."""
+    views = [group("a"), group("slow", speed=slowness)]
+    wait, longer = wait_of(Newcomer(tokens, 100), views, {}), wait_of(Newcomer(tokens + more, 100), views, {})
+    assert wait == wait_of(Newcomer(tokens, 100), views[:1], {})
+    assert 0 < longer.haste <= wait.haste <= 1
+    assert (wait.haste == 1) == (LATE_TIMES * views[0].prompt_s(tokens) <= USUAL_TTFT_TARGET_S)
+    assert wait_of(Newcomer(tokens, 100, ttft_target_s=1.0), views, {}) == Wait(urgency=2.0)
+    fast, slow = (terms(view, Newcomer(tokens, 100), 0, wait).first_token_s for view in views)
+    assert slow - fast == pytest.approx(views[1].prompt_s(tokens) - views[0].prompt_s(tokens))
+
+
+@given(st.integers(1, 200_000), st.integers(0, 200_000), st.integers(0, 50_000), st.integers(0, 50_000))
+def test_more_in_hand_and_fewer_pages_never_make_the_first_token_cheaper(held: int, more: int, queued: int, behind: int) -> None:
+    newcomer = Newcomer(held + more, 100)
+    views = [group("a", queued=queued), group("b", queued=queued + behind)]
+    wait = wait_of(newcomer, views, {"a": held})
+    least = terms(views[0], newcomer, held, wait).first_token_s
+    assert least <= terms(views[1], newcomer, held, wait).first_token_s
+    assert least <= terms(views[0], newcomer, 0, wait).first_token_s + 1e-9
+    assert least >= wait.haste * views[0].prompt_s(held + more, held) - 1e-9
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3))
+def test_longer_pauses_cost_others_more(own_s: float, more_s: float) -> None:
+    assert own_s / 2 <= stall_s(own_s) <= MOST_PAUSES * own_s / 2
+    assert stall_s(own_s) <= stall_s(own_s + more_s)
+    if own_s <= PAUSE_S:
+        assert stall_s(own_s) == own_s / 2
+
+
 STATES: list[Freshness] = ["fresh", "degraded", "suspect", "dead"]
 GROUPS = st.lists(
     st.builds(
@@ -153,7 +202,8 @@ def test_a_choice_never_halts_and_is_near_the_least(
         fresh = [view for view in staying if view.state in ("fresh", "degraded")]
         if len(fresh) * 2 >= len(staying):
             assert picked in fresh
-            cost_s = {view.key: terms(view, newcomer, hits.get(view.key, 0)).total_s for view in fresh}
+            wait = wait_of(newcomer, fresh, hits)
+            cost_s = {view.key: terms(view, newcomer, hits.get(view.key, 0), wait).total_s for view in fresh}
             assert cost_s[choice.key] <= 1.05 * min(cost_s.values()) + 0.1 + 1e-9
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx_router.route.cost import Newcomer, Terms, terms
+from phalanx_router.route.cost import Newcomer, Terms, terms, wait_of
 from phalanx_router.route.freshness import is_stale
 from phalanx_router.route.view import GroupView
 
@@ -71,8 +71,8 @@ def choose(
     candidates, reason = _candidates(groups, excluded)
     if not candidates:
         return NoChoice(f"each of {len(groups)} ready groups failed or refused this request")
-    urgency = newcomer.urgency
-    parts = [terms(view, newcomer, hits.get(view.key, 0), urgency) for view in candidates]
+    wait = wait_of(newcomer, candidates, hits)
+    parts = [terms(view, newcomer, hits.get(view.key, 0), wait) for view in candidates]
     costs = [part.total_s for part in parts]
     home = _home(candidates, costs, hits)
     if home is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.cost import attended
 from phalanx_router.route.choose import Choice, NoChoice, choose, in_turn
-from phalanx_router.route.cost import Newcomer, terms
+from phalanx_router.route.cost import Newcomer, Wait, terms, wait_of
 from phalanx_router.route.queue import RequestQueue, Waiting
 from phalanx_router.route.view import GroupView
 
@@ -170,8 +170,9 @@ def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now:
         if not others:
             continue
         gone = left.get(sat.key, NO_BURDEN).less(newcomer)
-        stay_s = _cost(_burdened(own, gone), newcomer, hits)
-        best_s, best = min((_cost(view, newcomer, hits), view.key) for view in others)
+        wait = wait_of(newcomer, (own, *others), hits)
+        stay_s = _cost(_burdened(own, gone), newcomer, hits, wait)
+        best_s, best = min((_cost(view, newcomer, hits, wait), view.key) for view in others)
         if is_much_better(best_s, stay_s):
             taken[sat.key] = taken.get(sat.key, 0) + 1
             left[sat.key] = gone
@@ -180,8 +181,8 @@ def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now:
     return found
 
 
-def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int]) -> float:
-    return terms(view, newcomer, hits.get(view.key, 0)).total_s
+def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int], wait: Wait) -> float:
+    return terms(view, newcomer, hits.get(view.key, 0), wait).total_s
 
 
 @dataclass(frozen=True, slots=True)
