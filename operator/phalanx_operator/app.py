@@ -51,11 +51,11 @@ async def run(settings: Settings) -> None:
     asking: Asking | None = None
     services = Known()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _hear_signals(stop)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_end_when(stop))
+            leading: list[asyncio.Task[None]] = []
+            tasks.create_task(_end_when(stop, leading, lease))
             loop, informers, asking = _assemble(settings, kube, http, identity, metrics, services)
             health.stalls = lambda: _stalls(informers)
             for informer in informers:
@@ -65,8 +65,7 @@ async def run(settings: Settings) -> None:
             health.ready = True  # a standby knows all objects: it leads as soon as it may
             await lease.acquire()
             metrics.is_leader.set(1)
-            tasks.create_task(lease.keep())
-            tasks.create_task(loop.work(settings.workers))
+            leading += [tasks.create_task(lease.keep()), tasks.create_task(loop.work(settings.workers))]
             tasks.create_task(_watch_services(settings, loop, services, stop))
     except* Stopped:
         log.info("stopped")
@@ -79,8 +78,13 @@ async def run(settings: Settings) -> None:
         await client.close()
 
 
-async def _end_when(stop: asyncio.Event) -> None:
+async def _end_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], lease: Lease) -> None:
+    """Ends all, what acts first: the next leader need not wait for kopf, which takes seconds to end. Raises: Stopped."""
     await stop.wait()
+    for task in leading:
+        task.cancel()
+    await asyncio.gather(*leading, return_exceptions=True)
+    await lease.give_back()
     raise Stopped
 
 
@@ -118,15 +122,28 @@ def _assemble(
 
 
 async def _watch_services(settings: Settings, loop: Loop, services: Known, stop: asyncio.Event) -> None:
-    """kopf, which takes over the signals: when it ends, all ends."""
+    """kopf: when it ends, all ends. It takes over the signals when it begins, and would end slowly before anything else does."""
     handlers.quiet()
-    await kopf.operator(
+    ready = asyncio.Event()
+    watching = kopf.operator(
         registry=handlers.registry(lambda key: loop.wake(key, after_s=0.0), services),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
+        ready_flag=ready,
+        stop_flag=stop,
     )
+    async with asyncio.TaskGroup() as tasks:
+        ended = tasks.create_task(watching)
+        await ready.wait()
+        _hear_signals(stop)
+        await ended
     stop.set()
+
+
+def _hear_signals(stop: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 def _stalls(informers: list[Informer]) -> list[str]:

@@ -163,6 +163,7 @@ async def test_a_leader_that_was_killed_is_followed_when_its_lease_has_run_out(
     assert lease["leaseDurationSeconds"] == Settings("r", "o").lease_seconds
 
 
+@pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["a lease that never runs out"], indirect=True)
 async def test_a_leader_that_leaves_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)
