@@ -160,6 +160,12 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], boun
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def has_all(pairs: Sequence[tuple[Outcome, Outcome]]) -> bool:
+    """Whether nearly all proposals were made that there are: a step has room for so many, and drafts end with their requests."""
+    counts = [ours.counts for _, ours in pairs]
+    return sum(sum(one.proposed) for one in counts) >= 0.9 * sum(len(one.proposed) * one.paths for one in counts)
+
+
 def limit_of(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
     """What limits a row of drafted chains that are always made."""
     ours = [one for _, one in pairs]
@@ -254,7 +260,7 @@ def main() -> None:
             sets = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
             pairs = take_turns(plain, ours, sets, args.pairs, args.max_tokens)
             print(row_of(kind, batch, pairs, args.bound), flush=True)
-            if args.control == "fixed" and method != "ngram" and not args.tree:
+            if args.control == "fixed" and method != "ngram" and not args.tree and has_all(pairs):
                 limits_told.append(f"{kind}, {batch}: {limit_of(pairs)}")
     print("", *limits_told, sep="\n")
 

@@ -8,9 +8,10 @@ import torch
 
 from bench.figures import Median, median_of
 from bench.runner_parts import Part, shifted
-from bench.speculation import Engine, beside, sampling_of, take_turns
+from bench.speculation import Engine, beside, has_all, sampling_of, take_turns
 from bench.speculation_limit import Times, ratios, times_of
 from bench.speculation_outcome import Outcome
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, StepPlan
 from phalanx_runtime.core.speculating import Speculating
@@ -73,3 +74,9 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
     assert [len(one.tokens) for one, _ in pairs] == [4, 4] and all(one.tokens == two.tokens for one, two in pairs)
     assert all(len(tokens) == 20 for one, _ in pairs for tokens in one.tokens)
     assert sum(sum(two.counts.accepted) for _, two in pairs) > 0 and not any(one.counts.paths for one, _ in pairs)
+
+
+@pytest.mark.parametrize(("proposed", "is_said"), [([100, 99, 97, 95], True), ([100, 60, 20, 10], False)])
+def test_limits_are_told_where_all_proposals_were_made(proposed: list[int], is_said: bool) -> None:
+    ours = Outcome([], counts=SpeculationCounts(paths=100, proposed=proposed))
+    assert has_all([(Outcome([]), ours)]) == is_said
