@@ -81,10 +81,11 @@ async def run(settings: Settings) -> None:
 async def _end_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], lease: Lease) -> None:
     """Ends all, what acts first: the next leader need not wait for kopf, which takes seconds to end. Raises: Stopped."""
     await stop.wait()
-    for task in leading:
-        task.cancel()
-    await asyncio.gather(*leading, return_exceptions=True)
-    await lease.give_back()
+    if leading:
+        for task in leading:
+            task.cancel()
+        await asyncio.gather(*leading, return_exceptions=True)
+        await lease.give_back()
     raise Stopped
 
 
@@ -135,6 +136,7 @@ async def _watch_services(settings: Settings, loop: Loop, services: Known, stop:
     )
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(watching)
+        ended.add_done_callback(lambda _: ready.set())  # it may be stopped before it has begun
         await ready.wait()
         _hear_signals(stop)
         await ended

@@ -10,6 +10,8 @@ from phalanx_api import labels
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.kube import EVENTS, KubeClient
 
+LONGEST_NOTE = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -43,7 +45,7 @@ class Notes:
             "eventTime": at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "type": note.kind,
             "reason": note.reason,
-            "note": note.message[:1000],
+            "note": note.message[:LONGEST_NOTE],
             "action": "Reconcile",
             "reportingController": f"{labels.DOMAIN}/operator",
             "reportingInstance": self.identity,

@@ -1,16 +1,16 @@
 """The services themselves, known without a request: the newest of what the watch told and of what the API server answered to
-our own writes, as long as the watch was heard a moment ago. A service whose groups come up is looked at often, and mostly
+our own writes, for a moment after it was told. A service whose groups come up is looked at often, and mostly
 nothing of it has changed but the status that we wrote."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.store import Key
 
 FRESH_S = 30.0
-"""What is older is asked for: a watch may be silent without anybody noticing."""
+"""What was told longer ago is asked for: a watch may be silent without anybody noticing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,13 @@ class Known:
         if _key(body) in self.bodies and _uid(self.bodies[_key(body)].body) == _uid(body):
             self.hear(body)
 
+    def doubt(self, key: Key) -> None:
+        """What is known may not be true any more: looks ask, until something newer is told."""
+        if known := self.bodies.get(key):
+            self.bodies[key] = replace(known, at_s=float("-inf"))
+
     def forget(self, key: Key) -> None:
-        """The service is gone, or what is known of it was not true any more: the next look asks."""
+        """The service is gone."""
         self.bodies.pop(key, None)
 
 

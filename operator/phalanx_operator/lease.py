@@ -21,6 +21,8 @@ candidate needs to see the last renewal (RENEW_S) a leader that is killed is fol
 RENEW_S = 1.0
 GIVE_UP_S = 5.0
 """A leader that could not renew for so long stops, well before anyone else may take the lease."""
+GIVE_BACK_S = 3.0
+"""A process that ends tries no longer to give its lease back: whoever ends it may not wait, and the lease runs out by itself."""
 LEAST_S = 0.05
 """How soon a candidate looks again at a lease that is about to run out."""
 
@@ -94,11 +96,15 @@ class Lease:
     async def give_back(self) -> None:
         """Lets the next candidate lead at once. An error is only logged: the lease then runs out by itself."""
         try:
-            body = await self._client.get(LEASES, self._namespace, NAME)
-            if body["spec"].get("holderIdentity") == self._identity:
-                await self._client.replace(LEASES, body | {"spec": body["spec"] | {"holderIdentity": ""}})
-        except KubeError as error:
-            log.warning("lease not given back", extra={"why": str(error)})
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self._give_back()
+        except (KubeError, TimeoutError) as error:
+            log.warning("lease not given back", extra={"why": str(error) or type(error).__name__})
+
+    async def _give_back(self) -> None:
+        body = await self._client.get(LEASES, self._namespace, NAME)
+        if body["spec"].get("holderIdentity") == self._identity:
+            await self._client.replace(LEASES, body | {"spec": body["spec"] | {"holderIdentity": ""}})
 
     async def _try(self) -> Take | Wait:
         """One attempt. Raises: Conflict when another candidate was faster, or another KubeError."""

@@ -1,4 +1,4 @@
-"""From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself is read afresh."""
+"""From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself from `known`."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -35,7 +35,7 @@ from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.policy import Granted
 from phalanx_operator.decide.snapshot import Snapshot
 from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
-from phalanx_operator.events import Note, Notes
+from phalanx_operator.events import LONGEST_NOTE, Note, Notes
 from phalanx_operator.known import Known
 from phalanx_operator.kube import SERVICES_OF_OURS, Json, KubeClient
 from phalanx_operator.manifests import Manifests
@@ -86,7 +86,7 @@ class Reconciler:
         try:
             return await self._reconcile(key)
         except KubeError:
-            self.known.forget(key)  # it may be that what was known is not true any more
+            self.known.doubt(key)
             raise
 
     async def _reconcile(self, key: Key) -> float | None:
@@ -275,8 +275,6 @@ def _status_body(snapshot: Snapshot, status: Status) -> Json:
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": written}
 
 
-LINES = 10
-"""How many groups one event tells of: more would not fit into it."""
 _NOTES: dict[type[GroupAction | SetReplicas], str] = {
     CreateGroup: "GroupCreated",
     DrainGroup: "GroupDraining",
@@ -293,8 +291,16 @@ def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[Note]:
     for action in done:
         what = f"to {action.replicas}" if isinstance(action, SetReplicas) else action.name
         said.setdefault(_NOTES[type(action)], []).append(f"{what}: {action.why}")
-    parts = [(reason, lines[at : at + LINES]) for reason, lines in said.items() for at in range(0, len(lines), LINES)]
-    return [Note("Normal", reason, "; ".join(lines)) for reason, lines in parts]
+    return [Note("Normal", reason, part) for reason, lines in said.items() for part in _joined(lines)]
+
+
+def _joined(lines: Sequence[str]) -> list[str]:
+    """All of them, in as few parts as events have room for."""
+    parts = [""]
+    for line in lines:
+        longer = f"{parts[-1]}; {line}" if parts[-1] else line
+        parts = [*parts[:-1], longer] if len(longer) <= LONGEST_NOTE or not parts[-1] else [*parts, line]
+    return parts
 
 
 _CALM = (

@@ -2,17 +2,18 @@
 token is made once, and never written again.
 
     all is as it was when nothing was left to do, and nothing is due  -->  nothing is rendered
-    another process made it, for this very spec, and it is there      -->  the same as below, but within START_S
+    another process made it, for this very spec, and it is there      -->  the same as below, but within about START_S
     anything else                                                     -->  all is rendered, and what differs is applied
 
-The second line is for operators that have just begun: what happened to groups meanwhile is more urgent than what is mostly as it
-was.
+The second line is for operators that have just begun, also those of a new release, whose routers and policies may differ: what
+happened to groups meanwhile is more urgent than what is mostly as it was.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx_api.conditions import find_condition
 from phalanx_api.inference_service import InferenceService, Spec
 from phalanx_api.router import Expose
 from phalanx_operator.decide.snapshot import Snapshot
@@ -59,6 +60,14 @@ class _Kept:
     until_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """Until when what another process made may wait, and what of it is watched, as kind and name."""
+
+    until_s: float
+    watched: frozenset[tuple[str, str]]
+
+
 class Shared:
     """What remembers it all for the services of one operator."""
 
@@ -83,7 +92,7 @@ class Shared:
         self._unexposed: dict[Key, Unexposed] = {}
         self._kept: dict[Key, _Kept] = {}
         self._draw = draw
-        self._begins: dict[Key, float] = {}
+        self._begins: dict[Key, _Begin] = {}
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a service that is gone."""
@@ -112,23 +121,24 @@ class Shared:
 
     def left_s(self, key: Key) -> float | None:
         """The seconds until what another process made is looked after; None when that is done."""
-        left_s = self._begins.get(key, 0.0) - self._clock()
+        left_s = self._begins[key].until_s - self._clock() if key in self._begins else 0.0
         return left_s if left_s > 0 else None
 
     def _waits(self, service: InferenceService, snapshot: Snapshot, wanted: _Wanted) -> bool:
-        """Whether what another process made may be left for a moment. What a spec says that nobody followed yet may not."""
+        """Whether what another process made may be left for a moment: all that is watched is there, and the spec was followed."""
         key = (service.namespace, service.name)
-        bodies = [] if key in self._begins else self._watched(service)
-        is_there = all((body["kind"], body["metadata"]["name"]) in wanted.present for body in bodies)
-        is_old = snapshot.status.observed_generation == snapshot.generation and not wanted.is_scaled
-        begins = self._begins.setdefault(key, self._clock() + (self._draw() * START_S if is_there else 0.0))
-        self._begins[key] = begins if is_old else 0.0
+        if key not in self._begins:
+            self._begins[key] = _Begin(self._clock() + self._draw() * START_S, self._watched(service))
+        is_followed = snapshot.status.observed_generation == snapshot.generation and not wanted.is_scaled
+        is_stalled = find_condition(snapshot.status.conditions, "Stalled") is not None
+        if not is_followed or is_stalled or not self._begins[key].watched <= wanted.present:
+            self._begins[key] = _Begin(0.0, frozenset())
         return self.left_s(key) is not None
 
-    def _watched(self, service: InferenceService) -> list[Json]:
+    def _watched(self, service: InferenceService) -> frozenset[tuple[str, str]]:
         """What must be there for the service to serve, and whose absence an informer tells."""
         bodies = [services.groups_service(service), *router.router_objects(service, self._images)]
-        return [body for body in bodies if body["kind"] in ("Deployment", "Service")]
+        return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
     async def _keep_all(self, service: InferenceService, wanted: _Wanted) -> bool:
         """Whether nothing is left to do: what others undid is done again until it is seen to be so."""

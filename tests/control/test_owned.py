@@ -102,11 +102,28 @@ async def test_after_a_start_what_nobody_followed_yet_is_done_at_once(looks: int
     assert world.kube.of(NETWORK_POLICIES) == {}
 
 
-async def test_after_a_start_what_is_missing_is_made_at_once() -> None:
+@pytest.mark.parametrize("looks", [0, 1], ids=["before the first look", "after it"])
+async def test_after_a_start_what_is_missing_is_made_at_once(looks: int) -> None:
     world = await started_again()
+    for _ in range(looks):
+        await world.look()
     del world.kube.objects[SERVICES.plural, "team", "chat"]
     await world.look()
     assert "apply services chat" in world.kube.calls
+
+
+async def test_after_a_start_what_was_refused_before_is_tried_at_once() -> None:
+    former = World(replicas=2)
+    await former.settle()
+    former.kube.put(SERVICES_OF_OURS, former.service | {"metadata": former.service["metadata"] | {"generation": 2}})
+    former.kube.failures["apply networkpolicies chat-groups"] = Rejected("a webhook says no")
+    former.clock += APPLY_AGAIN_S + 1
+    with pytest.raises(Rejected):
+        await former.look()
+    assert former.ready == ("False", "Rejected")
+    world = World(former.kube, draw=1.0)
+    await world.look()
+    assert "apply networkpolicies chat-groups" in world.kube.calls and world.ready[0] == "True"
 
 
 async def test_what_was_made_here_is_applied_again_by_one_call_each() -> None:

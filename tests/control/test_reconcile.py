@@ -6,6 +6,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.errors import Rejected, Retry
+from phalanx_operator.events import LONGEST_NOTE
 from phalanx_operator.kube import DEPLOYMENTS, EVENTS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
 from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.reconcile import RESYNC_S, utc_now
@@ -311,6 +312,14 @@ async def test_events_tell_transitions_once() -> None:
     await world.settle()
     await world.look()
     assert sorted(world.notes()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
+
+
+async def test_events_of_many_groups_leave_none_out() -> None:
+    world = World(replicas=30)
+    await world.settle()
+    notes = [body["note"] for body in world.kube.of(EVENTS).values() if body["reason"] == "GroupCreated"]
+    assert all(any(name in note for note in notes) for name in world.groups)
+    assert len(world.groups) == 30 and 2 <= len(notes) <= 6 and max(map(len, notes)) <= LONGEST_NOTE
 
 
 async def test_an_event_that_is_not_taken_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
