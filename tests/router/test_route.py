@@ -12,6 +12,7 @@ from phalanx_router.route.choose import Choice, NoChoice, choose
 from phalanx_router.route.cost import (
     LATE_TIMES,
     MOST_PAUSES,
+    NO_WAIT,
     PAUSE_S,
     USUAL_TTFT_TARGET_S,
     Newcomer,
@@ -146,6 +147,11 @@ def test_longer_prompts_are_in_less_haste(tokens: int, more: int, slowness: floa
     assert wait_of(Newcomer(tokens, 100, ttft_target_s=1.0), views, {}) == Wait(urgency=2.0)
     fast, slow = (terms(view, Newcomer(tokens, 100), 0, wait).first_token_s for view in views)
     assert slow - fast == pytest.approx(views[1].prompt_s(tokens) - views[0].prompt_s(tokens))
+
+
+def test_a_short_question_behind_a_long_text_that_pages_hold_is_in_haste() -> None:
+    views, newcomer = [group("home", queued=100_000), group("idle")], Newcomer(100_000, 100)
+    assert wait_of(newcomer, views, {"home": 99_500}) == NO_WAIT and wait_of(newcomer, views, {}).haste < 0.1
 
 
 @given(st.integers(1, 200_000), st.integers(0, 200_000), st.integers(0, 50_000), st.integers(0, 50_000))

@@ -10,11 +10,11 @@ E_out is what requests there had lately, at most what this one may have. Forecas
 larger weight of others let prompts gather on few groups (balancing.md 3.7). A request with a target for its first token weighs
 that time more the shorter the target.
 
-One without is late after three times what its prompt takes alone in the fastest group, if that is more than 2 s. So a long prompt
-bears a wait that a short one does not: its haste is 2 s of that time, and it goes where few others stand still beside it. What
-it would have to compute more there than in the best group is work, not waiting, and weighs wholly. Others lose half its time by
-it; a pause longer than a second, which later tokens make good only in a long answer, weighs the more the longer it is, up to ten
-times. A degraded group counts a fifth more.
+One without is late after three times what its prompt takes alone in the best group, where pages hold part of it only the rest, if
+that is more than 2 s. So a long prompt bears a wait that a short one does not: its haste is 2 s of that time, and it goes where
+few others stand still beside it. What it would have to compute more there than in the best group is work, not waiting, and
+weighs wholly. Others lose half its time by it; a pause longer than a second, which later tokens make good only in a long answer,
+weighs the more the longer it is, up to ten times. A degraded group counts a fifth more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,10 +71,11 @@ def wait_of(newcomer: Newcomer, views: Sequence[GroupView], hits: Mapping[str, i
     tokens = newcomer.prompt_tokens
     if newcomer.ttft_target_s or not views:
         return Wait(newcomer.urgency)
-    late_s = LATE_TIMES * min(view.prompt_s(tokens) for view in views)
+    least_own_s = min(view.prompt_s(tokens, hits.get(view.key, 0)) for view in views)
+    late_s = LATE_TIMES * least_own_s
     if late_s <= USUAL_TTFT_TARGET_S:
         return NO_WAIT
-    return Wait(1.0, USUAL_TTFT_TARGET_S / late_s, min(view.prompt_s(tokens, hits.get(view.key, 0)) for view in views))
+    return Wait(1.0, USUAL_TTFT_TARGET_S / late_s, least_own_s)
 
 
 def stall_s(own_s: float) -> float:
