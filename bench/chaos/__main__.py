@@ -4,8 +4,9 @@
     python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.chaos --minutes 20 [--seed N]
 
 The service has three groups of two pods of a tiny model, a group on one node, two routers; the operator has two replicas.
-The exit status is 1 when the state did not converge, an object had no owner, a group was there twice, or the status said
-Ready for more than 10 s while nothing was served and an operator ran. The seed is printed first, the result last, as JSON.
+The exit status is 1 when something could not be struck at all, the state did not converge, an object had no owner, a group was
+there twice, or the status said Ready for more than 10 s while nothing was served and an operator ran. The seed is printed first,
+the result last, as JSON.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.look import lies, unsettled
-from bench.chaos.strikes import Striker, order
+from bench.chaos.strikes import NOT_DONE, Striker, order, unstruck
 from bench.chaos.traffic import Traffic
 from bench.chaos.watch import NAME, Watcher
 from tests.cluster import operator as installation
@@ -88,6 +89,7 @@ def run(cluster: Cluster, *, minutes: float, seed: int, limit_s: float = 300.0) 
     traffic.start()
     try:
         strikes += _strike_on(Striker(cluster, namespace, chance), watcher, minutes, limit_s, wrong)
+        wrong += unstruck(strikes)
     finally:
         streams, seen = traffic.stop(), watcher.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
@@ -111,7 +113,7 @@ def _strike_on(
         try:
             what = kinds[kind]()
         except Failed as error:  # kubectl, just after another strike: it is struck again later
-            what = f"not done: {error}"
+            what = f"{NOT_DONE}{error}"
         took_s = _settle(watcher, limit_s, wrong)
         done.append((kind, what, took_s))
         print(f"{kind}: {what}; {'NOT well' if took_s is None else f'well again after {took_s:.0f} s'}", flush=True)

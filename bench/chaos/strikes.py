@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from images.steps import ROOT
@@ -16,6 +16,8 @@ from tools.errors import Failed
 from tools.shell import output
 
 OPERATOR = ("-n", "phalanx-system")
+NOT_DONE = "not done: "
+"""How what is told of a strike begins that failed."""
 AT_ONCE = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
 
 
@@ -114,3 +116,11 @@ def order(kinds: list[str], chance: random.Random) -> Callable[[], str]:
         return first.pop() if first else chance.choice(kinds)
 
     return following
+
+
+def unstruck(strikes: Sequence[tuple[str, str, float | None]]) -> list[str]:
+    """Kinds that were to be struck more than once and never were, with the last reason: of them the run shows nothing."""
+    missed = {kind: what for kind, what, _ in strikes if what.startswith(NOT_DONE)}
+    struck = {kind for kind, what, _ in strikes if not what.startswith(NOT_DONE)}
+    often = {kind for kind in missed if sum(one[0] == kind for one in strikes) > 1}
+    return [f"{kind} was never struck: {missed[kind]}" for kind in sorted(often - struck)]

@@ -82,7 +82,7 @@ def leave(netns: Path) -> None:
                 with home.open() as outside:
                     _enter(outside.fileno())
                 return
-    raise Failed("this works outside of the cluster's network only")
+    raise Failed("this works outside of the cluster's network only: begin `run` in a shell that lives as long as it does")
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bench.chaos.look import Sample, View, double, lies, orphans, unsettled
-from bench.chaos.strikes import order
+from bench.chaos.strikes import NOT_DONE, order, unstruck
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -101,3 +101,16 @@ def test_every_kind_of_strike_comes_once_before_any_comes_twice_and_a_seed_repea
     one, other = (order(kinds, random.Random(7)) for _ in range(2))
     drawn = [one() for _ in range(12)]
     assert sorted(drawn[:4]) == kinds and drawn == [other() for _ in range(12)]
+
+
+def test_what_could_never_be_struck_is_wrong_and_what_failed_once_is_not() -> None:
+    failed = f"{NOT_DONE}kubectl: busy"
+    strikes = [
+        ("node", failed, 1.0),
+        ("pod", failed, 1.0),
+        ("pod", "chat-0 killed", 9.0),
+        ("cut", failed, 1.0),
+        ("node", failed, 1.0),
+    ]
+    assert unstruck(strikes) == [f"node was never struck: {failed}"]
+    assert unstruck([]) == []
