@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import httpx
 
@@ -55,7 +55,7 @@ class Traffic:
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=httpx.Timeout(90, connect=5)) as response:
             if response.status_code != 200:
                 return f"HTTP {response.status_code}"
-            for line in response.iter_lines():
+            for line in lines_of(response.iter_bytes()):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
@@ -64,3 +64,11 @@ class Traffic:
                 tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
                 self._served()
         return "whole" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"
+
+
+def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Whole lines. Only a newline ends one: a text may have other characters that `str.splitlines` takes for ends."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode() for line in whole)

@@ -7,6 +7,7 @@ import pytest
 
 from bench.chaos.look import Sample, View, double, lies, orphans, unsettled
 from bench.chaos.strikes import NOT_DONE, order, unstruck
+from bench.chaos.traffic import lines_of
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -114,3 +115,9 @@ def test_what_could_never_be_struck_is_wrong_and_what_failed_once_is_not() -> No
     ]
     assert unstruck(strikes) == [f"node was never struck: {failed}"]
     assert unstruck([]) == []
+
+
+def test_only_a_newline_ends_a_line_of_a_stream() -> None:
+    text = 'data: "a\u2028b\x85c"\n\ndata: [DONE]\n'.encode()
+    for at in range(len(text)):
+        assert list(lines_of([text[:at], text[at:]])) == ['data: "a\u2028b\x85c"', "", "data: [DONE]"]
