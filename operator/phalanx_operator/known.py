@@ -1,6 +1,6 @@
 """The services themselves, known without a request: the newest of what the watch told and of what the API server answered to
-our own writes, for a moment after it was told. A service whose groups come up is looked at often, and mostly
-nothing of it has changed but the status that we wrote."""
+our own writes, for a moment after it was told. A service whose groups come up is looked at often, and mostly nothing of it has
+changed but the status that we wrote."""
 
 import time
 from collections.abc import Callable
