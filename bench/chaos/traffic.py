@@ -54,7 +54,7 @@ class Traffic:
         tokens = 0
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=httpx.Timeout(90, connect=5)) as response:
             if response.status_code != 200:
-                return f"HTTP {response.status_code}"
+                return refusal_of(response.status_code, response.read())
             for line in lines_of(response.iter_bytes()):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -64,6 +64,15 @@ class Traffic:
                 tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
                 self._served()
         return "whole" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"
+
+
+def refusal_of(status: int, body: bytes) -> str:
+    """How an answer that is no stream is counted: its status, and the code of our error or else how its text begins, which tells
+    an answer of ours from that of whoever has an address now that was a router's."""
+    try:
+        return f"HTTP {status} {json.loads(body)['error']['code']}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status} {body[:80].decode(errors='replace')!r}"
 
 
 def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx_api import labels
 from phalanx_operator.decide.lease import Held, Take, Wait, claim
-from phalanx_operator.errors import Gone, KubeError
+from phalanx_operator.errors import Conflict, Gone, KubeError
 from phalanx_operator.kube import LEASES, Json, KubeClient
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,12 @@ class Lease:
         self._lease_s = lease_s
         self._renew_s = RENEW_S * lease_s / LEASE_S
         self._give_up_s = GIVE_UP_S * lease_s / LEASE_S
+        self._give_back_s = GIVE_BACK_S * lease_s / LEASE_S
         self._clock = clock
         self._pause = pause
         self._seen = ("", 0.0)
+        self._ours: Json | None = None
+        """The lease as we wrote it last, while nobody is known to have changed it since."""
 
     async def acquire(self) -> None:
         """Returns when this process leads."""
@@ -96,7 +99,7 @@ class Lease:
     async def give_back(self) -> None:
         """Lets the next candidate lead at once. An error is only logged: the lease then runs out by itself."""
         try:
-            async with asyncio.timeout(GIVE_BACK_S):
+            async with asyncio.timeout(self._give_back_s):
                 await self._give_back()
         except (KubeError, TimeoutError) as error:
             log.warning("lease not given back", extra={"why": str(error) or type(error).__name__})
@@ -107,7 +110,22 @@ class Lease:
             await self._client.replace(LEASES, body | {"spec": body["spec"] | {"holderIdentity": ""}})
 
     async def _try(self) -> Take | Wait:
-        """One attempt. Raises: Conflict when another candidate was faster, or another KubeError."""
+        """One attempt: a renewal is one write, bound to what we wrote last, and a look only when that is not so any more.
+
+        Raises: Conflict when another candidate was faster, or another KubeError.
+        """
+        if self._ours is not None:
+            try:
+                await self._write(self._ours)
+                return Take("renewal")
+            except (Conflict, Gone):
+                self._ours = None
+        return await self._look_and_try()
+
+    async def _write(self, body: Json) -> None:
+        self._ours = await self._client.replace(LEASES, body | {"spec": self._spec(body.get("spec") or {})})
+
+    async def _look_and_try(self) -> Take | Wait:
         try:
             body: Json | None = await self._client.get(LEASES, self._namespace, NAME)
         except Gone:
@@ -118,9 +136,9 @@ class Lease:
         if body is None:
             metadata = {"name": NAME, "namespace": self._namespace}
             lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": self._spec({})}
-            await self._client.create(LEASES, lease)
+            self._ours = await self._client.create(LEASES, lease)
         else:
-            await self._client.replace(LEASES, body | {"spec": self._spec(body.get("spec") or {})})
+            await self._write(body)
         return answer
 
     def _held(self, body: Json | None) -> Held | None:

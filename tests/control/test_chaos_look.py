@@ -7,7 +7,7 @@ import pytest
 
 from bench.chaos.look import Sample, View, double, lies, orphans, unsettled
 from bench.chaos.strikes import NOT_DONE, order, unstruck
-from bench.chaos.traffic import lines_of
+from bench.chaos.traffic import lines_of, refusal_of
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -121,3 +121,9 @@ def test_only_a_newline_ends_a_line_of_a_stream() -> None:
     text = 'data: "a\u2028b\x85c"\n\ndata: [DONE]\n'.encode()
     for at in range(len(text)):
         assert list(lines_of([text[:at], text[at:]])) == ['data: "a\u2028b\x85c"', "", "data: [DONE]"]
+
+
+def test_an_answer_that_is_no_stream_tells_whose_it_is() -> None:
+    assert refusal_of(404, b'{"error": {"code": "model_not_found"}}') == "HTTP 404 model_not_found"
+    assert refusal_of(404, b'{"detail": "Not Found"}') == """HTTP 404 '{"detail": "Not Found"}'"""
+    assert refusal_of(503, b"\xffaway") == "HTTP 503 '\ufffdaway'"

@@ -135,6 +135,36 @@ async def test_renewing_keeps_the_time_when_the_lease_was_acquired() -> None:
     assert kube.calls.count(f"replace leases {NAME}") == 3
 
 
+async def test_a_renewal_is_one_write() -> None:
+    kube, clock = FakeKube(), Clock(ends_after=3)
+    lease = candidate(kube, "a", clock)
+    await lease.acquire()
+    kube.calls.clear()
+    kube.reads.clear()
+    with pytest.raises(TimeoutError):
+        await lease.keep()
+    assert (kube.calls, kube.reads) == ([f"replace leases {NAME}"] * 3, [])
+
+
+@pytest.mark.parametrize("strike", ["annotate", "delete"])
+async def test_a_lease_that_someone_touched_is_looked_at_and_renewed(strike: str) -> None:
+    kube, clock = FakeKube(), Clock(ends_after=2)
+    lease = candidate(kube, "a", clock)
+    await lease.acquire()
+    if strike == "annotate":
+        kube.put(LEASES, kube.of(LEASES)[NAME] | {"metadata": {"name": NAME, "namespace": "system", "annotations": {"a": "b"}}})
+    else:
+        kube.objects.clear()
+    kube.calls.clear()
+    kube.reads.clear()
+    with pytest.raises(TimeoutError):
+        await lease.keep()
+    again = {"annotate": f"replace leases {NAME}", "delete": f"create leases {NAME}"}
+    assert kube.calls == [f"replace leases {NAME}", again[strike], f"replace leases {NAME}"]
+    assert kube.reads == [f"get leases {NAME}"]
+    assert holder(kube) == "a"
+
+
 async def test_a_leader_that_was_overtaken_stops() -> None:
     kube, clock = FakeKube(), Clock()
     lease = candidate(kube, "a", clock)
@@ -182,6 +212,11 @@ class Hanging(FakeKube):
             await asyncio.Event().wait()
         return await super().get(*args, **kwargs)
 
+    async def replace(self, *args: Any, **kwargs: Any) -> Any:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().replace(*args, **kwargs)
+
 
 class LongPause(Clock):
     """Each pause uses up all the time that a leader has for renewing."""
@@ -205,3 +240,13 @@ async def test_a_lease_says_that_it_lasts_no_shorter_than_it_does(lease_s: float
     kube, clock = FakeKube(), Clock()
     await Lease(kube, "system", "a", lease_s=lease_s, clock=clock.read, pause=clock.pause).acquire()
     assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == told
+
+
+async def test_a_process_that_ends_does_not_wait_for_an_api_server_that_does_not_answer() -> None:
+    kube, clock = Hanging(), Clock()
+    lease = Lease(kube, "system", "a", lease_s=LEASE_S / 100, clock=clock.read, pause=clock.pause)
+    await lease.acquire()
+    kube.hangs = True
+    async with asyncio.timeout(30):
+        await lease.give_back()
+    assert holder(kube) == "a"
