@@ -9,9 +9,10 @@ weights and each its half of the pages, caches off. A pair is all prompts of the
 asked at once; the first one of a row warms both and is not counted. The row tells the median of the pairs' ratios, of tokens
 per second behind the last step with prompt tokens, with its 95 % interval (`bench.figures`), whether that is above, below or not
 to be told from --bound, and the ratio of the sums of the time of all steps of all pairs, in which seldom and dear steps count for
-what they take. With --control fixed and drafts it ends with what limits each row (`bench.speculation_limit`). Times are those of
-an engine without HTTP. In bf16 a step with proposals may round otherwise, so texts may part, and their ends with them; --dtype
-float32 counts texts that differ. One thread is measured by its own time on the processor, so that neighbours hardly count.
+what they take. "Mean accepted" is of a request's proposals in one step, where it had any. With --control fixed and drafts it ends
+with what limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step with proposals
+may round otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One thread is measured
+by its own time on the processor, so that neighbours hardly count.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from bench.one_rank import load_alone
 from bench.runner_parts import Part
 from bench.speculation_limit import line_of, times_of
 from bench.speculation_outcome import Outcome, added, joined, since
-from bench.speculation_prompts import KINDS
+from bench.speculation_prompts import KINDS, kinds_for
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
 from phalanx_runtime.core.admission import Limits
@@ -120,6 +121,7 @@ HEADS = (
     "proposed a step",
     "tokens a step",
     "accepted by position",
+    "mean accepted",
     "plain tok/s",
     "speed",
     "95 % interval",
@@ -142,13 +144,14 @@ def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], boun
     ratio = median_of([ours.speed / plain.speed for plain, ours in pairs])
     whole = sum(plain.whole_s for plain, _ in pairs) / sum(ours.whole_s for _, ours in pairs)
     proposed, accepted = added(ours.counts.proposed for _, ours in pairs), added(ours.counts.accepted for _, ours in pairs)
-    decodes = sum(ours.draws for _, ours in pairs)
+    decodes, paths = sum(ours.draws for _, ours in pairs), sum(ours.counts.paths for _, ours in pairs)
     cells = (
         kind,
         batch,
         f"{sum(proposed) / max(1, decodes):.2f}",
         f"{sum(ours.decoded for _, ours in pairs) / max(1, decodes):.2f}",
         " ".join(f"{got / asked:.2f}" for got, asked in zip(accepted, proposed, strict=True) if asked) or "-",
+        f"{sum(accepted) / paths:.2f}" if paths else "-",
         f"{median(plain.speed for plain, _ in pairs):.1f}",
         f"{ratio.middle:.3f}",
         f"{ratio.low:.3f} to {ratio.high:.3f}",
@@ -253,10 +256,10 @@ def main() -> None:
     )
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(f"| {' | '.join(HEADS)} |\n" + "|---" * len(HEADS) + "|", flush=True)
-    limits_told = list[str]()
+    limits_told, texts = list[str](), kinds_for(ready.max_model_len)
     for batch in args.batches:
         for kind in args.kinds:
-            prompts = encoded(args.model, KINDS[kind], max(batch, len(KINDS[kind])), is_chat)
+            prompts = encoded(args.model, texts[kind], max(batch, len(texts[kind])), is_chat)
             sets = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
             pairs = take_turns(plain, ours, sets, args.pairs, args.max_tokens)
             print(row_of(kind, batch, pairs, args.bound), flush=True)

@@ -1,4 +1,7 @@
-"""Prompts of four kinds, written for this project: what is asked decides how much can be guessed."""
+"""Prompts of four kinds, written for this project: what is asked decides how much can be guessed. Each has 4, and each model
+whose window holds them gets the same; a smaller one gets a shorter report and a shorter class, so that it has room to answer."""
+
+from collections.abc import Mapping
 
 STORY = [
     "Once upon a time there was a little fox who lived under an old oak tree. One morning the fox",
@@ -12,22 +15,33 @@ CHAT = [
     "What should I take along for two days of hiking in the mountains in October?",
     "My neighbour plays loud music at night. How do I talk to him without making him angry?",
 ]
-_REPORT = (
+_BRIDGE = (
     "The town council met on Tuesday evening to talk about the bridge over the river Senn. The bridge was built in 1931 and has "
     "carried lorries of up to thirty tonnes since it was made wider in 1968. Engineers who looked at it in spring found rust in "
-    "four of the nine main beams and cracks in the northern pier. They advise the council to close the bridge to lorries at once "
+    "four of the nine main beams and cracks in the northern pier. "
+)
+_PRICE = (
+    "They advise the council to close the bridge to lorries at once "
     "and to all cars by the end of next year, unless the beams are replaced. New beams would cost 2.4 million, a new bridge 11 "
     "million. The mayor said that the town cannot pay for a new bridge alone, and that the region has promised to pay one third "
-    "of it. Shop owners on the eastern bank said that a closed bridge would cost them half of their customers. The council voted "
+    "of it. Shop owners on the eastern bank said that a closed bridge would cost them half of their customers. "
+)
+_VOTE = (
+    "The council voted "
     "to close the bridge to lorries from the first of the month and to ask for offers for new beams. It meets again in six weeks."
 )
-SUMMARY = [
-    f"Summarise the following report in three sentences.\n\n{_REPORT}",
-    f"List the facts with numbers in the following report, one per line.\n\n{_REPORT}",
-    f"Repeat the most important sentences of this report word for word.\n\n{_REPORT}",
-    f"What did the council decide, and why? Quote the report.\n\n{_REPORT}",
-]
-_CODE = '''class Account:
+
+
+def _on_report(report: str) -> list[str]:
+    return [
+        f"Summarise the following report in three sentences.\n\n{report}",
+        f"List the facts with numbers in the following report, one per line.\n\n{report}",
+        f"Repeat the most important sentences of this report word for word.\n\n{report}",
+        f"What did the council decide, and why? Quote the report.\n\n{report}",
+    ]
+
+
+_ACCOUNT = '''class Account:
     """Money of one customer, in cents."""
 
     def __init__(self, owner, balance=0):
@@ -40,7 +54,8 @@ _CODE = '''class Account:
             raise ValueError("amount must be positive")
         self.balance = self.balance + amount
         self.history.append(("deposit", amount))
-
+'''
+_WITHDRAW = """
     def withdraw(self, amount):
         if amount <= 0:
             raise ValueError("amount must be positive")
@@ -52,11 +67,29 @@ _CODE = '''class Account:
     def transfer(self, other, amount):
         self.withdraw(amount)
         other.deposit(amount)
-'''
-EDITING = [
-    f"Here is a Python class. Write it again with the attribute `balance` renamed to `cents`.\n\n```python\n{_CODE}```",
-    f"Here is a Python class. Write the whole class again with type hints on every method.\n\n```python\n{_CODE}```",
-    f"Here is a Python class. Write the whole class again and add a method `close`.\n\n```python\n{_CODE}```",
-    f"Here is a Python class. Copy it without the docstring.\n\n```python\n{_CODE}```",
-]
-KINDS: dict[str, list[str]] = {"story": STORY, "chat": CHAT, "summarising": SUMMARY, "editing": EDITING}
+"""
+
+
+def _on_code(code: str) -> list[str]:
+    return [
+        f"Here is a Python class. Write it again with the attribute `balance` renamed to `cents`.\n\n```python\n{code}```",
+        f"Here is a Python class. Write the whole class again with type hints on every method.\n\n```python\n{code}```",
+        f"Here is a Python class. Write the whole class again and add a method `close`.\n\n```python\n{code}```",
+        f"Here is a Python class. Copy it without the docstring.\n\n```python\n{code}```",
+    ]
+
+
+KINDS = {
+    "story": STORY,
+    "chat": CHAT,
+    "summarising": _on_report(_BRIDGE + _PRICE + _VOTE),
+    "editing": _on_code(_ACCOUNT + _WITHDRAW),
+}
+SHORT_KINDS = KINDS | {"summarising": _on_report(_BRIDGE + _VOTE), "editing": _on_code(_ACCOUNT)}
+SHORT_WINDOW = 256
+"""Positions of a window, up to which prompts are the short ones."""
+
+
+def kinds_for(num_positions: int) -> Mapping[str, list[str]]:
+    """The prompts by kind for a model with a window of so many positions."""
+    return KINDS if num_positions > SHORT_WINDOW else SHORT_KINDS

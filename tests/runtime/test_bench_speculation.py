@@ -8,9 +8,10 @@ import torch
 
 from bench.figures import Median, median_of
 from bench.runner_parts import Part, shifted
-from bench.speculation import Engine, beside, has_all, sampling_of, take_turns
+from bench.speculation import HEADS, Engine, beside, has_all, row_of, sampling_of, take_turns
 from bench.speculation_limit import Times, ratios, times_of
 from bench.speculation_outcome import Outcome
+from bench.speculation_prompts import KINDS, SHORT_KINDS, kinds_for
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.plan import NewRow, StepPlan
@@ -80,3 +81,20 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
 def test_limits_are_told_where_all_proposals_were_made(proposed: list[int], is_said: bool) -> None:
     ours = Outcome([], counts=SpeculationCounts(paths=100, proposed=proposed))
     assert has_all([(Outcome([]), ours)]) == is_said
+
+
+@pytest.mark.parametrize(("counts", "told"), [(SpeculationCounts(20, [20, 16], [13, 2]), "0.75"), (SpeculationCounts(), "-")])
+def test_what_is_accepted_is_told_for_each_run_of_proposals(counts: SpeculationCounts, told: str) -> None:
+    """However many steps went without."""
+    plain = Outcome([[1]], whole_s=1.0, decode_s=1.0, decoded=1, draws=1, steps=1)
+    ours = Outcome([[1]], whole_s=1.0, decode_s=1.0, decoded=115, draws=100, steps=100, counts=counts)
+    cells = [cell.strip() for cell in row_of("chat", 1, [(plain, ours)] * 3, 0.97).strip("|").split("|")]
+    assert dict(zip(HEADS, cells, strict=True))["mean accepted"] == told
+
+
+def test_short_windows_get_short_prompts_of_the_same_kinds() -> None:
+    """Tokens of texts have more than three characters, so there is room for 48 more, and for a line before."""
+    short = kinds_for(256)
+    assert short == SHORT_KINDS and kinds_for(2048) == KINDS and list(short) == list(KINDS)
+    assert all(len(text) / 3 <= 256 - 48 - 10 for texts in short.values() for text in texts)
+    assert all(short[kind] == KINDS[kind] for kind in ("story", "chat"))
