@@ -1,13 +1,14 @@
 """Rules of the CRD that a real API server checks: each refuses what it is for, by the name of the field."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
-from tests.cluster.rule_cases import REFUSED, scaled
+from tests.cluster.rule_cases import REFUSED, STRANGE, Refused, scaled
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
@@ -20,9 +21,16 @@ def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
     return cluster.kubectl("-n", namespace, "create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("spec", "words"), REFUSED)
-def test_a_rule_refuses_what_it_is_for(cluster: Cluster, namespace: str, spec: dict[str, Any], words: str) -> None:
-    with pytest.raises(Failed, match=words):
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.field)
+def test_a_rule_refuses_what_it_is_for(cluster: Cluster, namespace: str, case: Refused) -> None:
+    """One line of the answer begins with the field."""
+    with pytest.raises(Failed, match=rf"(^|[ ]){re.escape(case.field)}: .*{re.escape(case.words)}"):
+        dry_run(cluster, namespace, case.spec)
+
+
+@pytest.mark.parametrize(("field", "spec"), STRANGE.items(), ids=STRANGE)
+def test_a_field_that_there_is_not_is_refused(cluster: Cluster, namespace: str, field: str, spec: dict[str, Any]) -> None:
+    with pytest.raises(Failed, match=f'unknown field "{re.escape(field)}"'):
         dry_run(cluster, namespace, spec)
 
 

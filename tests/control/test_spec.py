@@ -11,14 +11,11 @@ from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceServ
 from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from phalanx_api.schema import read
 from phalanx_api.status import Status
-from tests.cluster.rule_cases import exposed, near
+from tests.cluster.rule_cases import NODES, PODS, exposed, near
 from tests.control.builders import make_body, make_service
 
 GOOD = {"itlP95Ms": 50}
-_NEAR = "spec.placement.affinity"
-_MUST = "requiredDuringSchedulingIgnoredDuringExecution"
-NEAR_NODES = f"{_NEAR}.nodeAffinity.{_MUST}.nodeSelectorTerms[0]"
-NEAR_PODS = f"{_NEAR}.podAffinity.{_MUST}[0]"
+NEAR = "spec.placement.affinity"
 
 
 def scaled(**fields: Any) -> dict[str, Any]:
@@ -70,14 +67,10 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"rollout": {"onFailure": "Pray"}}, "spec.rollout.onFailure", "Rollback"),
         ({"rollout": {"canaryWeight": 101}}, "spec.rollout.canaryWeight", "less than or equal to 100"),
         ({"engine": {"probes": {"livenessSeconds": 5}}}, "spec.engine.probes.livenessSeconds", "greater than or equal to 6"),
-        (near("nodes", operator="In"), f"{NEAR_NODES}.matchExpressions[0]", "values go with the operators In and NotIn"),
-        (near("nodes", operator="Lt", values=["1", "2"]), f"{NEAR_NODES}.matchExpressions[0]", "Gt and Lt need exactly one"),
-        (near("nodes", operator="Gt", values=["x"]), f"{NEAR_NODES}.matchExpressions[0]", "Gt and Lt need exactly one"),
-        (
-            near("pods", operator="Exists", values=["a"]),
-            f"{NEAR_PODS}.labelSelector.matchExpressions[0]",
-            "values go with the operators In and NotIn",
-        ),
+        (near(NODES, operator="In"), f"{NEAR}.{NODES}", "values go with the operators In and NotIn"),
+        (near(NODES, operator="Lt", values=["1", "2"]), f"{NEAR}.{NODES}", "Gt and Lt need exactly one"),
+        (near(NODES, operator="Gt", values=["x"]), f"{NEAR}.{NODES}", "Gt and Lt need exactly one"),
+        (near(PODS, operator="Exists", values=["a"]), f"{NEAR}.{PODS}", "values go with the operators In and NotIn"),
         ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
