@@ -92,6 +92,7 @@ class _Service:
 @dataclass(slots=True)
 class _Router:
     target: Target
+    first_asked: float
     task: "asyncio.Task[None] | None" = None
     summary: RouterSummary | None = None
     heard_at: float = 0.0
@@ -127,8 +128,8 @@ class Asking:
         known = service.routers if service else {}
         mute = sum(target.uid in known and known[target.uid].is_mute for target in targets)
         asked = [known[target.uid] for target in targets if target.uid in known]
-        is_new = bool(targets) and not any(router.was_asked for router in asked)
         now = self._clock()
+        is_new = bool(targets) and not any(self._had_its_time(router, now) for router in asked)
         heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
         fleet = merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
         unknown = [f"router {r.target.address}: it speaks no version of summaries of {SUMMARY}" for r in asked if r.is_unknown]
@@ -147,7 +148,7 @@ class Asking:
             service.changed = asyncio.Event()
         for uid, target in wanted.items():
             if uid not in service.routers:
-                router = service.routers[uid] = _Router(target)
+                router = service.routers[uid] = _Router(target, self._clock())
                 router.task = asyncio.get_running_loop().create_task(self._ask_on(key, service, router))
 
     def forget(self, key: Key) -> None:
@@ -162,6 +163,10 @@ class Asking:
         for key in list(self._services):
             self.forget(key)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _had_its_time(self, router: _Router, now: float) -> bool:
+        """Whether it answered, or did not, or could have by now: a policy that keeps changing may end each poll before that."""
+        return router.was_asked or now - router.first_asked >= self._pace.routine_s + self._pace.slack_s
 
     def _drop(self, service: _Service, uid: str) -> None:
         task = service.routers.pop(uid).task

@@ -20,6 +20,7 @@ from tests.control.summaries import group, summary
 
 KEY = ("team", "chat")
 TOKEN = "t0ken"
+PACE = Pace(pause_s=0.0, first_retry_s=0.01, most_bytes=100_000)
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Scene:
     asking: Asking
     kube: FakeKube
     woken: list[Key]
+    now: list[float]
+    """What the operator's clock shows."""
 
     @property
     def targets(self) -> list[Target]:
@@ -65,7 +68,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    kube, woken = FakeKube(), list[Key]()
+    kube, woken, now = FakeKube(), list[Key](), [0.0]
     secret = {"token": base64.b64encode(TOKEN.encode()).decode()}
     kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": secret})
     routers = [FakeRouter(), FakeRouter()]
@@ -77,8 +80,8 @@ async def scene() -> AsyncIterator[Scene]:
         await servers[-1].start_server()
         router.address = f"127.0.0.1:{servers[-1].port}"
     async with aiohttp.ClientSession() as http:
-        part = Asking(kube, http, woken.append, Pace(pause_s=0.0, first_retry_s=0.01, most_bytes=100_000))
-        yield Scene(routers, part, kube, woken)
+        part = Asking(kube, http, woken.append, PACE, clock=lambda: now[0])
+        yield Scene(routers, part, kube, woken, now)
         await part.close()
     for server in servers:
         await server.close()
@@ -141,6 +144,21 @@ async def test_routers_are_new_until_one_of_them_had_its_time(scene: Scene, answ
     scene.routers[0].answers.put_nowait(answer)
     await until(lambda: scene.woken)
     assert not scene.asking.fleet(KEY, scene.targets).is_new
+
+
+async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_policy(scene: Scene) -> None:
+    async def change(number: int) -> None:
+        scene.tell(number=number)
+        await until(lambda: len(scene.routers[0].asked) == number)
+
+    for number in range(1, 4):
+        await change(number)
+    scene.now[0] = PACE.routine_s + PACE.slack_s - 1.0
+    assert scene.asking.fleet(KEY, scene.targets[:1]).is_new
+    scene.now[0] += 1.0
+    fleet = scene.asking.fleet(KEY, scene.targets[:1])
+    assert (fleet.is_new, fleet.asked, fleet.answered, scene.woken) == (False, 1, 0, [])
+    assert scene.asking.fleet(KEY, scene.targets[1:]).is_new, "this one was not asked yet"
 
 
 async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
