@@ -135,6 +135,31 @@ def test_order_of_deletion(groups: list[ObservedGroup], first: str) -> None:
     assert in_order_of_deletion(groups, "new")[0].name == first
 
 
+LAST = make_group("z", created="0", tokens=99, draining=GOING)
+"""The oldest group, with the most tokens: nothing but that it is being emptied already makes it go."""
+
+
+@pytest.mark.parametrize(
+    ("others", "replicas", "leaving"),
+    [
+        ([make_group("a", tokens=1)], 1, set()),
+        ([make_group("a", "old")], 1, set()),
+        ([make_group("a", cordoned=True)], 1, set()),
+        ([make_group("a", ready=False)], 1, set()),
+        ([failing("a")], 1, set()),
+        ([make_group("a", tokens=1), make_group("b", tokens=2)], 1, {"a"}),
+        ([make_group("a", "old"), make_group("b", ready=False)], 1, {"b"}),
+        ([make_group("a"), make_group("b")], 0, {"a", "b"}),
+    ],
+    ids=["fewer tokens", "old revision", "cordoned", "not ready", "failing", "one more", "one more, not ready", "all"],
+)
+def test_a_group_that_is_being_emptied_goes_before_any_other(
+    others: list[ObservedGroup], replicas: int, leaving: set[str]
+) -> None:
+    step = next_step(make_desired(replicas, paused=True), (*others, LAST))
+    assert {action.name for action in (step.actions if step else ())} == leaving
+
+
 def test_names_of_groups_that_still_go_are_not_taken() -> None:
     desired = make_desired(1)
     going = make_group(desired.names[0], terminating=True)
