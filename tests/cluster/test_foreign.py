@@ -11,34 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx_operator.render import exposed, gangs, monitoring
 from tests.cluster.fixtures import Cluster
-from tests.control.builders import make_service
+from tests.cluster.written import written
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
-PLACEMENT = {"queueName": "team", "priorityClassName": "high"}
-GATEWAY = {"name": "public", "namespace": "gateways", "sectionName": "https"}
-DOORS: dict[str, dict[str, Any]] = {
-    "route": {"type": "HTTPRoute", "hosts": ["chat.example.com"], "gateway": GATEWAY, "annotations": {"a": "b"}},
-    "ingress": {"type": "Ingress", "hosts": ["chat.example.com"], "className": "nginx", "tlsSecretName": "chat-tls"},
-}
-
-
-def documents(path: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((ROOT / "manifests" / path).read_text()))
-
-
-def written() -> dict[str, dict[str, Any]]:
-    """Every object that the operator or the manifests have for another project, by a name for the test."""
-    service = make_service(parallelism={"tensor": 4, "gpusPerPod": 2}, placement=PLACEMENT)
-    (pod_group,) = gangs.of_kind("Volcano").objects(service, "chat-g-xxxxx", "uid-9", 2)
-    found = [*monitoring.objects(service), *documents("components/monitoring/monitors.yaml"), pod_group]
-    found += [body for body in documents("samples/keda.yaml") if body["kind"] == "ScaledObject"]
-    for door in DOORS.values():
-        found += [body for body, is_wanted in exposed.objects(make_service(router={"expose": door})) if is_wanted]
-    return {f"{body['kind']} {body['metadata']['name']}": body for body in found}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from phalanx_operator.errors import Denied, KubeError, Retry
 from phalanx_operator.kube import DEPLOYMENTS, PODS, STATEFUL_SETS, Json, Page, Resource
 from phalanx_operator.offers import ASK_AGAIN_S, RETRY_S
 from phalanx_operator.render import gangs, pods
-from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
+from phalanx_operator.render.gangs import KUEUE_QUEUE, NATIVE_API, VOLCANO_API
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making
 from tests.control.builders import make_service
@@ -130,6 +130,30 @@ async def test_a_pod_group_that_is_refused_stops_nothing_else_and_is_said(error:
     world.clock += 60.0
     await world.look()
     assert set(kube.of(POD_GROUPS)) == world.groups
+    await world.settle()
+    assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
+
+
+async def test_pods_that_a_queue_has_not_admitted_wait_and_that_is_said() -> None:
+    """As Kueue leaves them: it makes pods of a queue's StatefulSet with a gate, and takes it away when it admits them."""
+    world = World(**SEVERAL, replicas=2, placement={"queueName": "team"})
+    await world.look()
+    assert world.status.gang == "Kueue"
+    assert {body["metadata"]["labels"][KUEUE_QUEUE] for body in world.kube.of(STATEFUL_SETS).values()} == {"team"}
+    assert len(world.groups) == 2, "the queue admits, so nobody waits for a turn"
+    world.cluster.start_pods()
+    words = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
+    held = max(world.groups)
+    for name, pod in world.kube.of(PODS).items():
+        if name.startswith(held):
+            gates = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+            world.kube.put(PODS, pod | {"spec": gates, "status": {"phase": "Pending", "conditions": [gated]}})
+    await world.look()
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
+    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
+    assert message == f"pod {held}-0: {words}"
+    assert world.status.ready_replicas == 1 and len(world.groups) == 2 and not world.deleted(), "it is left to the queue"
     await world.settle()
     assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
 
