@@ -66,6 +66,12 @@ class Operator:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
+    async def watch_age(self, kind: str) -> float:
+        """For how long it says that it heard nothing of a kind."""
+        wanted = f'phalanx_operator_watch_age_seconds{{kind="{kind}"}} '
+        (line,) = [line for line in (await self.get("/metrics"))[1].splitlines() if line.startswith(wanted)]
+        return float(line.removeprefix(wanted))
+
     async def end(self, number: signal.Signals) -> int:
         """Its exit status."""
         assert self.process is not None
@@ -141,9 +147,24 @@ async def test_one_of_two_acts_and_the_other_takes_over_when_it_dies(server: Fak
     assert holder(server) == "second" and made < set(server.of("statefulsets"))
     assert server.of("leases")[LEASE]["spec"]["leaseTransitions"] == 2
     acting = await second.metrics()
-    assert acting["phalanx_operator_is_leader"] == 1
+    assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_status_writes_total"] >= 1
     assert acting["phalanx_operator_actions_total"] >= 1 and acting["phalanx_operator_api_calls_total"] > 0
     assert acting["process_resident_memory_bytes"] > 0
+
+
+async def test_the_age_of_a_watch_grows_while_its_kind_is_silent_and_no_longer(
+    server: FakeApi, operators: list[Operator]
+) -> None:
+    leader = operators[0]
+    before = await leader.watch_age("pods")
+    async with asyncio.timeout(30):
+        while (silent := await leader.watch_age("pods")) <= before + 1:
+            await asyncio.sleep(0.05)
+        server.put("pods", {"metadata": {"name": "p", "namespace": "team", "labels": {}}, "spec": {}, "status": {}})
+        while await leader.watch_age("pods") >= silent:
+            await asyncio.sleep(0.05)
+        while await leader.watch_age("nodes") <= silent:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("operators", [()], ids=["as installed"], indirect=True)
