@@ -197,8 +197,9 @@ class Reconciler:
         """Whether the service may make a group now. One that is given up waits no more, and what follows it waits a while."""
         device, now_s = service.spec.resources.accelerator.resource_name, self.clock()
         unplaced = admission.unplaced(snapshot.groups)
-        if any(group.lost for group in unplaced):
-            self.turns.gave_up(device, key, now_s)
+        lost = next((group for group in unplaced if group.lost), None)
+        if lost:
+            self.turns.gave_up(device, key, f"group {lost.name} was given up: {lost.lost}", now_s)
         elif not unplaced and len(staying(snapshot.groups)) >= plan.wanted_replicas(service):
             self.turns.placed(key)
         waiting = [group.name for group in unplaced if not group.lost]

@@ -43,6 +43,7 @@ class _Holder:
 class _Pause:
     times: int
     until_s: float
+    why: str
 
 
 @dataclass(slots=True)
@@ -92,8 +93,7 @@ class Turns:
             return Turn(f"group {group} is to be placed first", *_patience(holder, now_s))
         pause = self._pauses.get(service)
         if pause and now_s < pause.until_s:
-            why = "there was no room for a whole group; the next attempt comes soon"
-            return Turn(why, pause.until_s - now_s, told=True, is_stuck=True)
+            return Turn(f"the next attempt comes soon; {pause.why}", pause.until_s - now_s, told=True, is_stuck=True)
         if device in self._lines and (first := self._lines[device].first) != service:
             return Turn(f"{'/'.join(first)} is to make a group first", CALLED_S, in_line=True)
         return Turn()
@@ -140,13 +140,13 @@ class Turns:
             found.append(line.first)
         return found
 
-    def gave_up(self, device: str, service: Key, now_s: float) -> None:
-        """The service's group found no room and is deleted: others come first, and it waits."""
+    def gave_up(self, device: str, service: Key, why: str, now_s: float) -> None:
+        """The service's group found no room, or lost it, and is deleted: others come first, and it waits. `why` says what of."""
         self.leave(device, service)
         pause = self._pauses.get(service)
         times = pause.times + 1 if pause else 1
         longest = min(FIRST_S * 2.0 ** min(times - 1, 10), LONGEST_S)
-        self._pauses[service] = _Pause(times, now_s + longest * (0.5 + 0.5 * self._draw()))
+        self._pauses[service] = _Pause(times, now_s + longest * (0.5 + 0.5 * self._draw()), why)
 
     def placed(self, service: Key) -> None:
         """All groups of the service have nodes: it need not wait any more."""

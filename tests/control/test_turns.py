@@ -8,6 +8,7 @@ from phalanx_operator.turns import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S,
 
 ONE, OTHER = ("team", "one"), ("team", "other")
 GPU = "nvidia.com/gpu"
+WHY = "group one-g-a was given up"
 
 
 def make_turns(draw: float = 1.0) -> Turns:
@@ -74,20 +75,21 @@ def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
     turns, now = make_turns(), 0.0
     for times in range(8):
         turns.take(GPU, ONE, "one-g-a", now)
-        turns.gave_up(GPU, ONE, now)
+        turns.gave_up(GPU, ONE, WHY, now)
         assert turns.look(GPU, OTHER, (), now).why == ""
         pause = turns.look(GPU, ONE, (), now)
         assert (pause.left_s, pause.told) == (min(FIRST_S * 2**times, LONGEST_S), True)
+        assert pause.why == "the next attempt comes soon; group one-g-a was given up"
         now += pause.left_s
         assert turns.look(GPU, ONE, (), now).why == ""
     turns.placed(ONE)
-    turns.gave_up(GPU, ONE, now)
+    turns.gave_up(GPU, ONE, WHY, now)
     assert turns.look(GPU, ONE, (), now).left_s == FIRST_S
 
 
 def test_pauses_are_drawn_so_that_services_do_not_meet_again() -> None:
     turns = make_turns(0.0)
-    turns.gave_up(GPU, ONE, 0.0)
+    turns.gave_up(GPU, ONE, WHY, 0.0)
     assert turns.look(GPU, ONE, (), 0.0).left_s == FIRST_S / 2
 
 
@@ -137,7 +139,7 @@ def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_tha
 
 def test_who_waits_after_a_try_that_failed_or_wants_nothing_more_keeps_nobody_behind_it() -> None:
     turns = make_turns()
-    turns.gave_up(GPU, ONE, 0.0)
+    turns.gave_up(GPU, ONE, WHY, 0.0)
     turns.line(GPU, ONE, waits=True)
     turns.line(GPU, OTHER, waits=True)
     pause = turns.look(GPU, ONE, (), 0.0)
@@ -177,7 +179,7 @@ def test_a_service_behind_its_own_group_stands_in_no_line() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert not turns.look(GPU, ONE, ["one-g-a"], 1.0).in_line
-    turns.gave_up(GPU, ONE, 2.0)
+    turns.gave_up(GPU, ONE, WHY, 2.0)
     pause = turns.look(GPU, ONE, (), 2.0)
     assert pause.why and not pause.in_line
 

@@ -47,7 +47,8 @@ def given_up(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> dic
         if age is not None and age >= timeout_s:
             placed, missing = sum(bool(pod.node) for pod in group.pods), group.size - len(group.pods)
             refused = f", {missing} could not be made: kubectl describe statefulset {group.name}" if missing > 0 else ""
-            found[group.uid] = f"{placed} of its {group.size} pods found room within {timeout_s:.0f} s{refused}"
+            words = next((f": {pod.message}" for pod in group.pods if not pod.node and pod.message), "")
+            found[group.uid] = f"{placed} of its {group.size} pods found room within {timeout_s:.0f} s{refused}{words}"
     return found
 
 
