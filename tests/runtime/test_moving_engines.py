@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.mover import Mover
+from bench.mover import Mover, Stream
 from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
@@ -26,6 +26,8 @@ from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=120)
+MOST_ROUNDS = 30
+"""Of requests that might be rescued: in each the router has another chance to hear in time."""
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +218,28 @@ def test_a_copy_no_faster_than_it_may_be_leaves_the_others_alone(router: Mover) 
     router.settle()
 
 
+def rescued(router: Mover, streams: list[Stream]) -> int:
+    """How many of these streams moved when their group asked for it. Returns once all have ended."""
+
+    def asked() -> list[moves.AskRescue]:
+        return [frame for _, frame in router.said if isinstance(frame, moves.AskRescue)]
+
+    def is_news() -> bool:
+        return len(asked()) > seen or all(stream.finish for stream in streams)
+
+    num_rescued, seen = 0, len(asked())
+    while any(stream.finish is None for stream in streams):
+        router.until(is_news)
+        news, seen = asked()[seen:], len(asked())
+        for handle in [handle for frame in news for handle in frame.handles]:
+            victim = next((one for one in streams if one.handle == handle and one.at == 0 and not one.finish), None)
+            if victim is not None:
+                num_rescued += isinstance(router.move(victim, 1, "stop"), moves.Arrived)
+    return num_rescued
+
+
 def test_victims_that_another_group_takes_need_not_be_preempted(model: Path) -> None:
+    """A group preempts when it must and waits for nobody: where the router hears too late, it is tried again."""
     limits = Limits(max_model_len=192, max_num_seqs=6, max_num_batched_tokens=64)
     with running_field(model, [[1], [1]], Build(dtype=torch.float64, num_pages=24), limits) as field:
         router = field.mover
@@ -225,25 +248,13 @@ def test_victims_that_another_group_takes_need_not_be_preempted(model: Path) -> 
         router.settle()
         without = router.loads[0].preemptions
         assert without > 0
-        streams = [router.submit(request) for request in requests]
-        rescued = 0
-
-        def asked() -> list[moves.AskRescue]:
-            return [frame for _, frame in router.said if isinstance(frame, moves.AskRescue)]
-
-        seen = len(asked())
-
-        def is_news() -> bool:
-            return len(asked()) > seen or all(stream.finish for stream in streams)
-
-        while any(stream.finish is None for stream in streams):
-            router.until(is_news)
-            news, seen = asked()[seen:], len(asked())
-            for handle in [handle for frame in news for handle in frame.handles]:
-                victim = next((one for one in streams if one.handle == handle and one.at == 0 and not one.finish), None)
-                if victim is not None:
-                    rescued += isinstance(router.move(victim, 1, "stop"), moves.Arrived)
-        assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
-        assert rescued > 0
-        router.settle()
-        assert router.loads[0].preemptions - without <= without
+        for _ in range(MOST_ROUNDS):
+            before = router.loads[0].preemptions
+            streams = [router.submit(request) for request in requests]
+            num_rescued = rescued(router, streams)
+            assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
+            router.settle()
+            if num_rescued:
+                break
+        assert num_rescued > 0
+        assert router.loads[0].preemptions - before <= without
