@@ -20,9 +20,9 @@ from phalanx_runtime.collective.connect import Place, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.request import needs_history
-from phalanx_runtime.model.attention import Attention
+from phalanx_runtime.model.attention import Attention, LayerCache
 from phalanx_runtime.model.linear import Kernels
-from phalanx_runtime.model.protocol import Form
+from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.rank.drafting import load_drafting, make_proposer
 from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
@@ -110,6 +110,8 @@ class Build:
     grammars: type[Grammars] = Grammars
     proposer: Proposer | None = None
     """Of every rank of the first stage."""
+    make_proposer: Callable[[Model, list[LayerCache], PoolShape, Collective], Proposer] | None = None
+    """Makes that of each rank of the first stage, from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a RankSpec that say what drafts; then the proposer is made as a rank makes it."""
 
@@ -119,11 +121,13 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
-    form = Form(build.dtype, device, build.kernels, source.max_position, has_exit=bool(build.speculative))
+    form = Form(build.dtype, device, build.kernels, source.max_position, has_exit=bool(build.speculative or build.make_proposer))
     model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
     pool, proposer = PoolShape(build.num_pages, PAGE_SIZE), build.proposer
+    if build.make_proposer is not None and pipeline.stage.is_first:
+        proposer = build.make_proposer(model, caches, pool, pipeline.peers)
     if build.speculative:
         spec = msgspec.structs.replace(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
         drafting = load_drafting(spec, model, pipeline, build.dtype, device)

@@ -30,7 +30,8 @@ class Served:
 
 
 class Watched:
-    """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight."""
+    """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight. `lost`: why
+    its ranks can draft no more. `num_mixed`: plans that draw for requests with proposals and for some without."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
@@ -39,6 +40,8 @@ class Watched:
         self.num_proposed = self.num_accepted = self.num_cut = 0
         self.num_branched = self.num_undrafted = 0
         """Accepted proposals that were not the first of their place; and places of drafts that got no token."""
+        self.num_mixed = 0
+        self.lost = ""
         self.num_in_flight = self.most_in_flight = 0
         self._plans: deque[StepPlan] = deque()
 
@@ -55,6 +58,7 @@ class Watched:
         self.num_computed += len(plan.tokens)
         self.num_proposed += sum(plan.depths)
         self.num_cut += len(plan.cuts)
+        self.num_mixed += 0 < len(plan.paths) < sum(index > 0 for _, index in plan.draws)
         self.num_in_flight += 1
         self._plans.append(plan)
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
@@ -63,6 +67,7 @@ class Watched:
     def finish(self) -> StepResult:
         self.num_in_flight -= 1
         result = self._inner.finish()
+        self.lost = self.lost or result.lost
         plan = self._plans.popleft()
         self.num_accepted += sum(run - 1 for run in result.runs)
         self.num_undrafted += sum(len(nodes) for _, nodes in result.undrafted)

@@ -1,4 +1,4 @@
-"""What a rank drafts with: what is refused, what is served without, and a draft that fails on the way."""
+"""What a rank drafts with: what is refused, what is served without, and what memory it takes."""
 
 import logging
 import re
@@ -9,29 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx_runtime.checkpoint.vocabulary import difference
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention import LayerCache, StepBatch
-from phalanx_runtime.model.partition import Stage
-from phalanx_runtime.model.protocol import Form, Model
-from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.draft_model import DraftModel
-from phalanx_runtime.rank.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.rank import load_rank
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.pods import make_spec
-from tests.runtime.ranks import PAGE_SIZE, PLAIN, Build, on_ranks, with_group
+from tests.runtime.ranks import PAGE_SIZE, with_group
 from tests.runtime.served import Watched, serve
 from tests.runtime.test_drafts import rules
-from tests.runtime.test_sampling_equality import ROOMY, assert_equal, requests
+from tests.runtime.test_sampling_equality import requests
 
 CPU = torch.device("cpu")
 
@@ -165,49 +157,13 @@ def test_the_memory_of_a_draft_is_counted(folder: Path, draft: Path) -> None:
     assert plain.served == msgspec.structs.replace(ready.served, page_bytes=plain.served.page_bytes), "moves ask for no draft"
 
 
-class Failing:
-    """A model that fails after so many steps."""
-
-    def __init__(self, inner: Model, steps: int) -> None:
-        self._inner = inner
-        self.steps = steps
-        self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
-        self.vocab_size, self.width = inner.vocab_size, inner.width
-
-    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        self.steps -= 1
-        if self.steps < 0:
-            raise RuntimeError("out of memory")
-        return self._inner.hidden(batch, caches, before)
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        return self._inner.scores(hidden)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 9])
-def test_a_draft_whose_step_fails_is_forgotten_and_the_group_goes_on(
-    folder: Path, draft: Path, caplog: pytest.LogCaptureFixture, steps: int
-) -> None:
-    form = Form(torch.float64, CPU, PLAIN, 256)
-    model = Failing(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
-    caches = make_caches(model.kv, 200, PAGE_SIZE, torch.float64, CPU)
-    shape = CacheShape(PAGE_SIZE, model.kv.kv_heads, page_bytes(model.kv, PAGE_SIZE, torch.float64) // 4)
-    builder = BatchBuilder(shape, torch.float64, CPU)
-    proposer = DraftModel(model, caches, builder, model.vocab_size, SoloCollective())
-    plain = on_ranks(folder, [1], Build(torch.float64, num_pages=200), lambda runner: serve(runner, requests(), ROOMY))
-
-    def work(runner: ModelRunner) -> tuple[Any, Watched]:
-        watched = Watched(runner)
-        served = serve(watched, requests(), ROOMY, rules("draft"))
-        assert runner.draft_pages() is None, "what it has computed since is nothing to carry"
-        return served, watched
-
-    with caplog.at_level(logging.ERROR):
-        served, watched = on_ranks(folder, [1], Build(torch.float64, num_pages=200, proposer=proposer), work)
-    assert_equal(served, plain)
-    assert proposer.lost == "a step of the draft model failed: out of memory"
-    assert sum("the group goes on without speculation" in message for message in caplog.messages) == 1
-    assert watched.num_proposed <= 8 * 4 * (1 + steps // 4), "no plan asks for drafts any more"
+def test_first_layers_draft_in_the_pages_of_the_target(folder: Path, tmp_path: Path) -> None:
+    _, plain = load(folder)
+    runner, ready = load(folder, **by_layers(speculative_exit=str(save_exit(folder, tmp_path / "exit"))))
+    assert plain.memory is not None and ready.memory is not None
+    assert (ready.num_pages, ready.memory.kv_bytes_per_token) == (plain.num_pages, plain.memory.kv_bytes_per_token)
+    assert runner.draft_pages() is None and runner.lost_draft == ""
+    assert ready.served == plain.served, "a move brings what it needs"
 
 
 def test_tokenizers_of_other_kinds_are_compared_token_by_token(tmp_path: Path) -> None:

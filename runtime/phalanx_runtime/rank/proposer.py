@@ -57,7 +57,7 @@ class Proposer(Protocol):
 
 
 class Pageless:
-    """What a proposer says of itself that has no pages of its own, and cannot be lost."""
+    """What a proposer says of itself that has no pages of its own, and was not lost."""
 
     @property
     def caches(self) -> Sequence[LayerCache]:

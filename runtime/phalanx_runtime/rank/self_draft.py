@@ -2,8 +2,11 @@
 
 It writes the keys and values of the first layers into the target's own pages; the verification writes the same there again. So
 it has no pages, no prompts to compute, and never lags.
+
+What fails on the only rank of the stage costs speed, as of a draft model: the rank forgets the draft and says why.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,10 +21,12 @@ from phalanx_runtime.model.exit import Exit
 from phalanx_runtime.rank.ahead import Ahead, Place
 from phalanx_runtime.rank.batch import BatchBuilder
 from phalanx_runtime.rank.draft_passes import draft
-from phalanx_runtime.rank.paths import Drafted
+from phalanx_runtime.rank.paths import Drafted, nothing
 from phalanx_runtime.rank.proposer import Pageless
 from phalanx_runtime.rank.row import Row
 from phalanx_runtime.rank.sampling import Rivals
+
+log = logging.getLogger(__name__)
 
 
 class SelfDraft(Pageless):
@@ -34,16 +39,31 @@ class SelfDraft(Pageless):
         self._own = list(caches[:num_layers])
         self._peers = peers
         self._exit = through
+        self._lost = ""
+
+    @property
+    def lost(self) -> str:
+        """Why it can draft no more; empty while it can."""
+        return self._lost
 
     def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
         """The drafted paths. Raises PeerLost."""
+        if self._lost:
+            return nothing(plan)
+        if self._peers.world_size > 1:  # the others are in the pass, and wait
+            return self._draft(plan, builder, rows)
+        try:
+            return self._draft(plan, builder, rows)
+        except Exception as error:  # whatever it is, the target goes on without
+            log.exception("the self-draft failed: the group goes on without speculation")
+            self._lost = f"a step of the self-draft failed: {error}"
+            return nothing(plan)
 
+    def _draft(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
         def states(small: StepPlan) -> Tensor:
             return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
 
-        ahead = Ahead(rows)
-        choose = partial(self._choose, ahead)
-        return draft(plan, builder.params, states, choose)
+        return draft(plan, builder.params, states, partial(self._choose, Ahead(rows)))
 
     def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
         """Drawn on the first rank of the stage, and told to the others."""
