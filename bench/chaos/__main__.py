@@ -4,7 +4,11 @@
     python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.chaos --minutes 20 [--seed N]
 
 The service has three groups of two pods of a tiny model, a group on one node, two routers; the operator has two replicas.
-The exit status is 1 when something could not be struck at all, the state did not converge, an object had no owner, a group was
+Every kind of strike comes once, then any of them until the time is over. After each, all must be well again: every object of
+every kind that the operator makes has its owner, and none is there twice. Meanwhile groups are looked at twice a second, where a
+double may stand for 5 s (`watch.DOUBLE_S` says why).
+
+The exit status is 1 when a kind could not be struck at all, the state did not converge, an object had no owner, a group was
 there twice, or the status said Ready for more than 10 s while nothing was served and an operator ran. The seed is printed first,
 the result last, as JSON.
 """
@@ -15,11 +19,12 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.look import lies, unsettled
-from bench.chaos.strikes import NOT_DONE, Striker, order, unstruck
+from bench.chaos.strikes import NOT_DONE, Striker, Told, following, unstruck
 from bench.chaos.traffic import Traffic
 from bench.chaos.watch import NAME, Watcher
 from tests.cluster import operator as installation
@@ -35,11 +40,11 @@ GROUPS, ROUTERS, CLIENTS = 3, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run found. `strikes`: what was done, and the seconds until all was well again (None: not within the limit)."""
+    """What a run found."""
 
     seed: int
     minutes: float
-    strikes: list[tuple[str, str, float | None]]
+    strikes: list[Told]
     wrong: list[str]
     lies_s: list[float]
     doubles: list[str]
@@ -70,8 +75,16 @@ def manifest(cluster: Cluster) -> dict[str, Any]:
     return cluster.with_site_packages(made)
 
 
-def run(cluster: Cluster, *, minutes: float, seed: int, limit_s: float = 300.0) -> Result:
-    """Strikes for so long."""
+def run(
+    cluster: Cluster,
+    *,
+    minutes: float,
+    seed: int,
+    limit_s: float = 300.0,
+    first: Sequence[str] = (),
+    most_away_s: float = 45.0,
+) -> Result:
+    """Strikes for so long, first with these kinds in their order (none: with each kind once, in a drawn order)."""
     print(f"seed {seed}", flush=True)
     chance = random.Random(seed)
     installation.install(cluster)
@@ -81,15 +94,17 @@ def run(cluster: Cluster, *, minutes: float, seed: int, limit_s: float = 300.0) 
     ip = svc.wait_for(lambda: _service_ip(cluster, namespace), 60, "the router's Service")
     watcher = Watcher(cluster, namespace, f"http://{ip}", "tiny")
     wrong: list[str] = []
-    strikes: list[tuple[str, str, float | None]] = []
+    strikes: list[Told] = []
     if _settle(watcher, limit_s, wrong) is None:
         return Result(seed, minutes, strikes, wrong, [], [], {}, (0, 0))
     traffic = Traffic(f"http://{ip}", "tiny", CLIENTS, watcher.served)
     watcher.start()
     traffic.start()
+    striker = Striker(cluster, namespace, chance, most_away_s)
+    first = first or chance.sample(sorted(striker.kinds()), len(striker.kinds()))
     try:
-        strikes += _strike_on(Striker(cluster, namespace, chance), watcher, minutes, limit_s, wrong)
-        wrong += unstruck(strikes)
+        strikes += _strike_on(striker, first, watcher, minutes, limit_s, wrong)
+        wrong += unstruck(first, strikes)
     finally:
         streams, seen = traffic.stop(), watcher.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
@@ -103,13 +118,12 @@ def _service_ip(cluster: Cluster, namespace: str) -> str | None:
 
 
 def _strike_on(
-    striker: Striker, watcher: Watcher, minutes: float, limit_s: float, wrong: list[str]
-) -> list[tuple[str, str, float | None]]:
-    kinds, done = striker.kinds(), []
-    following = order(sorted(kinds), striker.chance)
+    striker: Striker, first: Sequence[str], watcher: Watcher, minutes: float, limit_s: float, wrong: list[str]
+) -> list[Told]:
+    kinds = striker.kinds()
+    done: list[Told] = []
     end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        kind = following()
+    while kind := following(first, sorted(kinds), done, striker.chance, is_over=time.monotonic() >= end):
         try:
             what = kinds[kind]()
         except Failed as error:  # kubectl, just after another strike: it is struck again later
@@ -126,16 +140,25 @@ def _strike_on(
 def _settle(watcher: Watcher, limit_s: float, wrong: list[str]) -> float | None:
     """Seconds until two looks in a row found nothing wrong; None after the limit, and what is wrong is noted."""
     began, calm = time.monotonic(), 0
-    found = ["the API server does not answer"]
+    found: list[str] = []
     while time.monotonic() - began < limit_s:
-        view = watcher.view()
-        found = ["the API server does not answer"] if view is None else unsettled(view)
+        found = _unsettled(watcher)
         calm = 0 if found else calm + 1
         if calm == 2:
             return time.monotonic() - began
         time.sleep(1)
     wrong += found
     return None
+
+
+def _unsettled(watcher: Watcher) -> list[str]:
+    """What is wrong now. The kinds beside groups and routers are read only when those are as they should be."""
+    for of_all_kinds in (False, True):
+        view = watcher.view(of_all_kinds=of_all_kinds)
+        found = ["the API server does not answer"] if view is None else unsettled(view)
+        if found:
+            return found
+    return []
 
 
 def main() -> int:

@@ -1,8 +1,11 @@
 """What is looked at: the objects of one service, as the API server has them now, and what is wrong with them. Judging is pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from phalanx_api import labels
 
 Json = Mapping[str, Any]
 
@@ -16,6 +19,8 @@ class View:
     pods: Sequence[Json]
     replica_sets: Sequence[Json]
     deployments: Sequence[Json]
+    others: Sequence[Json] = ()
+    """Objects of all other kinds that the operator makes; none where only groups were looked at."""
 
     @property
     def is_ready(self) -> bool:
@@ -42,7 +47,7 @@ def unsettled(view: View) -> list[str]:
     if len(view.sets) != view.wanted or len(view.live_sets()) != view.wanted:
         wrong.append(f"{len(view.sets)} StatefulSets, {len(view.live_sets())} of them stay, {view.wanted} wanted")
     size = {one["metadata"]["name"]: one["spec"]["replicas"] for one in view.sets}
-    groups = [pod for pod in view.pods if pod["metadata"]["labels"].get("phalanx.dev/component") == "group"]
+    groups = [pod for pod in view.pods if _label(pod, labels.COMPONENT) == "group"]
     if len(groups) != sum(size.values()):
         wrong.append(f"{len(groups)} pods of groups, {sum(size.values())} wanted")
     wrong += [f"pod {pod['metadata']['name']} is not ready" for pod in view.pods if not _is_ready(pod)]
@@ -50,32 +55,50 @@ def unsettled(view: View) -> list[str]:
         told = deployment.get("status") or {}
         if told.get("readyReplicas", 0) != deployment["spec"]["replicas"]:
             wrong.append(f"deployment {deployment['metadata']['name']} has {told.get('readyReplicas', 0)} ready")
-    return wrong + orphans(view)
+    return wrong + orphans(view) + double(view)
 
 
 def orphans(view: View) -> list[str]:
-    """Objects whose owner is gone."""
+    """Objects whose owner is gone. All that the operator makes belongs to the service or to a StatefulSet of a group."""
     uids = {one["metadata"]["uid"] for one in (view.service, *view.sets, *view.replica_sets, *view.deployments)}
-    found = []
-    for one in (*view.sets, *view.pods, *view.replica_sets, *view.deployments):
-        owner = next((o["uid"] for o in one["metadata"].get("ownerReferences") or [] if o.get("controller")), None)
-        if owner not in uids:
-            found.append(f"{one.get('kind', 'object')} {one['metadata']['name']} has no owner")
-    return found
+    looked_at = (*view.sets, *view.pods, *view.replica_sets, *view.deployments, *view.others)
+    return [f"{_named(one)} has no owner" for one in looked_at if _owner(one) not in uids]
 
 
 def double(view: View) -> list[str]:
-    """Groups beyond those that are wanted, and pods that are there twice."""
+    """Groups beyond those that are wanted, ranks and groups that are there twice, and whatever else is there twice: the operator
+    makes one object of a kind for each component of a service, and one for each group."""
     live = len(view.live_sets())
     found = [f"{live} groups stay, {view.wanted} wanted"] if live > view.wanted else []
-    seen: set[tuple[str, str]] = set()
-    for pod in view.pods:
-        labels = pod["metadata"]["labels"]
-        place = (labels.get("phalanx.dev/group", ""), labels.get("apps.kubernetes.io/pod-index", ""))
-        if place[0] and place in seen:
-            found.append(f"rank pod {place[1]} of {place[0]} is there twice")
-        seen.add(place)
-    return found
+    ranks = Counter((_label(pod, labels.GROUP), _label(pod, labels.POD_INDEX)) for pod in view.pods)
+    found += [f"rank pod {index} of {group} is there twice" for (group, index), times in ranks.items() if group and times > 1]
+    owners = {(_label(pod, labels.GROUP), _owner(pod)) for pod in view.pods}
+    groups = Counter(group for group, _ in owners if group)
+    found += [f"pods of {group} belong to {times} StatefulSets" for group, times in groups.items() if times > 1]
+    places = Counter(
+        (one.get("kind", "object"), _label(one, labels.COMPONENT), _label(one, labels.GROUP))
+        for one in (*view.deployments, *view.others)
+        if not _leaves(one)
+    )
+    return found + [f"{times} {kind}s of {group or component}" for (kind, component, group), times in places.items() if times > 1]
+
+
+def standing(since: Mapping[str, float], wrong: Sequence[str], now_s: float) -> dict[str, float]:
+    """Since when each of these sentences has been true at every look, `since` being what it was at the look before."""
+    return {sentence: since.get(sentence, now_s) for sentence in wrong}
+
+
+def _named(one: Json) -> str:
+    return f"{one.get('kind', 'object')} {one['metadata']['name']}"
+
+
+def _label(one: Json, name: str) -> str:
+    return str((one["metadata"].get("labels") or {}).get(name, ""))
+
+
+def _owner(one: Json) -> str | None:
+    """The UID of what controls the object."""
+    return next((str(o["uid"]) for o in one["metadata"].get("ownerReferences") or [] if o.get("controller")), None)
 
 
 def _leaves(one: Json) -> bool:
@@ -83,7 +106,7 @@ def _leaves(one: Json) -> bool:
 
 
 def _is_drained(one: Json) -> bool:
-    return "phalanx.dev/draining" in (one["metadata"].get("annotations") or {})
+    return labels.DRAINING in (one["metadata"].get("annotations") or {})
 
 
 def _is_ready(pod: Json) -> bool:

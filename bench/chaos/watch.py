@@ -2,22 +2,31 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
-from bench.chaos.look import Sample, View, double
+from bench.chaos.look import Sample, View, double, standing
+from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
 from phalanx_operator.lease import LEASE_S
+from phalanx_operator.offers import POD_GROUPS
 from tests.cluster.access import Cluster
 from tests.cluster.api import Api
 from tests.cluster.config import NODES
+from tools.errors import Failed
 
 NAME = "chaos"
 EVERY_S = 0.5
 PROBE_S = 3.0
 DOUBLE_S = 5.0
-"""How long a group too many may stand before it counts: the list of one moment is made of several reads."""
+"""How long a double may stand while strikes go on. A look reads one kind after the other, and each read may wait for a busy API
+server, so that one look can show a group that goes beside the one that follows it. Five seconds are ten looks, which do not all
+err alike, and less than the lease's time: no double that waits for another leader is passed over. What a leader makes twice and
+takes back sooner is not told. Once all is said to be well nothing may be there twice at all, of any kind."""
+REPLICA_SETS = Resource("apps/v1", "replicasets")
+OFTEN = (STATEFUL_SETS, PODS, REPLICA_SETS, DEPLOYMENTS)
+"""Kinds that each look reads, in the order of a `View`."""
 _OURS = "phalanx.dev%2Fservice%3D" + NAME
 
 
@@ -38,12 +47,13 @@ class Watcher:
         assert cluster.files is not None, "chaos is for the cluster of this machine"
         self._api = Api(cluster.files.pki, cluster.files.netns(NODES[0]))
         self._namespace = namespace
+        self._others = others(self._api.find)
         self._url = url
         self._model = model
         self.seen = Seen()
         self._served_at = time.monotonic()
         self._lease = ("", 0.0)
-        self._double_since: float | None = None
+        self._doubles_since: dict[str, float] = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=part, daemon=True) for part in (self._look_on, self._probe_on, self._probe_on)]
 
@@ -63,21 +73,20 @@ class Watcher:
         """Somebody got a token now."""
         self._served_at = time.monotonic()
 
-    def view(self) -> View | None:
-        """The service now; None when the API server does not answer all reads."""
-        service = self._api.find(f"/apis/phalanx.dev/v1alpha1/namespaces/{self._namespace}/inferenceservices/{NAME}")
-        kinds = ("apps/v1/statefulsets", "v1/pods", "apps/v1/replicasets", "apps/v1/deployments")
-        lists = [self._list(kind) for kind in kinds]
-        if service is None or any(one is None for one in lists):
+    def view(self, *, of_all_kinds: bool = False) -> View | None:
+        """The service now, and its groups and routers or all that the operator made; None when the API server does not answer
+        all reads."""
+        service = self._api.find(SERVICES_OF_OURS.path(self._namespace, NAME))
+        kinds = (*OFTEN, *(self._others if of_all_kinds else ()))
+        lists = [one for one in map(self._list, kinds) if one is not None]
+        if service is None or len(lists) < len(kinds):
             return None
-        sets, pods, replica_sets, deployments = (one or [] for one in lists)
-        return View(service, sets, pods, replica_sets, deployments)
+        sets, pods, replica_sets, deployments, *rest = lists
+        return View(service, sets, pods, replica_sets, deployments, [one for found in rest for one in found])
 
-    def _list(self, kind: str) -> list[dict[str, Any]] | None:
-        version, _, plural = kind.rpartition("/")
-        prefix = "/apis" if "/" in version else "/api"
-        found = self._api.find(f"{prefix}/{version}/namespaces/{self._namespace}/{plural}?labelSelector={_OURS}")
-        return None if found is None else list(found["items"])
+    def _list(self, resource: Resource) -> list[Json] | None:
+        found = self._api.find(f"{resource.path(self._namespace)}?labelSelector={_OURS}")
+        return None if found is None else [{"kind": found["kind"].removesuffix("List")} | one for one in found["items"]]
 
     def has_operator(self) -> bool:
         """Whether the Lease was renewed lately, by our own clock."""
@@ -95,10 +104,9 @@ class Watcher:
             now = time.monotonic()
             ready = view is not None and view.is_ready
             self.seen.samples.append(Sample(now, view is not None, ready, has_operator, self._served_at))
-            wrong = double(view) if view is not None else []
-            self._double_since = (self._double_since or now) if wrong else None
-            if self._double_since is not None and now - self._double_since > DOUBLE_S:
-                self.seen.doubles += [sentence for sentence in wrong if sentence not in self.seen.doubles]
+            self._doubles_since = standing(self._doubles_since, double(view) if view is not None else [], now)
+            stood = [sentence for sentence, since in self._doubles_since.items() if now - since > DOUBLE_S]
+            self.seen.doubles += [sentence for sentence in stood if sentence not in self.seen.doubles]
 
     def _probe_on(self) -> None:
         body = {"model": self._model, "prompt": "probe", "max_tokens": 1}
@@ -110,3 +118,22 @@ class Watcher:
                     self.served()
             except httpx.HTTPError:
                 pass  # counted: probes that were not answered
+
+
+def others(find: Callable[[str], Json | None]) -> tuple[Resource, ...]:
+    """The kinds beside `OFTEN` of which the operator makes objects, as far as this API server serves them: those of schedulers,
+    gateways and Prometheus it need not. `find` gives what is at a path. Raises Failed when the API server does not answer."""
+
+    def told(path: str) -> Json:
+        found = find(path)
+        if found is None:
+            raise Failed(f"the API server does not answer: {path}")
+        return found
+
+    served = {"v1"} | {version["groupVersion"] for group in told("/apis")["groups"] for version in group["versions"]}
+    made = [one for one in (*RESOURCES.values(), *POD_GROUPS.values()) if one not in OFTEN and one.api_version in served]
+    plurals = {
+        version: {one["name"] for one in told(f"/{'apis' if '/' in version else 'api'}/{version}")["resources"]}
+        for version in {one.api_version for one in made}
+    }
+    return tuple(one for one in made if one.plural in plurals[one.api_version])

@@ -1,13 +1,17 @@
 """What the chaos bench calls wrong, and what it does not."""
 
-import random
 from typing import Any
 
 import pytest
 
-from bench.chaos.look import Sample, View, double, lies, orphans, unsettled
-from bench.chaos.strikes import NOT_DONE, order, unstruck
+from bench.chaos.look import Sample, View, double, lies, orphans, standing, unsettled
 from bench.chaos.traffic import lines_of, refusal_of
+from bench.chaos.watch import OFTEN, others
+from phalanx_operator.kube import DEPLOYMENTS, EVENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.offers import POD_GROUPS
+from phalanx_operator.render.gangs import NATIVE_API
+from tests.control.worlds import World
+from tools.errors import Failed
 
 READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -31,6 +35,11 @@ def a_set(name: str, **metadata: Any) -> dict[str, Any]:
 def a_pod(group: str, index: int, **fields: Any) -> dict[str, Any]:
     labels = {"phalanx.dev/component": "group", "phalanx.dev/group": group, "apps.kubernetes.io/pod-index": str(index)}
     return made(f"{group}-{index}", f"{group}-{index}", f"set-{group}", labels=labels, **{**READY, **fields})
+
+
+def one_of(kind: str, name: str, component: str, owner: str = "service", **fields: Any) -> dict[str, Any]:
+    labels = {"phalanx.dev/component": component} | fields.pop("labels", {})
+    return made(name, f"{kind}-{name}", owner, labels=labels, kind=kind, **fields)
 
 
 def view(**fields: Any) -> View:
@@ -64,6 +73,9 @@ def test_a_service_that_is_as_wanted_is_settled() -> None:
         ({"deployments": [made("r", "deployment", "service", spec={"replicas": 2}, status={"readyReplicas": 1})]}, "has 1 ready"),
         ({"service": {**view().service, "status": {"observedGeneration": 1}}}, "not Ready: no status"),
         ({"service": {**view().service, "metadata": {"uid": "service", "generation": 2}}}, "older spec"),
+        ({"others": [one_of("Secret", "chat-token", "group", "former")]}, "Secret chat-token has no owner"),
+        ({"others": [one_of("PodGroup", "a", "group", "set-of-before")]}, "PodGroup a has no owner"),
+        ({"others": [one_of("Role", "a", "router"), one_of("Role", "b", "router")]}, "2 Roles of router"),
     ],
 )
 def test_what_is_not_settled_is_named(fields: dict[str, Any], words: str) -> None:
@@ -74,6 +86,81 @@ def test_a_group_too_many_and_a_rank_twice_are_double() -> None:
     assert double(view(sets=[a_set("a"), a_set("b"), a_set("c")])) == ["3 groups stay, 2 wanted"]
     assert double(view(sets=[a_set("a"), a_set("b"), a_set("c", deletionTimestamp="now")])) == []
     assert double(view(pods=[a_pod("a", 0), a_pod("a", 0)])) == ["rank pod 0 of a is there twice"]
+    of_before = a_pod("a", 1)
+    of_before["metadata"]["ownerReferences"][0]["uid"] = "set-a-before"
+    assert double(view(pods=[a_pod("a", 0), of_before])) == ["pods of a belong to 2 StatefulSets"]
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        ([one_of("Service", "chat", "router"), one_of("Service", "chat-groups", "group")], []),
+        ([one_of("Service", "chat", "router"), one_of("Service", "other", "router")], ["2 Services of router"]),
+        ([one_of("Service", "a", "router"), one_of("Service", "b", "router", metadata={"deletionTimestamp": "now"})], []),
+        ([one_of("PodGroup", name, "group", labels={"phalanx.dev/group": name}) for name in "ab"], []),
+        ([one_of("PodGroup", name, "group", labels={"phalanx.dev/group": "a"}) for name in "ab"], ["2 PodGroups of a"]),
+    ],
+    ids=["one of each component", "two of one", "one of them goes", "one of each group", "two of one group"],
+)
+def test_an_object_of_another_kind_is_double_when_its_component_or_group_has_two(there: list[Any], found: list[str]) -> None:
+    assert double(view(others=there)) == found
+
+
+async def test_all_that_the_operator_makes_is_looked_at_has_an_owner_and_is_there_once() -> None:
+    world = World(
+        replicas=2,
+        parallelism={"tensor": 2, "gpusPerPod": 1},
+        monitoring={"serviceMonitor": "Auto"},
+        router={"expose": {"type": "Ingress"}},
+    )
+    world.kube.unknown, world.kube.schedulers = set(), {NATIVE_API}
+    await world.settle()
+    plural_of = {resource.plural: kind for (_, kind), resource in RESOURCES.items()} | {"podgroups": "PodGroup"}
+    of_kinds = {
+        resource.plural: list(world.kube.of(resource).values()) for resource in (*RESOURCES.values(), *POD_GROUPS.values())
+    }
+    there = {where[0] for where in world.kube.objects}
+    not_of_it = {SERVICES_OF_OURS.plural, EVENTS.plural, PODS.plural}
+    assert there - not_of_it == {plural for plural, found in of_kinds.items() if found}
+    assert set(of_kinds) - there == {"httproutes"}  # an Ingress was asked for
+    looked_at = View(
+        world.service,
+        of_kinds[STATEFUL_SETS.plural],
+        list(world.kube.of(PODS).values()),
+        [],
+        of_kinds[DEPLOYMENTS.plural],
+        [
+            {"kind": plural_of[plural]} | one
+            for plural, found in of_kinds.items()
+            for one in found
+            if plural not in {r.plural for r in OFTEN}
+        ],
+    )
+    assert double(looked_at) == []
+    assert [words for words in orphans(looked_at) if "Pod " not in words] == []
+
+
+def test_kinds_that_the_cluster_does_not_serve_are_not_looked_at() -> None:
+    served = {
+        "/api/v1": ["pods", "services", "secrets", "configmaps", "serviceaccounts"],
+        "/apis/policy/v1": ["poddisruptionbudgets"],
+    }
+    served |= {"/apis/monitoring.coreos.com/v1": ["servicemonitors"], "/apis/apps/v1": ["statefulsets", "deployments"]}
+    groups = [{"versions": [{"groupVersion": path.removeprefix("/apis/")}]} for path in served if path.startswith("/apis/")]
+    answers: dict[str, Any] = {path: {"resources": [{"name": name} for name in names]} for path, names in served.items()}
+    answers["/apis"] = {"groups": groups}
+    expected = {"services", "secrets", "configmaps", "serviceaccounts", "poddisruptionbudgets", "servicemonitors"}
+    assert {one.plural for one in others(answers.get)} == expected
+    for path in ("/apis", "/apis/policy/v1"):
+        with pytest.raises(Failed, match=path):
+            others({where: what for where, what in answers.items() if where != path}.get)
+
+
+def test_a_double_stands_from_the_look_that_first_saw_it_until_one_that_does_not() -> None:
+    since = standing({}, ["a"], 1.0)
+    assert (since := standing(since, ["a", "b"], 2.0)) == {"a": 1.0, "b": 2.0}
+    assert (since := standing(since, ["b"], 3.0)) == {"b": 2.0}
+    assert standing(since, [], 4.0) == {}
 
 
 def moments(count: int, served_at_s: float = 0.0, **fields: Any) -> list[Sample]:
@@ -95,26 +182,6 @@ def moments(count: int, served_at_s: float = 0.0, **fields: Any) -> list[Sample]
 )
 def test_the_status_lies_when_it_says_ready_for_long_and_nothing_is_served(samples: list[Sample], found: list[Any]) -> None:
     assert lies(samples, 10.0) == found
-
-
-def test_every_kind_of_strike_comes_once_before_any_comes_twice_and_a_seed_repeats_it() -> None:
-    kinds = ["api", "node", "operator", "pod"]
-    one, other = (order(kinds, random.Random(7)) for _ in range(2))
-    drawn = [one() for _ in range(12)]
-    assert sorted(drawn[:4]) == kinds and drawn == [other() for _ in range(12)]
-
-
-def test_what_could_never_be_struck_is_wrong_and_what_failed_once_is_not() -> None:
-    failed = f"{NOT_DONE}kubectl: busy"
-    strikes = [
-        ("node", failed, 1.0),
-        ("pod", failed, 1.0),
-        ("pod", "chat-0 killed", 9.0),
-        ("cut", failed, 1.0),
-        ("node", failed, 1.0),
-    ]
-    assert unstruck(strikes) == [f"node was never struck: {failed}"]
-    assert unstruck([]) == []
 
 
 def test_only_a_newline_ends_a_line_of_a_stream() -> None:

@@ -15,7 +15,7 @@ def refusing(_: object) -> list[Exception]:
     return [BackendError(503, "no_group", "no group is ready", retry_after_s=1.0)]
 
 
-@pytest.mark.parametrize(("script", "end"), [(drawing, "whole"), (refusing, "HTTP 503")], ids=["whole", "refused"])
+@pytest.mark.parametrize(("script", "end"), [(drawing, "whole"), (refusing, "HTTP 503 no_group")], ids=["whole", "refused"])
 async def test_answers_are_counted_by_how_they_ended(script: Script, end: str) -> None:
     backend = FakeBackend(script)
     (model, *_) = backend.assets().served_names

@@ -1,0 +1,114 @@
+"""Which strikes of the chaos bench come, and which of them count."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.chaos.strikes import NOT_DONE, TRIES, Striker, Told, following, struck, unstruck
+from tests.cluster.access import Cluster
+from tools.errors import Failed
+
+KINDS = ["api", "cut", "node", "operator", "pod"]
+FIRST = ("operator", "node")
+BUSY = f"{NOT_DONE}kubectl: busy"
+
+
+def done(*kinds: str) -> list[Told]:
+    return [(kind, "struck", 1.0) for kind in kinds]
+
+
+def tried(*kinds: str) -> list[Told]:
+    return [(kind, BUSY, 1.0) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("before", "is_over", "expected"),
+    [
+        ([], False, {"operator"}),
+        ([], True, {"operator"}),
+        (done("operator"), True, {"node"}),
+        (tried("operator"), True, {"node"}),
+        (tried("operator") + done("node"), True, {"operator"}),
+        (tried("operator", "node"), True, {"operator"}),
+        (tried("operator", "node", "operator"), True, {"node"}),
+        (done("node") + tried(*["operator"] * TRIES), True, {None}),
+        (done("node") + tried(*["operator"] * TRIES), False, set(KINDS)),
+        (done("operator", "node"), False, set(KINDS)),
+        (done("operator", "node"), True, {None}),
+    ],
+    ids=[
+        "the first",
+        "however late",
+        "the next",
+        "what could not be done waits",
+        "and comes again",
+        "all once more",
+        "by turns",
+        "not for ever",
+        "then any",
+        "any",
+        "the end",
+    ],
+)
+def test_the_kinds_that_must_come_do_and_then_any_until_the_time_is_over(
+    before: list[Told], is_over: bool, expected: set[str | None]
+) -> None:
+    drawn = {following(FIRST, KINDS, before, random.Random(seed), is_over=is_over) for seed in range(60)}
+    assert drawn == expected
+
+
+def test_a_seed_repeats_a_run() -> None:
+    def drawn() -> list[str | None]:
+        chance, before, found = random.Random(7), done(), []
+        for _ in range(12):
+            found.append(following(KINDS, KINDS, before, chance, is_over=False))
+            before += done(str(found[-1]))
+        return found
+
+    assert drawn() == drawn() and drawn()[:5] == KINDS
+
+
+def test_what_was_never_struck_is_told_with_the_last_reason() -> None:
+    before = tried("node", "pod") + done("pod") + tried("cut")
+    assert struck(before) == {"pod"}
+    assert unstruck(("node", "pod", "api"), before) == [
+        f"node was never struck: {BUSY}",
+        "api was never struck: the run had ended",
+    ]
+    assert unstruck((), before) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "kind", "why"),
+    [
+        ("", "pod", "there is no pod"),
+        ("", "router", "there is no pod"),
+        ("", "operator", "nobody leads"),
+        ("No resources found", "operator", "no pod was there"),
+        ("No resources found", "operators", "no pod was there"),
+    ],
+)
+def test_a_strike_that_finds_nothing_is_not_done(tmp_path: Path, says: str, kind: str, why: str) -> None:
+    with pytest.raises(Failed, match=why):
+        striker(tmp_path, says).kinds()[kind]()
+
+
+@pytest.mark.parametrize("kind", ["pod", "router", "operator", "operators"])
+def test_a_strike_that_took_a_pod_is_told(tmp_path: Path, kind: str) -> None:
+    what = striker(tmp_path, "pod/one").kinds()[kind]()
+    assert "killed" in what or "deleted" in what
+
+
+@pytest.mark.parametrize(("most", "within"), [(45.0, (3.0, 45.0)), (12.0, (3.0, 12.0)), (1.0, (3.0, 3.0))])
+def test_nothing_is_away_for_longer_than_was_asked(most: float, within: tuple[float, float]) -> None:
+    one = Striker(Cluster(None, "true", "", None, None), "team", random.Random(1), most)
+    assert all(within[0] <= one.away_s(3, 45) <= within[1] for _ in range(100))
+
+
+def striker(folder: Path, says: str) -> Striker:
+    """One whose kubectl only says this."""
+    program = folder / "kubectl"
+    program.write_text(f"#!/bin/sh\necho '{says}'\n" if says else "#!/bin/sh\n")
+    program.chmod(0o755)
+    return Striker(Cluster(None, str(program), "", None, None), "team", random.Random(1))
