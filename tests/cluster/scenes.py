@@ -1,10 +1,9 @@
 """What the scenarios of services share: a service of a tiny model, what is seen of it, traffic, and devices that are taken."""
 
 import json
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +16,8 @@ from tests.cluster import tiny_model
 from tests.cluster.config import GPU_RESOURCE, PAUSE_IMAGE
 from tests.cluster.test_cluster_itself import LOCKED
 from tests.cluster.test_path import GROUPS, Chat
-from tools.errors import Failed
+from tests.cluster.watching import is_ready
 
-POLL_S = 0.3
 OPERATOR = ("-n", installation.NAMESPACE, "deployment/phalanx-operator")
 
 
@@ -213,36 +211,6 @@ class Scene(Chat):
                 thread.join()
 
 
-@contextmanager
-def always(look: Callable[[], str]) -> Iterator[list[str]]:
-    """What `look` ever said that is not empty, asked again and again while the block runs. It may fail now and then."""
-    found: list[str] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(POLL_S):
-            try:
-                words = look()
-            except (Failed, httpx.HTTPError, subprocess.SubprocessError):
-                continue
-            if words and words not in found:
-                found.append(words)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        thread.join()
-
-
-def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod says so, and is not being deleted."""
-    conditions = {c["type"]: c["status"] for c in pod["status"].get("conditions", [])}
-    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
-
-
 def is_placed(pod: dict[str, Any]) -> bool:
     """Whether a pod has a node."""
     return bool(pod["spec"].get("nodeName"))
@@ -251,8 +219,3 @@ def is_placed(pod: dict[str, Any]) -> bool:
 def is_over(pod: dict[str, Any]) -> bool:
     """Whether a pod has ended for good."""
     return pod["status"].get("phase") in ("Succeeded", "Failed")
-
-
-def at_most(count: int, what: Sequence[object], words: str) -> str:
-    """The words with what is too much; empty when it is not."""
-    return "" if len(what) <= count else f"{words}: {sorted(map(str, what))}"

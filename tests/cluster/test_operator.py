@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from images import build
@@ -12,11 +13,12 @@ from tests.cluster import operator as installation
 from tests.cluster import service as svc
 from tests.cluster import tiny_model
 from tests.cluster.fixtures import Cluster
-from tests.cluster.test_path import Chat
+from tests.cluster.scenes import Scene
+from tests.cluster.watching import always, falls, writes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CALM_S = 30.0
-"""How long an upgrade is watched."""
+"""How long an upgrade is watched, and what follows when another operator leads."""
 RENDERER = '''
 
 _of_this_version = group
@@ -34,10 +36,10 @@ def group(*args, **kwargs):
 '''
 
 
-class Operated(Chat):
+class Operated(Scene):
     """A service, and the operator that minds it."""
 
-    def fingerprints(self) -> dict[str, tuple[str, int]]:
+    def everything(self) -> dict[str, tuple[str, int]]:
         """UID and restarts of every pod of the service, routers too."""
         pods = self.pods("phalanx.dev/service=chat")
         restarts = {n: sum(c["restartCount"] for c in p["status"].get("containerStatuses", [])) for n, p in pods.items()}
@@ -54,6 +56,11 @@ class Operated(Chat):
         """The pod that leads; empty when none does."""
         of = ("-n", installation.NAMESPACE, "get", "lease", "phalanx-operator", "-o", "jsonpath={.spec.holderIdentity}")
         return self.cluster.kubectl(*of)
+
+    def page(self, operator: str) -> str:
+        """What an operator's pod says of itself."""
+        of = ("-n", installation.NAMESPACE, "get", "pod", operator, "-o", "jsonpath={.status.podIP}")
+        return httpx.get(f"http://{self.cluster.kubectl(*of)}:8080/metrics", timeout=10).text
 
     def operator_deployment(self, *words: str) -> None:
         self.cluster.kubectl("-n", installation.NAMESPACE, *words)
@@ -72,27 +79,67 @@ def operated(cluster: Cluster, operator: str, namespace: str) -> Iterator[Operat
     made.kubectl("delete", "infsvc", "chat")
 
 
+def both_ready(operated: Operated) -> bool:
+    return list(operated.operators().values()) == [True, True]
+
+
+def assert_only_the_leader_acts(operated: Operated) -> None:
+    """By what each of the two counted since it began: the standby looks, and changes nothing but the Lease."""
+    svc.wait_for(lambda: both_ready(operated), 60, "two operators are ready")
+    leader = operated.leader()
+    (standby,) = set(operated.operators()) - {leader}
+    pages = {name: operated.page(name) for name in (leader, standby)}
+    assert {name: svc.metric(page, "phalanx_operator_is_leader") for name, page in pages.items()} == {leader: 1, standby: 0}
+    assert writes(pages[leader]) > 0 == writes(pages[standby])
+    assert svc.metric(pages[standby], "phalanx_operator_api_calls_total") > 0, "its calls are counted"
+
+
 def test_both_operators_are_ready_and_one_leads(operated: Operated) -> None:
-    svc.wait_for(lambda: list(operated.operators().values()) == [True, True], 60, "two operators are ready")
-    assert operated.leader() in operated.operators()
+    assert_only_the_leader_acts(operated)
 
 
-def test_when_the_leader_dies_the_other_one_acts_within_the_leases_time(operated: Operated) -> None:
-    leader, before = operated.leader(), operated.fingerprints()
-    began = time.monotonic()
-    operated.operator_deployment("delete", "pod", leader, "--grace-period=0", "--force")
-    operated.kubectl("scale", "infsvc", "chat", "--replicas=3")
-    svc.wait_for(lambda: len(operated.groups()) == 3, 60, "another operator follows the change")
-    print(f"another operator acted {time.monotonic() - began:.1f} s after the leader was killed")
-    assert operated.leader() not in ("", leader)
-    operated.wait_ready(3)
-    now = operated.fingerprints()
+def test_s43_when_the_leader_dies_the_other_one_acts_within_the_leases_time_and_nothing_flaps(operated: Operated) -> None:
+    leader, before = operated.leader(), operated.everything()
+    counts: list[int] = []
+    sets: list[int] = []
+
+    def look() -> str:
+        counts.append(operated.get("infsvc", "chat")["spec"]["replicas"])
+        sets.append(len(operated.groups()))
+        return ""
+
+    with always(look):
+        began = time.monotonic()
+        operated.operator_deployment("delete", "pod", leader, "--grace-period=0", "--force")
+        operated.scale(3)
+        svc.wait_for(lambda: len(operated.groups()) == 3, 60, "another operator follows the change")
+        print(f"another operator acted {time.monotonic() - began:.1f} s after the leader was killed")
+        assert operated.leader() not in ("", leader)
+        operated.wait_ready(3)
+        time.sleep(CALM_S)
+    assert {2, 3} >= set(counts) and not falls(counts), counts
+    assert {2, 3} >= set(sets) and not falls(sets), sets
+    now = operated.everything()
     assert {name: now.get(name) for name in before} == before, "nothing else was touched"
-    operated.kubectl("scale", "infsvc", "chat", "--replicas=2")
+    assert_only_the_leader_acts(operated)
+    operated.scale(2)
     operated.wait_ready(2)
 
 
-def test_an_upgrade_whose_renderer_changed_moves_no_pod(operated: Operated, cluster: Cluster, tmp_path: Path) -> None:
+def assert_a_new_service_works(operated: Operated) -> None:
+    """Applied now, it becomes Ready and answers, and its pods are as the next version renders them."""
+    operated.apply(operated.manifest(name="second", replicas=1, pods=1))
+    svc.wait_for(lambda: operated.condition("Ready", "second")[0] == "True", 300, "the new service is Ready")
+    body = {"model": "tiny", "prompt": "the first request", "max_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(f"{operated.address('second')}/v1/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 8)
+    (pod,) = operated.pods("phalanx.dev/component=group,phalanx.dev/service=second").values()
+    assert pod["metadata"]["labels"].get("phalanx.dev/renderer") == "next"
+
+
+def test_s30_an_upgrade_whose_renderer_changed_moves_no_pod_and_a_new_service_works(
+    operated: Operated, cluster: Cluster, tmp_path: Path
+) -> None:
     if cluster.files is None:
         pytest.skip("an image is made for the cluster of this machine")
 
@@ -103,8 +150,8 @@ def test_an_upgrade_whose_renderer_changed_moves_no_pod(operated: Operated, clus
     archive = tmp_path / "next.tar"
     image = build.write_changed_archive("operator", "next", change, archive)
     cluster.load_image(archive)
-    svc.wait_for(lambda: list(operated.operators().values()) == [True, True], 60, "two operators are ready")
-    before, former = operated.fingerprints(), set(operated.operators())
+    svc.wait_for(lambda: both_ready(operated), 60, "two operators are ready")
+    before, former = operated.everything(), set(operated.operators())
     deployment = "deployment/phalanx-operator"
     try:
         operated.operator_deployment("set", "env", deployment, "PHALANX_OPERATOR_WORKERS=3")
@@ -113,15 +160,18 @@ def test_an_upgrade_whose_renderer_changed_moves_no_pod(operated: Operated, clus
         svc.wait_for(lambda: operated.leader() not in former | {""}, 60, "an operator of the next version leads")
         end = time.monotonic() + CALM_S
         while time.monotonic() < end:
-            assert operated.fingerprints() == before
+            assert operated.everything() == before
             time.sleep(2)
-        operated.kubectl("scale", "infsvc", "chat", "--replicas=3")
+        assert_a_new_service_works(operated)
+        operated.gone("second")
+        operated.scale(3)
         operated.wait_ready(3)
-        now = operated.fingerprints()
+        now = operated.everything()
         assert {name: now.get(name) for name in before} == before
         new = [pod for name, pod in operated.pods().items() if name not in before]
         assert {pod["metadata"]["labels"].get("phalanx.dev/renderer") for pod in new} == {"next"}, "the new version renders so"
         assert len(new) == 2
     finally:
+        operated.kubectl("delete", "infsvc", "second", "--ignore-not-found", "--wait=false")
         operated.operator_deployment("set", "env", deployment, "PHALANX_OPERATOR_WORKERS-")
         installation.install(cluster)

@@ -58,7 +58,11 @@ class Chat:
 
     @property
     def url(self) -> str:
-        return f"http://{self.kubectl('get', 'service', 'chat', '-o', 'jsonpath={.spec.clusterIP}')}"
+        return self.address("chat")
+
+    def address(self, service: str) -> str:
+        """Where the routers of a service answer."""
+        return f"http://{self.kubectl('get', 'service', service, '-o', 'jsonpath={.spec.clusterIP}')}"
 
     def router_metric(self, name: str) -> float:
         return svc.metric(httpx.get(f"{self.url}/metrics", timeout=10).text, name)

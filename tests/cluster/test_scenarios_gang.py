@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import service as svc
-from tests.cluster.scenes import Scene, always, at_most, is_over, is_placed, is_ready
+from tests.cluster.scenes import Scene, is_over, is_placed
+from tests.cluster.watching import always, at_most, broken, evicted
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -139,12 +140,14 @@ def test_s18_a_group_keeps_together_groups_keep_apart_and_one_without_a_place_wa
     assert nodes_of(racked) == held
 
 
-def drain(scene: Scene, node: str) -> "subprocess.Popen[bytes]":
+def drain(scene: Scene, node: str) -> "subprocess.Popen[str]":
     """A drain of a node's groups, under way."""
     flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s")
     ours = ("--pod-selector", f"phalanx.dev/component=group,phalanx.dev/service=chat,{SCENE}={scene.namespace}")
     command = scene.cluster.command(scene.cluster.kubectl_program, "drain", node, *flags, *ours)
-    return subprocess.Popen(command, env=scene.cluster.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=scene.cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 SCENE = "example.com/scene"
@@ -157,19 +160,26 @@ def test_s38_two_nodes_drained_at_once_break_one_group_at_a_time(scene: Scene) -
     scene.apply(manifest)
     scene.wait_ready(3, 900)
     nodes = sorted({pod["spec"]["nodeName"] for pod in scene.pods().values()})
+    before = {group: {name: pod["metadata"]["uid"] for name, pod in pods.items()} for group, pods in scene.by_group().items()}
     drains = [drain(scene, node) for node in nodes]
 
     def look() -> str:
-        broken = [g for g, pods in scene.by_group().items() if len(pods) < 4 or not all(is_ready(p) for p in pods.values())]
-        return at_most(1, broken, "several groups are broken")
+        sets = list(scene.sets().values())
+        missing = ["one that is not there"] * (3 - len(sets))
+        return at_most(1, broken(sets, list(scene.pods().values())) + missing, "several groups are broken")
 
     try:
         with always(look) as wrong:
             time.sleep(60)
         assert wrong == []
         assert scene.condition("Available") == ("True", "Serving")
+        told = "".join(one.communicate(timeout=120)[0] for one in drains)
+        left = set(scene.uids().values())
+        whole = [group for group, pods in before.items() if set(pods) <= evicted(told) and not left & set(pods.values())]
+        assert whole, f"no group was evicted: {told}"
     finally:
         for one in drains:
+            one.kill()
             one.wait(120)
         for node in nodes:
             scene.cluster.kubectl("uncordon", node)

@@ -13,7 +13,8 @@ import pytest
 
 from tests.cluster import service as svc
 from tests.cluster.clients import Streams
-from tests.cluster.scenes import Scene, always, at_most
+from tests.cluster.scenes import Scene
+from tests.cluster.watching import always, at_most
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PRE_STOP_S = 8

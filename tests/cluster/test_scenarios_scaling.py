@@ -11,7 +11,8 @@ from concurrent.futures import Future
 import pytest
 
 from tests.cluster import service as svc
-from tests.cluster.scenes import Scene, always
+from tests.cluster.scenes import Scene
+from tests.cluster.watching import always
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CALM_S, OUTAGE_S = 120.0, 40.0

@@ -16,6 +16,7 @@ from tests.cluster import operator as installation
 from tests.cluster import service as svc
 from tests.cluster.rule_cases import TARGETS
 from tests.cluster.scenes import Scene
+from tests.cluster.watching import writes
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -83,17 +84,10 @@ def deaths(scene: Scene, name: str) -> int:
 
 
 def operator_writes(scene: Scene) -> float:
-    """Calls of the leading operator that change anything, but for its Lease; by its own count."""
+    """Calls of the operators that change anything, but for its Lease; by its own count."""
     of = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
-    total = 0.0
-    for pod in json.loads(scene.cluster.kubectl(*of))["items"]:
-        page = httpx.get(f"http://{pod['status']['podIP']}:8080/metrics", timeout=10).text
-        for line in page.splitlines():
-            labels = line.partition("{")[2].partition("}")[0]
-            if line.startswith("phalanx_operator_api_calls_total{") and "leases" not in labels:
-                if re.search(r'"(create|patch|update|delete)"', labels):
-                    total += float(line.rpartition(" ")[2])
-    return total
+    addresses = [pod["status"]["podIP"] for pod in json.loads(scene.cluster.kubectl(*of))["items"]]
+    return sum(writes(httpx.get(f"http://{address}:8080/metrics", timeout=10).text) for address in addresses)
 
 
 def versions(scene: Scene) -> dict[str, str]:
