@@ -4,13 +4,13 @@ The peers of the version before say the recorded bytes; unknown versions are ref
 """
 
 import asyncio
-import json
 import logging
-import pathlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -18,22 +18,22 @@ from phalanx_api import wire
 from phalanx_api.conditions import find_condition
 from phalanx_api.summary import Asked, BalancePolicy, RouterSummary, UnknownVersion
 from phalanx_api.versions import LINK
-from phalanx_frontend.backend import BackendError
+from phalanx_frontend.backend import BackendError, Delta
 from phalanx_router import peer_wire
+from phalanx_router.endpoints import Endpoint
+from phalanx_router.fleet import Fleet
+from phalanx_router.metrics import RouterMetrics
 from tests.control.summaries import summary
 from tests.control.test_asking import Scene, scene
 from tests.control.worlds import World as Operated
+from tests.protocol import samples
+from tests.protocol.old_leader import KNOWN, RECORDED, OldLeader, recorded, running_old_leader
 from tests.router.doors import FakeEngine, http_server, running_leader
-from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
+from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
 from tests.router.test_leader_link import dial, receive
 from tests.router.test_summary import running_router
 
 __all__ = ["scene"]
-RECORDED = json.loads(pathlib.Path(__file__).with_name("version_1.json").read_text())
-
-
-def recorded(part: str, name: str) -> bytes:
-    return bytes.fromhex(RECORDED["frames"][part][name])
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -43,6 +43,37 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 # Routers and leaders
+
+
+@asynccontextmanager
+async def running_fleet(endpoint: Endpoint) -> AsyncIterator[Fleet]:
+    """A router's fleet with this leader alone."""
+    fleet = Fleet(make_settings(), RouterMetrics(CollectorRegistry()), draw=lambda: 0.0)
+    task = asyncio.create_task(fleet.run(Leaders(endpoint)))
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def first_delta(fleet: Fleet, request: wire.Request) -> Delta:
+    """What comes first of the stream, which is closed then."""
+    stream = fleet.generate(request)
+    assert isinstance(stream, AsyncGenerator)
+    async with asyncio.timeout(20), aclosing(stream):
+        async for item in stream:
+            if isinstance(item, Delta):
+                return item
+    raise AssertionError("it ended without a token")
+
+
+async def submitted(leader: OldLeader, stream: Coroutine[None, None, Delta]) -> "asyncio.Task[Delta]":
+    """The stream under way, once the leader has its request."""
+    before = len(leader.handles)
+    task = asyncio.create_task(stream)
+    await until(lambda: len(leader.handles) > before)
+    return task
 
 
 async def test_a_leader_speaks_with_a_router_of_the_version_before() -> None:
@@ -62,14 +93,31 @@ async def test_a_leader_speaks_with_a_router_of_the_version_before() -> None:
 
 
 async def test_a_router_speaks_with_a_leader_of_the_version_before() -> None:
-    old = FakeLeader("old", Script(protocol_version=1))
-    async with running_world(old, FakeLeader("new")) as world:
-        (link,) = [link for link in world.fleet.links.all() if link.endpoint.group == "old"]
-        assert link.is_open and link.unknown_version == ""
-        link._send(wire.Disown([1]))
-        assert (await hear(world.fleet, make_request())).tokens == expected([1, 2, 3], 16)
-        assert (await hear(world.fleet, make_request([4, 5]))).tokens == expected([4, 5], 16)
-        assert link.is_open, "it was not sent what it does not know"
+    """The leader says what it was recorded to say: its tokens are of handles 7 (from its index 2 on, in epoch 1) and 8."""
+    requests = [make_request(id=f"earlier-{number}") for number in range(1, 7)]
+    requests += [msgspec.structs.replace(samples.REQUEST, deadline_ms=None, can_resume=False), make_request(id="request-8")]
+    async with running_old_leader() as (leader, endpoint), running_fleet(endpoint) as fleet:
+        await until(lambda: [link for link in fleet.links.all() if link.is_serving])
+        (link,) = fleet.links.all()
+        assert leader.offered == [2, 1] and link.unknown_version == "", "it refused our version, and was asked in its own"
+        assert (link.revision, link.told.page_size) == ("r1", 16)
+        assert link.state == samples.FROM_LEADER["state"] and link.told.served == samples.FROM_LEADER["state"].served
+        streams = [await submitted(leader, first_delta(fleet, request)) for request in requests]
+        assert leader.handles == [1, 2, 3, 4, 5, 6, 7, 8]
+        await leader.say("load")
+        await until(lambda: link.told.load == samples.FROM_LEADER["load"])
+        await leader.say("tokens")
+        ended = await streams[7]
+        assert (ended.index, ended.tokens, ended.finish, ended.cached_tokens) == (0, [32], "length", 3)
+        begun = await streams[6]
+        assert (begun.index, begun.tokens, begun.finish) == (2, [31], None)
+        assert (begun.details, begun.prompt_details) == ([samples.DETAIL], [samples.DETAIL])
+        link._send(wire.Disown([2]))
+        streams[0].cancel()
+        await until(lambda: [1] in [frame[1] for frame in leader.heard if frame[0] == "abort"])
+        assert link.is_open and {frame[0] for frame in leader.heard} <= KNOWN, "it was not sent what it does not know"
+        for stream in streams[1:]:
+            stream.cancel()
 
 
 async def test_a_later_leader_that_still_speaks_our_version_is_followed() -> None:
