@@ -1,9 +1,13 @@
-"""A real HPA scales a service 1, 2, 1 through the scale subresource, fed by an external-metrics API of the tests."""
+"""A real HPA scales a service 1, 2, 1 through the scale subresource, fed by an external-metrics API of the tests; and the test
+does beside it what KEDA does beside its HPA: it writes 0 and 1 there, by the operator's own gauge.
+"""
 
+import asyncio
 import base64
 import json
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 import yaml
 
 from tests.cluster import external_metrics, tiny_model
+from tests.cluster import operator as installation
 from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
 from tests.cluster.test_cluster_itself import LOCKED
@@ -42,6 +47,22 @@ class Scaled(Chat):
     @property
     def replicas(self) -> int:
         return int(self.body["spec"]["replicas"])
+
+    def is_wanted(self, groups: int) -> bool:
+        """Whether the operator's gauge says so many, which is what KEDA would read; by the pod that leads."""
+        of = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
+        addresses = [pod["status"]["podIP"] for pod in json.loads(self.cluster.kubectl(*of))["items"]]
+        pages = [httpx.get(f"http://{address}:8080/metrics", timeout=10).text for address in addresses]
+        gauge = f'{external_metrics.METRIC}{{namespace="{self.namespace}",service="{NAME}"}}'
+        return any(f"{gauge} {groups}.0" in page.splitlines() for page in pages)
+
+    def scale(self, groups: int) -> None:
+        """Writes the scale subresource: a GET and a PUT of it, as every scaler does."""
+        self.kubectl("scale", "infsvc", NAME, f"--replicas={groups}")
+
+    def is_empty(self) -> bool:
+        """Whether it serves with no group, by the status, and no pod of one is left."""
+        return self.condition("Ready") == ("True", "ScaledToZero") and not self.groups() and not self.pods()
 
     def writers(self) -> set[str]:
         """Who wrote `spec.replicas`, as the API server noted it."""
@@ -150,3 +171,27 @@ def test_the_hpa_scales_it_to_two_and_back_to_one(scaled: Scaled) -> None:
     scaled.wait_ready(1)
     assert set(scaled.groups()) < first
     assert scaled.condition("ScalingActive") == ("True", "External")
+
+
+ZERO = {"minReplicas": 0, "scaleToZero": {"enabled": True, "idleSeconds": 20}}
+ASKED = {"model": "tiny", "prompt": "wake up", "max_tokens": 16, "ignore_eos": True}
+
+
+def test_it_goes_to_zero_and_back_by_the_gauge_and_the_same_subresource_while_a_request_waits(scaled: Scaled) -> None:
+    scaled.kubectl("patch", "infsvc", NAME, "--type=merge", "-p", json.dumps({"spec": {"autoscaling": ZERO}}))
+    svc.wait_for(lambda: scaled.is_wanted(0), 300, "nobody asks, so no group is wanted")
+    assert scaled.replicas == 1, "the operator writes nothing"
+    scaled.scale(0)
+    svc.wait_for(scaled.is_empty, 120, "the group is gone")
+    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa") == ("False", "ScalingDisabled"), 90, "the HPA leaves 0 alone")
+    with ThreadPoolExecutor(1) as threads:
+        answers = threads.submit(lambda: asyncio.run(svc.stream_all(scaled.url, [ASKED])))
+        svc.wait_for(lambda: scaled.is_wanted(1), 90, "a request that waits wants a group")
+        assert (scaled.replicas, answers.done()) == (0, False)
+        scaled.scale(1)
+        (answer,) = answers.result(240)
+    assert (answer.error, answer.finish, answer.usage) == (None, "length", 16)
+    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA acts again")
+    svc.wait_for(lambda: scaled.is_wanted(0), 300, "it is idle again")
+    scaled.scale(0)
+    svc.wait_for(scaled.is_empty, 120, "the group is gone again")
