@@ -48,7 +48,7 @@ SHAPES: dict[str, Speculating] = {
 ROOMY = Limits(max_model_len=120, max_num_seqs=11, max_num_batched_tokens=512)
 DISTURBANCES: dict[str, tuple[Limits, int]] = {
     "none": (ROOMY, 200),
-    "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=18), 200),
+    "chunks of 18": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=18), 200),
     "prefix hits": (replace(ROOMY, max_num_seqs=3), 200),
     "preemption": (Limits(max_model_len=96, max_num_seqs=11, max_num_batched_tokens=64), 18),
     "moves": (ROOMY, 200),
@@ -149,7 +149,8 @@ def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules:
     tokens, watched = served(folder, replace(build, num_pages=num_pages), pods, limits, rules)
     whole = sum(len(one.prompt) for one in requests()) + sum(map(len, tokens))
     found = whole - (watched.num_computed - watched.num_proposed) - watched.num_accepted - len(tokens)
-    taken = {"none": 1, "prefix hits": found, "preemption": len(watched.admitted) - len(tokens)}.get(name, len(watched.admitted))
+    again = len(watched.admitted) - len(tokens)
+    taken = {"none": 1, "chunks of 18": watched.num_chunks, "prefix hits": found, "preemption": again}[name]
     counts = watched.num_proposed, watched.num_accepted, watched.num_branched
     return Cell(sum(map(len, plain)), _differ(tokens, plain), *counts, taken)
 

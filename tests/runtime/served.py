@@ -31,7 +31,8 @@ class Served:
 
 class Watched:
     """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight. `lost`: why
-    its ranks can draft no more. `num_mixed`: plans that draw for requests with proposals and for some without."""
+    its ranks can draft no more. `num_mixed`: plans that draw for requests with proposals and for some without. `num_chunks`: rows
+    of plans that compute tokens of a request and draw nothing."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
@@ -40,7 +41,7 @@ class Watched:
         self.num_proposed = self.num_accepted = self.num_cut = 0
         self.num_branched = self.num_undrafted = 0
         """Accepted proposals that were not the first of their place; and places of drafts that got no token."""
-        self.num_mixed = 0
+        self.num_mixed = self.num_chunks = 0
         self.lost = ""
         self.num_in_flight = self.most_in_flight = 0
         self._plans: deque[StepPlan] = deque()
@@ -58,6 +59,7 @@ class Watched:
         self.num_computed += len(plan.tokens)
         self.num_proposed += sum(plan.depths)
         self.num_cut += len(plan.cuts)
+        self.num_chunks += len(plan.rows) - len(plan.draws)
         self.num_mixed += 0 < len(plan.paths) < sum(index > 0 for _, index in plan.draws)
         self.num_in_flight += 1
         self._plans.append(plan)

@@ -99,11 +99,15 @@ def test_files_that_are_no_exit_for_the_model_are_refused(folder: Path, tmp_path
             read_exit(tmp_path / name, torch.float32, CPU)
 
 
-def test_the_command_fits_and_tells_the_agreement(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("flags", "ratio", "layers"), [([], 0.4, 2), (["--ratio", "0.75"], 0.75, 3)], ids=["default", "told"])
+def test_the_command_fits_and_tells_the_agreement(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], ratio: float, layers: int
+) -> None:
     out = tmp_path / "exit.safetensors"
-    assert main(["fit-exit", str(folder), "--out", str(out), "--tokens", "300", "--ratio", "0.5"]) == 0
-    assert "2 layers agree with the model on held-out text" in capfd.readouterr().out
-    assert read_exit(out, torch.float32, CPU).card.num_layers == 2
+    assert main(["fit-exit", str(folder), "--out", str(out), "--tokens", "300", *flags]) == 0
+    assert f"{layers} layers agree with the model on held-out text" in capfd.readouterr().out
+    card = read_exit(out, torch.float32, CPU).card
+    assert (card.ratio, card.num_layers) == (ratio, layers)
 
 
 def test_the_command_says_why_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,7 @@ def test_requests_with_and_without_proposals_share_steps(folder: Path, plain: li
     served, watched = run(folder, asked, DRAFTS, made=build(oracle=oracle))
     assert_equal(served, plain)
     assert watched.num_accepted > 0
+    assert watched.num_mixed > 0, "some steps had both"
 
 
 REPEATING: dict[str, dict[str, Any]] = {

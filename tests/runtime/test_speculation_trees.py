@@ -26,6 +26,8 @@ from tests.runtime.test_sampling_equality import FIELDS, ROOMY, assert_equal, re
 from tests.runtime.test_speculation_equality import GROUPS, REPEATING, repeating
 from tests.runtime.tiny import save_tiny
 
+REPLAYED = 9
+"""Tokens that were delivered before."""
 LIMITS: dict[str, tuple[Limits, int]] = {
     "together": (ROOMY, 200),
     "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=26), 200),
@@ -112,6 +114,24 @@ def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: st
     served, watched = run(folder, asked, made, rules("ngram", widths=(4, 2, 2)), bounds, pods)
     assert_equal(served, whole, list(REPEATING))
     assert watched.num_branched > 0 and 0.1 < watched.num_accepted / watched.num_proposed < 0.9
+
+
+@pytest.mark.parametrize("widths", [(), (3, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("way", ["ngram", "draft", "self_draft"])
+def test_replayed_requests_draw_equal_tokens(folder: Path, ways: dict[str, Any], way: Method, widths: tuple[int, ...]) -> None:
+    """A draft computes what others had drawn, and lookups find it."""
+    asked = repeating() if way == "ngram" else requests()
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    replayed = [
+        msgspec.structs.replace(one, epoch=2, delivered=answer.tokens[:REPLAYED])
+        for one, answer in zip(asked, whole, strict=True)
+        if len(answer.tokens) > REPLAYED
+    ]
+    assert len(replayed) > 3
+    served, watched = run(folder, replayed, Build(torch.float64, num_pages=200, **ways[way]), rules(way, widths=widths))
+    answers = {one.id: [*one.delivered, *answer.tokens] for one, answer in zip(replayed, served, strict=True)}
+    assert answers == {one.id: whole[int(one.id)].tokens for one in replayed}
+    assert watched.num_accepted > 0 and bool(watched.num_branched) == bool(widths)
 
 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
