@@ -1,21 +1,24 @@
 """The program with a draft answers as without, counts what became of it, and serves without a draft that it cannot load."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
-from bench.programs import Program, running
+from bench.programs import Program, free_port, running, serving
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from tests.cluster.service import metric, stream_all
 from tests.runtime.drafts import save_draft
-from tests.system.test_hung_rank import BODIES, model, runtime, wait_until
+from tests.runtime.test_drafting import other_words
+from tests.system.test_hung_rank import BODIES, incarnation, model, readiness, runtime, wait_until
 from tests.system.test_openai import router_flags
 
 __all__ = ["model"]
 pytestmark = pytest.mark.system
+BY_DRAFT = "--dtype float64 --speculative-control fixed --speculative-method draft --speculative-draft-model".split()
 
 
 def texts_of(program: Program) -> list[str]:
@@ -41,18 +44,9 @@ def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(mode
     draft = save_draft(model, model.parent / "draft")
     broken = save_draft(model, model.parent / "broken")
     (broken / "model.safetensors").write_text("no tensors")
-    by_draft = (
-        "--dtype",
-        "float64",
-        "--speculative-control",
-        "fixed",
-        "--speculative-method",
-        "draft",
-        "--speculative-draft-model",
-    )
     with runtime("plain", model, "--dtype", "float64") as plain:
         texts = texts_of(plain)
-    with runtime("drafts", model, *by_draft, str(draft), "-tp", "2") as program:
+    with runtime("drafts", model, *BY_DRAFT, str(draft), "-tp", "2") as program:
         assert texts_of(program) == texts
         assert (
             0
@@ -60,9 +54,29 @@ def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(mode
             < told(program, "vllm:spec_decode_num_draft_tokens_total")
         )
         assert told(program, "phalanx_speculation_lost") == 0
-    with runtime("without", model, *by_draft, str(broken)) as program:
+    with runtime("without", model, *BY_DRAFT, str(broken)) as program:
         assert texts_of(program) == texts
         assert told(program, "phalanx_speculation_lost") == 1
         assert told(program, "vllm:spec_decode_num_draft_tokens_total") == 0
+        assert "served without speculation: draft model" in program.log.read_text()
         with running("router", "phalanx_router", router_flags([program], model.parent / "token"), model.parent) as router:
             wait_until(lambda: "cannot be loaded" in draft_lost(router, (model.parent / "token").read_text()))
+
+
+def test_a_program_whose_draft_has_other_tokens_is_never_ready_and_says_why(model: Path) -> None:
+    """At /readyz, which is what `Ready` and `status.groups` tell, and in its log; and start after start."""
+    other, port = other_words(save_draft(model, model.parent / "other")), free_port()
+    flags = ["--kv-cache-memory-bytes", "8000000", "--port", str(port), "--host", "127.0.0.1", *BY_DRAFT, str(other)]
+    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(model), *flags]
+    why = "has another vocabulary than the model: token 300 is '<hello>' in "
+    with serving("refused", command, port, "/healthz", model.parent, ready_s=60) as program:
+        seen = set[tuple[int, bool]]()
+
+        def is_third_start() -> bool:
+            answer = readiness(program)
+            seen.add((answer.status_code, why in answer.text))
+            return incarnation(program) > 2
+
+        wait_until(is_third_start)
+    assert {code for code, _ in seen} == {503} and (503, True) in seen
+    assert why in program.log.read_text()

@@ -6,15 +6,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.test_hung_rank import model, runtime
+from tests.system.test_hung_rank import model, runtime, wait_until
 
 __all__ = ["model"]
 pytestmark = pytest.mark.system
 FEW = {str(ord(letter)): 60.0 for letter in "ab"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}}, "required": ["a"]}
+STOPS = ["abba", "bbbbbb"]
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
-    "stop strings": {"temperature": 1.0, "seed": 3, "logit_bias": FEW, "stop": ["abba", "bbbbbb"]},
+    "stop strings": {"temperature": 1.0, "seed": 3, "logit_bias": FEW, "stop": STOPS},
     "three choices": {"temperature": 0.8, "seed": 4, "n": 3, "logit_bias": FEW},
     "schema": {
         "temperature": 1.0,
@@ -37,26 +38,52 @@ def answers(base_url: str) -> dict[str, Any]:
     return told
 
 
+FLAGS = ("--dtype", "float64", "--speculative-method", "ngram", "--speculative-tokens", "6", "--speculative-control", "fixed")
+COUNTS = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "speculation_branched_tokens_total")
+
+
+def counts_of(base_url: str) -> dict[str, float]:
+    """What became of proposals, as /metrics tells."""
+    shown = httpx.get(f"{base_url}/metrics", timeout=10).text
+    return {
+        name: float(line.rsplit(" ", 1)[1])
+        for line in shown.splitlines()
+        for name in COUNTS
+        if line.partition("{")[0].endswith(name)
+    }
+
+
 @pytest.mark.parametrize("tree", [(), ("--speculative-tree", "3,2")], ids=["chain", "tree"])
 def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path, tree: tuple[str, ...]) -> None:
     with runtime("plain", model, "--dtype", "float64") as plain:
         expected = answers(plain.base_url)
+        [(_, finish, stop_reason)], _ = expected["stop strings"]
+        assert finish == "stop" and stop_reason in STOPS
         refused = httpx.post(
             f"{plain.base_url}/v1/completions", json={"prompt": "a", "speculative": {"method": "draft"}}, timeout=60
         )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative.method"), refused.text
-    flags = ("--speculative-method", "ngram", "--speculative-tokens", "6", "--speculative-control", "fixed")
-    with runtime("ngram", model, "--dtype", "float64", *flags, *tree) as ours:
+    with runtime("ngram", model, *FLAGS, *tree) as ours:
         assert answers(ours.base_url) == expected
-        shown = httpx.get(f"{ours.base_url}/metrics", timeout=10).text
+        counts = counts_of(ours.base_url)
         told = httpx.get(f"{ours.base_url}/v1/metrics", timeout=10).json()
-    counts = {
-        name: float(line.rsplit(" ", 1)[1])
-        for line in shown.splitlines()
-        for name in ("num_draft_tokens_total", "num_accepted_tokens_total", "speculation_branched_tokens_total")
-        if line.partition("{")[0].endswith(name)
-    }
     proposed, accepted = counts["num_draft_tokens_total"], counts["num_accepted_tokens_total"]
     assert 0.2 < accepted / proposed < 0.95
     assert 0.2 < told["acceptance_rate"] < 0.95
     assert (counts["speculation_branched_tokens_total"] > 0) == bool(tree)
+
+
+def test_a_stop_string_that_ends_inside_an_accepted_run_ends_the_text_there(model: Path) -> None:
+    """Only one letter may be drawn, and it is looked up: so one token is drawn with the prompt and then seven in each step."""
+    stop = 10 * "a"
+    fields = {"temperature": 0, "logit_bias": {str(ord("a")): 100.0}, "stop": [stop], "include_stop_str_in_output": True}
+    body = {"prompt": 20 * "a", "max_tokens": 60, "ignore_eos": True, **fields}
+    with runtime("inside", model, *FLAGS) as ours:
+        answer = httpx.post(f"{ours.base_url}/v1/completions", json=body, timeout=60).json()
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (stop, "stop", stop)
+        assert answer["usage"]["completion_tokens"] == len(stop)
+        wait_until(lambda: counts_of(ours.base_url)["num_drafts_total"] > 1)
+        counts = counts_of(ours.base_url)
+    assert counts["num_accepted_tokens_total"] == counts["num_draft_tokens_total"] > 5 * counts["num_drafts_total"]
+    assert (len(stop) - 1) % 7, "no run ends with it"
