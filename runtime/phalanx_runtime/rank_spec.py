@@ -20,6 +20,8 @@ EXIT_PEER_LOST = 3
 """Another rank is gone. The group starts a new incarnation."""
 EXIT_MODEL = 4
 """The model cannot be loaded; the last line on stderr says why."""
+EXIT_DRAFT = 5
+"""What drafts failed where other ranks wait. The group starts a new incarnation without it."""
 
 BEAT_S = 1.0
 """How often a rank says that it lives."""
@@ -38,7 +40,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     of this pod are `rank - local_rank` up to `local_world_size` of them; ranks fill one stage of the pipeline after the
     other. `token` (hex) is the key that ranks prove to one another. `kv_cache_memory_bytes` is per rank. `num_threads` None
     follows the cgroup's CPU limit. `speculative_draft_dir`, `speculative_exit`: folder and file, where they were found;
-    `speculative_missing` says why one was not. `model_version`: of the source that `model_dir` was fetched from.
+    `speculative_missing` says why nothing drafts. `model_version`: of the source that `model_dir` was fetched from.
     """
 
     rank: int

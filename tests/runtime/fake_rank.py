@@ -4,6 +4,7 @@
 file `marks/go`; `mute` is ready but serves nothing; `hang`
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
 rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
+`draft-fails RANK` is ready where nothing drafts, else ends with code 5 in one rank, and the others lose their peer;
 `stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
 `escape` is ready, and leaves a child that outlives it with its pipes open;
 `slow-at INCARNATION` is ready, and in that incarnation its heart tells of a step that takes too long. All beat ten times a second
@@ -50,6 +51,8 @@ def main(words: list[str]) -> NoReturn:
             if int(rank) == spec["rank"]:
                 leave(int(code), text)
             leave(3, "a peer is lost")
+        case ["draft-fails", rank] if not spec["speculative_missing"]:
+            leave(*((5, "no memory for the draft") if int(rank) == spec["rank"] else (3, "a peer is lost")))
         case ["hang"]:
             wait_for_parent()
         case ["noise"]:
@@ -65,9 +68,9 @@ def main(words: list[str]) -> NoReturn:
             say_ready()
             if spec["incarnation"] == int(incarnation):
                 leave(1, "out of memory")
-    if words[0] in ("ready", "held", "mute", "silent-at", "slow-at"):
+    if words[0] in ("ready", "held", "mute", "silent-at", "slow-at", "draft-fails"):
         say_ready()
-    if spec["engine_socket"] and words[0] in ("ready", "held", "silent-at", "slow-at"):
+    if spec["engine_socket"] and words[0] in ("ready", "held", "silent-at", "slow-at", "draft-fails"):
         gate = marks / "go" if words == ["held"] else None
         threading.Thread(target=serve_engine, args=(spec, gate), daemon=True).start()
     wait_for_parent()

@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.errors import DraftLost
 from phalanx_runtime.model.attention import LayerCache, StepBatch
 from phalanx_runtime.model.decoder import Decoder
 from phalanx_runtime.model.exit import Exit, read_exit
@@ -146,3 +147,10 @@ def test_first_layers_that_fail_are_no_draft_any_more(
         served, watched = run(folder, "self_draft", made, pods)
     assert_equal(served, plain)
     assert_went_on(watched, caplog.messages, steps, "a step of the self-draft failed: out of memory")
+
+
+def test_first_layers_that_fail_on_several_ranks_end_the_incarnation(folder: Path, exit: Path) -> None:
+    """None can leave the pass that the others are in; the supervisor starts the group again without the draft."""
+    made = Build(torch.float64, num_pages=200, make_proposer=partial(failing_exit, exit, 3))
+    with pytest.raises(DraftLost, match="a step of the self-draft failed: out of memory"):
+        run(folder, "self_draft", made, [2])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.attention import LayerCache, StepBatch
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form, Model
@@ -104,10 +104,15 @@ def test_no_rank_waits_for_one_whose_draft_does_not_fit(folder: Path, why: str) 
 
 
 def test_a_target_whose_steps_find_no_memory_beside_a_draft_is_served_without(folder: Path) -> None:
+    """By itself, or from the next start on where another rank is in the step."""
     [room] = rooms(folder, is_target_large=True, ranks=1)
     assert room.num_pages == 0 and "no memory for the largest step" in room.lack
     with pytest.raises(ModelError, match="no memory for the largest step"):
         rooms(folder, is_target_large=True, has_draft=False, ranks=1)
+    with pytest.raises(DraftLost, match=r"beside the draft model .* no memory for the largest step"):
+        rooms(folder, is_target_large=True, ranks=2)
+    with pytest.raises(ModelError, match="no memory for the largest step"):
+        rooms(folder, is_target_large=True, has_draft=False, ranks=2)
 
 
 @pytest.mark.parametrize(

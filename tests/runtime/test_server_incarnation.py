@@ -155,6 +155,23 @@ def test_a_long_service_makes_failures_forgotten() -> None:
     assert advance(before, RanksFailed(0, 1, "oom"), 160.0)[0].failures == 1
 
 
+NO_DRAFT = RanksFailed(1, 1, "no memory", is_draft=True)
+LOST_PEER = RanksFailed(0, 1, "a peer is lost", is_echo=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "events"),
+    [(LOADING, [NO_DRAFT]), (SERVING, [NO_DRAFT]), (LOADING, [LOST_PEER, NO_DRAFT])],
+    ids=["at start", "while serving", "behind a pod that lost a peer by it"],
+)
+def test_what_drafts_and_failed_is_left_out_of_all_starts_after_it(before: Group, events: list[Event]) -> None:
+    group, starts = before, list[Action]()
+    for event in [*events, BackoffOver(2), RanksFailed(0, 2, "oom"), BackoffOver(3)]:
+        group, actions = advance(group, event, 100.0)
+        starts += [action for action in actions if isinstance(action, Start)]
+    assert starts == [Start(number, ("a", "b"), "pod 1: no memory") for number in (2, 3)]
+
+
 def test_the_better_reason_of_two_is_kept() -> None:
     group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
     assert group.why == "pod 0: a peer is lost"

@@ -36,16 +36,17 @@ async def test_ranks_are_told_their_specs_and_say_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why", "is_echo"),
+    ("words", "why", "is_echo", "is_draft"),
     [
-        (("exit", "4", "no such tensor"), "rank 0 ended with code 4: no such tensor", False),
-        (("exit-if", "1", "4", "no such tensor"), "rank 1 ended with code 4: no such tensor", False),
-        (("exit", "3", "a peer is lost"), "rank 0 ended with code 3: a peer is lost", True),
+        (("exit", "4", "no such tensor"), "rank 0 ended with code 4: no such tensor", False, False),
+        (("exit-if", "1", "4", "no such tensor"), "rank 1 ended with code 4: no such tensor", False, False),
+        (("exit", "3", "a peer is lost"), "rank 0 ended with code 3: a peer is lost", True, False),
+        (("exit-if", "1", "5", "no memory"), "rank 1 ended with code 5: no memory", False, True),
     ],
-    ids=["all ranks", "the one with a reason of its own", "all lost a peer elsewhere"],
+    ids=["all ranks", "the one with a reason of its own", "all lost a peer elsewhere", "the one that drafts"],
 )
 async def test_the_reason_of_an_end_is_what_the_rank_said_last(
-    tmp_path: Path, words: tuple[str, ...], why: str, is_echo: bool
+    tmp_path: Path, words: tuple[str, ...], why: str, is_echo: bool, is_draft: bool
 ) -> None:
     ranks = await Ranks.start([make_spec(tmp_path, rank, 2) for rank in range(2)], command(*words))
     with pytest.raises(RanksEnded) as caught:
@@ -55,7 +56,7 @@ async def test_the_reason_of_an_end_is_what_the_rank_said_last(
         assert caught.value.why.replace("rank 1", "rank 0") == why
     else:
         assert caught.value.why == why
-    assert caught.value.is_echo == is_echo
+    assert (caught.value.is_echo, caught.value.is_draft) == (is_echo, is_draft)
 
 
 async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -126,8 +127,8 @@ class Report:
             raise self._error
         self.ready.append((launch.incarnation, ready))
 
-    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
-        self.failed.append((launch.incarnation, why, is_echo))
+    def ranks_failed(self, launch: Launch, end: RanksEnded) -> None:
+        self.failed.append((launch.incarnation, end.why, end.is_echo))
 
 
 @asynccontextmanager

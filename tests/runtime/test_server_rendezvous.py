@@ -100,16 +100,18 @@ async def test_a_pod_that_knows_the_token_joins_and_obeys(leader: Leader) -> Non
         await until(lambda: len(leader.events) == 1)
         assert leader.events == [inc.Joined(1, "127.0.0.1")]
         assert leader.rendezvous.own_host == "127.0.0.1"
-        commands: list[say.Command] = [say.Start(1, ["a", "b", "c"], b"nonce"), say.Serve(1), say.Stop(1, "why")]
+        commands: list[say.Command] = [say.Start(1, ["a", "b", "c"], b"nonce", "no memory"), say.Serve(1), say.Stop(1, "why")]
         for command in commands:
             leader.rendezvous.send(command)
         await until(lambda: member.commands == commands)
         member.membership.say(say.Ready(1))
         member.membership.say(say.Failed(1, "oom", True))
-        await until(lambda: len(leader.events) == 3)
-        assert leader.events[1:] == [inc.RanksReady(1, 1), inc.RanksFailed(1, 1, "oom", True)]
-    await until(lambda: len(leader.events) == 4)
-    assert leader.events[3] == inc.Left(1, "the connection was closed")
+        member.membership.say(say.Failed(1, "no memory", False, is_draft=True))
+        await until(lambda: len(leader.events) == 4)
+        failed = [inc.RanksFailed(1, 1, "oom", True), inc.RanksFailed(1, 1, "no memory", is_draft=True)]
+        assert leader.events[1:] == [inc.RanksReady(1, 1), *failed]
+    await until(lambda: len(leader.events) == 5)
+    assert leader.events[4] == inc.Left(1, "the connection was closed")
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,23 @@ async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path
             assert (await member.get("/metrics")).status_code == 200
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(tmp_path: Path, rank: int) -> None:
+    """In the leader's pod or another: all ranks of the next start are told why nothing drafts."""
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    words = ("draft-fails", str(rank))
+    async with (
+        served(make_settings(folder, *flags), *words) as leader,
+        served(make_settings(folder, *flags, "--node-rank", "1"), *words) as member,
+    ):
+        assert (await leader.ready())["incarnation"] == (await member.ready())["incarnation"] == 2
+        told = [mark_of(folder, 2, one)["speculative_missing"] for one in range(2)]
+        assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
+
+
 async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     keys = tmp_path / "keys"

@@ -1,7 +1,7 @@
 """`python -m phalanx_runtime.rank`: reads a RankSpec from stdin, loads, says ready on stdout, computes until it is told to leave.
 
 Its heart beats on stdout all the while. It leaves with 0 when stdin closes (its parent is gone or asks it to), 3 when a peer is
-lost, 4 when the model cannot be loaded; the last line on stderr says why.
+lost, 4 when the model cannot be loaded, 5 when what drafts failed and others wait; the last line on stderr says why.
 """
 
 import gc
@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import msgspec
 
-from phalanx_runtime.errors import ModelError, PeerLost
+from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.threads import wait_briefly
-from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
+from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
 
 log = logging.getLogger("phalanx_runtime.rank")
 
@@ -38,6 +38,9 @@ def main() -> NoReturn:
     except ModelError as error:
         log.error("%s", error)
         _leave(EXIT_MODEL)
+    except DraftLost as lost:
+        log.error("%s", lost)
+        _leave(EXIT_DRAFT)
     except BaseException:
         log.exception("rank %d failed", spec.rank)
         _leave(1)

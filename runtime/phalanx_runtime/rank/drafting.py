@@ -2,6 +2,7 @@
 
 incompatible (another vocabulary, an exit of another model, too few layers)    refused: the model is not served so
 cannot be loaded (missing, broken, no memory, no room for its pages)           served without, and `lost` says why
+failed in an earlier start, where other ranks waited (`DraftLost`)             the same
 """
 
 import logging

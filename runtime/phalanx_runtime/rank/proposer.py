@@ -51,7 +51,8 @@ class Proposer(Protocol):
         The tables of `builder` hold the plan's pages already and copies are made; `builder.tensors` makes the tensors of any plan
         over the same rows, and `builder.params` has how each row is sampled. Two machines may compute different scores, so one
         rank draws and tells its peers. A token of -1 says that there is none: it is equal to no token. `rows`: what is known of
-        rows before this step, on the rank that draws the proposals; nothing elsewhere. Raises PeerLost alone.
+        rows before this step, on the rank that draws the proposals; nothing elsewhere. Raises PeerLost, and DraftLost where it
+        fails and other ranks wait.
         """
         ...
 

@@ -66,7 +66,7 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
-    """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost."""
+    """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     source = open_model(Path(spec.model_dir), spec.model_impl)
     form = _form(spec, source, pipeline, device, system)

@@ -6,7 +6,7 @@ import torch
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.cgroup import System, memory_limit
 from phalanx_runtime.rank.drafting import Drafting
@@ -52,7 +52,7 @@ def measure_room(
 ) -> Room:
     """The room beside what is loaded. All ranks call it together; a draft that leaves none makes no error, and no pages.
 
-    Raises ModelError, PeerLost.
+    Raises ModelError, PeerLost, and DraftLost where this is found only when other ranks wait.
     """
     device, held, has_draft = gauge.device, gauge.held(), drafting.model is not None
     size = page_bytes(model.kv, spec.page_size, dtype) + drafting.page_bytes(spec.page_size, dtype)
@@ -65,8 +65,10 @@ def measure_room(
     try:
         needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
     except ModelError as error:
-        if not has_draft or pipeline.world.world_size > 1:  # the others are in the step, and wait
+        if not has_draft:
             raise
+        if pipeline.world.world_size > 1:  # the others are in the step
+            raise DraftLost(f"beside the draft model {error}") from error
         return Room(0, size, group_page_bytes, held, needs, usable, str(error))
     drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
     needs = needs.most(drafts or needs)

@@ -3,7 +3,8 @@
 It writes the keys and values of the first layers into the target's own pages; the verification writes the same there again. So
 it has no pages, no prompts to compute, and never lags.
 
-What fails on the only rank of the stage costs speed, as of a draft model: the rank forgets the draft and says why.
+What fails costs speed, never a token. The only rank of a stage forgets the draft and says why, as of a draft model. Several are
+in a pass together, and one that fails leaves the others in it: so the group starts anew, without the draft.
 """
 
 import logging
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.plan import StepPlan
+from phalanx_runtime.errors import DraftLost, PeerLost
 from phalanx_runtime.model.attention import LayerCache
 from phalanx_runtime.model.decoder import Decoder
 from phalanx_runtime.model.exit import Exit
@@ -47,16 +49,18 @@ class SelfDraft(Pageless):
         return self._lost
 
     def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
-        """The drafted paths. Raises PeerLost."""
+        """The drafted paths. Raises PeerLost, DraftLost."""
         if self._lost:
             return nothing(plan)
-        if self._peers.world_size > 1:  # the others are in the pass, and wait
-            return self._draft(plan, builder, rows)
         try:
             return self._draft(plan, builder, rows)
+        except PeerLost:
+            raise
         except Exception as error:  # whatever it is, the target goes on without
             log.exception("the self-draft failed: the group goes on without speculation")
             self._lost = f"a step of the self-draft failed: {error}"
+            if self._peers.world_size > 1:
+                raise DraftLost(self._lost) from error
             return nothing(plan)
 
     def _draft(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:

@@ -6,6 +6,7 @@
 At rest: serving, no action. Any failure ends the whole incarnation: every pod ends its ranks, and the number goes up at once, so
 that routers see the loss before the next start. A pod that left is no crash: the group starts when it is back. Failed ranks are:
 the first failure after a long service starts again at once, others wait 1, 2, 4 ... 30 s.
+What drafts may fail where ranks wait for one another: then all starts after it, of this leader, are without a draft.
 A pod that is told to leave says so first: what runs is finished, then the incarnation ends, and the next waits for its successor.
 Pure: the clock is an argument; `supervisor` does what is decided here.
 """
@@ -50,6 +51,7 @@ class RanksFailed:
     """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one.
 
     Without `is_charged` the group is not to blame: a request ran alone under which groups die, and the next start need not wait.
+    With `is_draft` what drafts is: the next starts are without it.
     """
 
     pod: int
@@ -57,6 +59,7 @@ class RanksFailed:
     why: str
     is_echo: bool = False
     is_charged: bool = True
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,11 @@ Event = Joined | Left | Leaving | Drained | RanksReady | RanksFailed | BackoffOv
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Every pod starts its ranks. `hosts[p]` is the host of pod p."""
+    """Every pod starts its ranks. `hosts[p]` is the host of pod p; `without_draft` says why nothing drafts."""
 
     incarnation: int
     hosts: tuple[str, ...]
+    without_draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ class Group:
     """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
 
     `memory` are the accounts of the ranks that are ready, by rank. `leaving`: pods that wait for what runs, and will not be back.
-    `deaths` counts incarnations that ended for no cause outside of the group; `death` is the last one's.
+    `deaths` counts incarnations that ended for no cause outside of the group; `death` is the last one's. `without_draft`: why
+    nothing drafts any more.
     """
 
     num_pods: int
@@ -149,6 +154,7 @@ class Group:
     leaving: frozenset[int] = frozenset()
     deaths: int = 0
     death: str = ""
+    without_draft: str = ""
 
     def reason(self) -> str:
         """Why the group does not serve, in words; empty when it does."""
@@ -189,7 +195,7 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
                 return group, []
             return replace(group, phase="serving", serving_since=now), [Serve(group.incarnation)]
         case RanksFailed():
-            return _failed(group, event, now)
+            return _failed(_without_draft(group, event), event, now)
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
@@ -242,6 +248,11 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     return replace(group, phase="backoff"), [*actions, WakeAfter(group.incarnation, delay_s)]
 
 
+def _without_draft(group: Group, event: RanksFailed) -> Group:
+    """The group with what drafts left out if that failed, in whichever incarnation it was."""
+    return replace(group, without_draft=f"pod {event.pod}: {event.why}") if event.is_draft else group
+
+
 def _died(group: Group, event: RanksFailed, why: str) -> Group:
     """The group with this death counted, unless it is an echo of another, or no fault of the group."""
     return group if event.is_echo or not event.is_charged else replace(group, deaths=group.deaths + 1, death=why)
@@ -277,4 +288,4 @@ def _start_if_all_here(group: Group) -> tuple[Group, list[Action]]:
     if group.phase != "gathering" or len(group.hosts) < group.num_pods:
         return group, []
     hosts = tuple(host for _, host in group.hosts)
-    return replace(group, phase="loading"), [Start(group.incarnation, hosts)]
+    return replace(group, phase="loading"), [Start(group.incarnation, hosts, group.without_draft)]

@@ -23,12 +23,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One incarnation as this pod is told of it: the hosts of all pods, the key between ranks, rank 0's socket."""
+    """One incarnation as this pod is told of it: the hosts of all pods, the key between ranks, rank 0's socket.
+
+    without_draft: why nothing drafts in it, where something failed before.
+    """
 
     incarnation: int
     hosts: tuple[str, ...]
     key: str
     engine_socket: str = ""
+    without_draft: str = ""
 
 
 class Reporter(Protocol):
@@ -38,7 +42,7 @@ class Reporter(Protocol):
         """All ranks of this pod have loaded; `ready` is what they said, in their order. May raise ModelError."""
         ...
 
-    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+    def ranks_failed(self, launch: Launch, end: RanksEnded) -> None:
         """The incarnation cannot go on because of this pod. Its ranks were killed, and will be gone before others start."""
         ...
 
@@ -126,17 +130,17 @@ class Pod:
         try:
             end = await self._run_ranks(launch)
         except (ModelError, OSError) as error:
-            end = RanksEnded(str(error), is_echo=False)
+            end = RanksEnded(str(error))
         except RanksEnded as ended:
             end = ended
         except Exception as bug:
             log.exception("an incarnation ended by a bug", extra={"incarnation": launch.incarnation})
-            end = RanksEnded(f"internal error: {bug!r}", is_echo=False)
+            end = RanksEnded(f"internal error: {bug!r}")
         self._do("idle")
         if self._ranks is not None:
             self._ranks.end()
         log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
-        self._reporter.ranks_failed(launch, end.why, end.is_echo)
+        self._reporter.ranks_failed(launch, end)
 
     async def _run_ranks(self, launch: Launch) -> RanksEnded:
         """Why the ranks ended. Raises what went wrong before they were ready."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from phalanx_frontend.vitals import RankHealth
-from phalanx_runtime.rank_spec import EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from phalanx_runtime.server import pulse
 from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds, Pulse
 
@@ -34,12 +34,13 @@ _decode = msgspec.json.Decoder(RankSays).decode
 
 
 class RanksEnded(Exception):
-    """Ranks ended, and with them the incarnation. `is_echo`: none of them for a reason of its own."""
+    """Ranks ended, and with them the incarnation. `is_echo`: none for a reason of its own; `is_draft`: what drafts failed."""
 
-    def __init__(self, why: str, is_echo: bool) -> None:
+    def __init__(self, why: str, is_echo: bool = False, is_draft: bool = False) -> None:
         super().__init__(why)
         self.why = why
         self.is_echo = is_echo
+        self.is_draft = is_draft
 
 
 class RankProcess:
@@ -74,6 +75,11 @@ class RankProcess:
     def has_lost_peer(self) -> bool:
         """Whether the rank ended because another one had."""
         return self._process.returncode == EXIT_PEER_LOST
+
+    @property
+    def has_lost_draft(self) -> bool:
+        """Whether the rank ended because what drafts failed."""
+        return self._process.returncode == EXIT_DRAFT
 
     def health(self) -> RankHealth:
         """Whether the process lives, and how long its heart has been silent."""
@@ -173,14 +179,15 @@ class Ranks:
         try:
             await asyncio.wait([*ends, watch], return_when=asyncio.FIRST_COMPLETED)
             if watch.done() and not any(end.done() for end in ends):
-                return RanksEnded(watch.result(), is_echo=False)
+                return RanksEnded(watch.result())
         finally:
             watch.cancel()
         if all(process.has_lost_peer for process in self._processes if process.ended.done()):
             await asyncio.wait(ends, timeout=ECHO_WAIT_S)
         gone = [process for process in self._processes if process.ended.done()]
         own = [process for process in gone if not process.has_lost_peer]
-        return RanksEnded((own or gone)[0].why_ended(), is_echo=not own)
+        told = (own or gone)[0]
+        return RanksEnded(told.why_ended(), is_echo=not own, is_draft=told.has_lost_draft)
 
     async def _watch(self) -> str:
         """Which rank is hung, and why, once one is."""

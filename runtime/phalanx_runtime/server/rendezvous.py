@@ -126,8 +126,8 @@ class LeaderRendezvous:
                 match await connection.receive():
                     case Ready(number, memory):
                         self._happened(inc.RanksReady(pod, number, tuple(memory)))
-                    case Failed(number, text, is_echo):
-                        self._happened(inc.RanksFailed(pod, number, text, is_echo))
+                    case Failed(number, text, is_echo, is_draft):
+                        self._happened(inc.RanksFailed(pod, number, text, is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
                         self._happened(inc.Leaving(pod, why_leaving))
                     case frame:

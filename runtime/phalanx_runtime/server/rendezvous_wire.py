@@ -46,11 +46,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Start the ranks of this incarnation. The key between ranks comes from the token and `nonce`: see `rank_key`."""
+    """Start the ranks of this incarnation. The key between ranks comes from the token and `nonce`: see `rank_key`.
+
+    without_draft: why nothing drafts in it, where something failed before.
+    """
 
     incarnation: int
     hosts: list[str]
     nonce: bytes
+    without_draft: str = ""
 
 
 class Serve(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
@@ -74,11 +78,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Ranks of this pod ended."""
+    """Ranks of this pod ended. `is_draft`: what drafts failed."""
 
     incarnation: int
     why: str
     is_echo: bool
+    is_draft: bool = False
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):

@@ -262,7 +262,7 @@ def make_rank_specs(
             speculative_draft_dir=drafts.draft_dir,
             speculative_exit=drafts.exit,
             speculative_ratio=settings.speculative_ratio,
-            speculative_missing=drafts.missing,
+            speculative_missing=drafts.missing or launch.without_draft,
         )
         for i in range(local)
     ]

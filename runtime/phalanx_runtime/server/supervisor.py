@@ -25,7 +25,7 @@ from phalanx_runtime.server import rendezvous_wire as say
 from phalanx_runtime.server.pod import Launch, Pod
 from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.pulse import DEFAULT_BOUNDS, Bounds
-from phalanx_runtime.server.ranks import RANK_COMMAND
+from phalanx_runtime.server.ranks import RANK_COMMAND, RanksEnded
 from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
 from phalanx_runtime.server.rendezvous_wire import DEFAULT_TIMING, Timing, rank_key
 
@@ -134,9 +134,9 @@ class LeaderSupervisor:
         self._assets, self._served = await asyncio.to_thread(self._parts.read_assets, folder, ready[0]), ready[0].served
         self._happened(inc.RanksReady(0, launch.incarnation, tuple(_accounts(ready))))
 
-    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+    def ranks_failed(self, launch: Launch, end: RanksEnded) -> None:
         """Our ranks are gone."""
-        self._happened(inc.RanksFailed(0, launch.incarnation, why, is_echo))
+        self._happened(inc.RanksFailed(0, launch.incarnation, end.why, end.is_echo, is_draft=end.is_draft))
 
     def _happened(self, event: inc.Event) -> None:
         if isinstance(event, inc.RanksFailed) and self._client.has_alone:
@@ -152,8 +152,8 @@ class LeaderSupervisor:
 
     def _do(self, action: inc.Action) -> None:
         match action:
-            case inc.Start(incarnation, hosts):
-                self._start(incarnation, list(hosts))
+            case inc.Start(incarnation, hosts, without_draft):
+                self._start(incarnation, list(hosts), without_draft)
             case inc.Serve(incarnation):
                 assert self._assets is not None, "our own ranks were ready"
                 log.info("group serves", extra={"incarnation": incarnation})
@@ -185,14 +185,15 @@ class LeaderSupervisor:
         self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > loop.time()}
         self._timers.add(loop.call_later(delay_s, do, incarnation))
 
-    def _start(self, incarnation: int, hosts: list[str]) -> None:
+    def _start(self, incarnation: int, hosts: list[str], without_draft: str) -> None:
         """Starts our ranks and tells the others. The name by which pods found us is better known than our own address."""
         hosts[0] = self._rendezvous.own_host or hosts[0]
         nonce = secrets.token_bytes(16)
         endpoint = f"ipc://{self._sockets}/engine-{incarnation}"
         self._client.bind(endpoint)
-        self._pod.start(Launch(incarnation, tuple(hosts), rank_key(self._place.token, incarnation, nonce), endpoint))
-        self._rendezvous.send(say.Start(incarnation, hosts, nonce))
+        key = rank_key(self._place.token, incarnation, nonce)
+        self._pod.start(Launch(incarnation, tuple(hosts), key, endpoint, without_draft))
+        self._rendezvous.send(say.Start(incarnation, hosts, nonce, without_draft))
 
 
 class MemberSupervisor:
@@ -249,16 +250,17 @@ class MemberSupervisor:
         self._accounts = _accounts(ready)
         self._membership.say(say.Ready(launch.incarnation, self._accounts))
 
-    def ranks_failed(self, launch: Launch, why: str, is_echo: bool) -> None:
+    def ranks_failed(self, launch: Launch, end: RanksEnded) -> None:
         """Our ranks are gone."""
-        self._show(Status(False, launch.incarnation, why))
-        self._membership.say(say.Failed(launch.incarnation, why, is_echo))
+        self._show(Status(False, launch.incarnation, end.why))
+        self._membership.say(say.Failed(launch.incarnation, end.why, end.is_echo, end.is_draft))
 
     def _obey(self, command: say.Command) -> None:
         match command:
-            case say.Start(incarnation, hosts, nonce):
+            case say.Start(incarnation, hosts, nonce, without_draft):
                 self._show(Status(False, incarnation, "loading the model"))
-                self._pod.start(Launch(incarnation, tuple(hosts), rank_key(self._place.token, incarnation, nonce)))
+                key = rank_key(self._place.token, incarnation, nonce)
+                self._pod.start(Launch(incarnation, tuple(hosts), key, without_draft=without_draft))
             case say.Serve(incarnation):
                 self._show(Status(True, incarnation, ""))
             case say.Stop(incarnation, why):
