@@ -3,12 +3,14 @@
     python3 -m tests.cluster up --images
     python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.control_scale --services 200 --rate 1
     ... --services 200 --rate 5      what saturates when services come faster
+    ... --check                      exit status 1 when a bound is missed
 
 Each service has five groups of two pods and a router, on nodes that exist only in the API server
 (`bench.control_scale.nodes`, in place of kwok); the real nodes are cordoned meanwhile, with the operator on them. Measured in
 stages of `--stage` services: seconds from the answer to the create call until a watch shows the service's last StatefulSet;
 the operator's CPU per service, resident memory and CPU when idle, by its own metrics; CPU of the control plane. In the end the
-leader is stopped, and another one killed, and a change is timed. The last line is JSON.
+leader is stopped, and another one killed, and a change is timed. Then comes a line for each bound that is missed
+(`bench.control_scale.bounds`), and the last line is JSON.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import uuid
 from typing import Any
 
 from bench.control_scale import nodes
+from bench.control_scale.bounds import missed
 from bench.control_scale.measure import OPERATOR_NAMESPACE, Sets, Use, control_plane_cpu, leader_of, use_of
 from phalanx_api import labels
 from phalanx_operator.errors import Conflict, KubeError, Retry
@@ -204,9 +207,14 @@ def main() -> int:
     parser.add_argument("--services", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1.0, help="services per second")
     parser.add_argument("--stage", type=int, default=50, help="services between two measurements at rest")
+    parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
     given = parser.parse_args()
-    print(json.dumps(asyncio.run(run(ours(), given.services, given.rate, given.stage))))
-    return 0
+    result = asyncio.run(run(ours(), given.services, given.rate, given.stage))
+    wrong = missed(result)
+    for sentence in wrong:
+        print(f"missed: {sentence}")
+    print(json.dumps(result))
+    return 1 if given.check and wrong else 0
 
 
 if __name__ == "__main__":
