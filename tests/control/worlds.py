@@ -16,6 +16,7 @@ from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body, refuse_strangers
 from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters
+from tests.control.said import SAID, said
 
 KEY = ("team", "chat")
 IMAGES = Images("runtime:1", "router:1")
@@ -58,13 +59,21 @@ class World:
         why nobody is woken by it. (Where there is an autoscaler it comes again every few seconds.)"""
         self.cluster.tell()
         before = len(self.kube.calls)
-        self.next_s = await self.reconciler.reconcile(KEY)
+        try:
+            self.next_s = await self.reconciler.reconcile(KEY)
+        finally:
+            self.refuse_strange_words()
         writes = self.kube.calls[before:]
         only_told = all("inferenceservices/status" in write or " events " in write for write in writes)
         if writes and only_told and "autoscaling" not in self.service["spec"]:
             await self.reconciler.reconcile(KEY)
             assert self.kube.calls[before:] == writes
         return writes
+
+    def refuse_strange_words(self) -> None:
+        """Fails where a condition says what it may not: then tests/control/said.py lacks it, and so do the cases there."""
+        found = self.kube.of(SERVICES_OF_OURS).get("chat", {}).get("status", {})
+        assert said(Status.model_validate(found).conditions) <= SAID
 
     async def settle(self, looks: int = 12) -> None:
         """Looks while the cluster does its part, until nothing is written any more."""

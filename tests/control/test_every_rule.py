@@ -1,0 +1,49 @@
+"""Every rule of the CRD is broken by a manifest of tests/cluster/rule_cases.py, where it stands: the lists are compared."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx_api.crd import schema
+from tests.cluster.rule_cases import REFUSED, STRANGE, Refused
+
+
+def places(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field in a schema, `spec.a.b[].c`, and the schema of it."""
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from places(child, f"{path}.{name}".removeprefix("."))
+    for part, sign in {"items": "[]", "additionalProperties": "{}"}.items():
+        if isinstance(node.get(part), dict):
+            yield from places(node[part], path + sign)
+
+
+def rules() -> list[tuple[str, str]]:
+    """All rules of the CRD: the field that each names, and its message."""
+    found = [(path, one) for path, node in PLACES for one in node.get("x-kubernetes-validations", [])]
+    return [(path + one.get("fieldPath", ""), one["message"]) for path, one in found]
+
+
+PLACES = list(places(schema()))
+
+
+def place(case: Refused) -> str:
+    return case.field.replace("[0]", "[]")
+
+
+def broken(case: Refused) -> list[tuple[str, str]]:
+    """The rules of which this case tells, by field and message."""
+    return [(field, message) for field, message in rules() if field == place(case) and message.startswith(case.words)]
+
+
+def test_every_rule_refuses_something_in_the_real_cluster() -> None:
+    """The cases themselves are run by tests/cluster/test_rules.py, for only an API server evaluates rules."""
+    assert len(set(rules())) == len(rules())
+    assert set(rules()) - {rule for case in REFUSED for rule in broken(case)} == set()
+
+
+def test_every_case_names_a_field_and_what_is_said_of_it_alone() -> None:
+    """A single word could be anything: a part of the path, or of what another rule says."""
+    known = {path for path, _ in PLACES}
+    assert [case.field for case in REFUSED if place(case) not in known or not case.field.startswith("spec.")] == []
+    assert [case for case in REFUSED if " " not in case.words or len(broken(case)) > 1] == []
+    assert known.isdisjoint(STRANGE)
