@@ -5,7 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,6 +53,8 @@ class HubServer:
     large: set[str] = field(default_factory=set)
     cut_after: dict[str, list[int]] = field(default_factory=dict)
     trouble: dict[str, list[int]] = field(default_factory=dict)
+    hold_after: dict[str, tuple[int, threading.Event]] = field(default_factory=dict)
+    """By name: after how many bytes an answer stops until the event is set."""
     wrong: set[str] = field(default_factory=set)
     without_etag: bool = False
     new_etag_each_time: bool = False
@@ -167,7 +169,12 @@ class HubHandler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body_sent)
+        num_bytes, go_on = self.hub.hold_after.get(name, (0, None))
+        self.wfile.write(body_sent[:num_bytes] if go_on else body_sent)
+        if go_on is not None:
+            go_on.wait(60)
+            with suppress(ConnectionError):  # who asked may be gone
+                self.wfile.write(body_sent[num_bytes:])
         self.close_connection = self.close_connection or cut is not None
 
 
