@@ -1,0 +1,185 @@
+"""Another value for each field of a service's spec, and the spec in which it makes a difference."""
+
+import copy
+import re
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+TWO_PODS: Json = {"parallelism": {"tensor": 2, "gpusPerPod": 1}}
+SCALED: Json = {"replicas": 2, "autoscaling": {"maxReplicas": 4, "targets": {"itlP95Ms": 50}}}
+TO_ZERO: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"scaleToZero": {"enabled": True}}}
+FALLBACK: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"onMetricsLoss": "Fallback", "fallbackReplicas": 2}}
+NIGHT = {"cron": "0 3 * * *", "timezone": "UTC", "min": 2, "max": 3}
+EVENING = {"cron": "0 2 * * *", "min": 1, "max": 4}
+"""Holds where the night has not begun."""
+SCHEDULED: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"schedules": [NIGHT, EVENING]}}
+SURGING: Json = {"replicas": 3, "rollout": {"maxSurge": 1}}
+
+
+def hub(**fields: Any) -> Json:
+    return {"model": {"uri": "hf://org/model"} | fields}
+
+
+def speculating(method: str, **fields: Any) -> Json:
+    return {"engine": {"speculative": {"method": method} | fields}}
+
+
+def exposed(kind: str, **fields: Any) -> Json:
+    return {"router": {"expose": {"type": kind} | fields}}
+
+
+SECRET = hub(secretRef={"name": "a"})
+LOCAL = hub(cache={"type": "NodeLocal", "size": "1Gi"})
+SHARED = hub(cache={"type": "Shared", "claimName": "a"})
+TREE = speculating("NGram", tree={"widths": [2]})
+GATEWAY = exposed("HTTPRoute", gateway={"name": "a"})
+INGRESS = exposed("Ingress", hosts=["a.example"])
+
+
+class Change(NamedTuple):
+    """One field of a spec, and what it and others are without and with the change."""
+
+    field: str
+    before: Json
+    after: Json
+
+
+def change(field: str, value: Any, before: Json | None = None, *, beside: Json | None = None) -> Change:
+    """The field has this value afterwards. `beside`: fields next to it, which the schema then wants, or wants no more (None)."""
+    after = copy.deepcopy(before or {})
+    *path, last = re.findall(r"[^.\[\]]+|\[0\]", field)
+    record: Any = after
+    for step in path:
+        record = record[0] if step == "[0]" else record.setdefault(step, {})
+    for name, one in {last: value, **(beside or {})}.items():
+        if one is None:
+            record.pop(name, None)
+        else:
+            record[name] = one
+    return Change(field, before or {}, after)
+
+
+_MODEL = [
+    change("model.uri", "hf://org/other", hub()),
+    change("model.revision", "abc", hub()),
+    change("model.secretRef.name", "b", SECRET),
+    change("model.secretRef.key", "b", SECRET),
+    change("model.cache.type", "NodeLocal", SHARED, beside={"size": "1Gi", "claimName": None}),
+    change("model.cache.claimName", "b", SHARED),
+    change("model.cache.readOnly", True, SHARED),
+    change("model.cache.storageClassName", "b", LOCAL),
+    change("model.cache.size", "2Gi", LOCAL),
+    change("servedNames", ["other"]),
+]
+_PODS = [
+    change("parallelism.tensor", 2),
+    change("parallelism.pipeline", 2),
+    change("parallelism.gpusPerPod", 1, {"parallelism": {"tensor": 2}}),
+    change("resources.accelerator.resourceName", "example.com/device"),
+    change("resources.accelerator.product", "H200"),
+    change("resources.cpu", 2),
+    change("resources.memory", "2Gi"),
+    change("resources.shm", "2Gi"),
+    change("podTemplate", {"metadata": {"labels": {"a": "b"}}}),
+]
+_PLACEMENT = [
+    change("placement.nodeSelector", {"a": "b"}),
+    change("placement.tolerations", [{"operator": "Exists"}]),
+    change("placement.affinity", {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "a"}]}}),
+    change("placement.topology.key", "a", {"placement": {"topology": {"mode": "Required"}}}),
+    change("placement.topology.mode", "Required"),
+    change("placement.spreadGroups", "Required"),
+    change("placement.priorityClassName", "a"),
+    change("placement.runtimeClassName", "a"),
+    change("placement.schedulerName", "a"),
+    change("placement.gang.mode", "Volcano", TWO_PODS),
+    change("placement.gang.timeoutSeconds", 60, TWO_PODS | {"placement": {"gang": {"mode": "Fallback"}}}),
+    change("placement.queueName", "b", {"placement": {"gang": {"mode": "Kueue"}, "queueName": "a"}}),
+]
+_ENGINE = [
+    change("engine.image", "other:1"),
+    change("engine.dtype", "float32"),
+    change("engine.maxModelLen", 512),
+    change("engine.maxNumSeqs", 8),
+    change("engine.maxNumBatchedTokens", 512),
+    change("engine.pageSize", 32),
+    change("engine.kvCacheMemory", "1Gi"),
+    change("engine.gpuMemoryUtilization", "0.50"),
+    change("engine.prefixCaching", False),
+    change("engine.schedulingPolicy", "fair"),
+    change("engine.extraArgs", ["--some-flag"]),
+    change("engine.probes.startupSeconds", 60),
+    change("engine.probes.livenessSeconds", 30),
+    change("engine.speculative.method", "SelfDraft", speculating("NGram")),
+    change("engine.speculative.draftModel", "hf://org/b", speculating("Draft", draftModel="hf://org/a")),
+    change("engine.speculative.exit", "file:///b", speculating("SelfDraft")),
+    change("engine.speculative.ratio", "0.30", speculating("SelfDraft")),
+    change("engine.speculative.numTokens", 3, speculating("NGram")),
+    change("engine.speculative.tree.widths", [3], TREE),
+    change("engine.speculative.tree.shape", "Static", TREE),
+]
+_SCALING = [
+    change("replicas", 3),
+    change("suspend", True),
+    change("autoscaling.mode", "External", SCALED),
+    change("autoscaling.minReplicas", 3, SCALED),
+    change("autoscaling.maxReplicas", 5, SCALED),
+    change("autoscaling.targets.ttftP95Ms", 500, SCALED),
+    change("autoscaling.targets.itlP95Ms", 60, SCALED),
+    change("autoscaling.targets.kvUtilization", 50, SCALED),
+    change("autoscaling.scaleUp.stabilizationSeconds", 30, SCALED),
+    change("autoscaling.scaleUp.maxStep", 1, SCALED),
+    change("autoscaling.scaleDown.stabilizationSeconds", 30, SCALED),
+    change("autoscaling.scaleDown.maxStep", 1, SCALED),
+    change("autoscaling.schedules[0].cron", "0 4 * * *", SCHEDULED),
+    change("autoscaling.schedules[0].timezone", "Asia/Tokyo", SCHEDULED),
+    change("autoscaling.schedules[0].min", 3, SCHEDULED),
+    change("autoscaling.schedules[0].max", 5, SCHEDULED),
+    change("autoscaling.scaleToZero.enabled", True, SCALED),
+    change("autoscaling.scaleToZero.idleSeconds", 60, TO_ZERO),
+    change("autoscaling.scaleToZero.maxHeldRequests", 7, TO_ZERO),
+    change("autoscaling.scaleToZero.holdTimeoutSeconds", 60, TO_ZERO),
+    change("autoscaling.onMetricsLoss", "Fallback", SCALED, beside={"fallbackReplicas": 2}),
+    change("autoscaling.fallbackReplicas", 3, FALLBACK),
+]
+_KEEPING = [
+    change("rollout.maxUnavailable", 2, {"replicas": 3}),
+    change("rollout.maxSurge", 1),
+    change("rollout.surgeTimeoutSeconds", 30, SURGING),
+    change("rollout.partition", 1),
+    change("rollout.paused", True),
+    change("rollout.minReadySeconds", 60),
+    change("rollout.progressDeadlineSeconds", 60),
+    change("rollout.onFailure", "Rollback"),
+    change("rollout.canaryWeight", 10),
+    change("rollout.restartId", "again"),
+    change("rebalancing.mode", "Off"),
+    change("rebalancing.budgets.movesPerGroup", 2),
+    change("rebalancing.budgets.bandwidth", "1Gi"),
+    change("rebalancing.budgets.liveTokensPercentPerSecond", 5),
+    change("drain.preStopSeconds", 5),
+    change("drain.timeoutSeconds", 30),
+    change("restartPolicy.mode", "None"),
+    change("restartPolicy.startupSeconds", 60),
+    change("restartPolicy.maxGroupRestarts", 1),
+    change("restartPolicy.windowSeconds", 60),
+    change("restartPolicy.nodeLostSeconds", 30),
+]
+_AROUND = [
+    change("router.replicas", 2),
+    change("router.apiKeys.name", "b", {"router": {"apiKeys": {"name": "a"}}}),
+    change("router.apiKeys.key", "b", {"router": {"apiKeys": {"name": "a"}}}),
+    change("router.policy", "RoundRobin"),
+    change("router.failureMode", "FailClosed"),
+    change("router.expose.type", "Ingress"),
+    change("router.expose.hosts", ["b.example"], INGRESS),
+    change("router.expose.className", "b", INGRESS),
+    change("router.expose.tlsSecretName", "b", INGRESS),
+    change("router.expose.gateway.name", "b", GATEWAY),
+    change("router.expose.gateway.namespace", "b", GATEWAY),
+    change("router.expose.gateway.sectionName", "b", GATEWAY),
+    change("router.expose.annotations", {"a": "b"}, INGRESS),
+    change("networkPolicy.enabled", False),
+    change("monitoring.serviceMonitor", "Off"),
+]
+CHANGES = [*_MODEL, *_PODS, *_PLACEMENT, *_ENGINE, *_SCALING, *_KEEPING, *_AROUND]
