@@ -43,6 +43,14 @@ def test_links_to_files_resolve(document: pathlib.Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_tests_exist(document: pathlib.Path) -> None:
+    named = re.findall(r"\b(tests(?:/[\w-]+)+(?:\.py)?)(?:::(\w+))?", document.read_text())
+    missing = [path for path, _ in named if not (ROOT / path).exists()]
+    missing += [name for path, name in named if name and f"def {name}(" not in (ROOT / path).read_text()]
+    assert missing == []
+
+
 def test_every_guide_is_linked_from_the_front_page() -> None:
     pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - {"docs/modules.md"}
     assert sorted(page for page in pages if f"]({page})" not in (ROOT / "README.md").read_text()) == []
