@@ -103,8 +103,8 @@ class Speculator:
 
     def draft_s(self, making: Making) -> float:
         """How long the drafts of a step take, but for those of prompt tokens."""
-        deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
-        return self._cost.draft_s(deepest, sum(len(chunk.behind) for chunk in making.chunks if chunk.is_decode))
+        behind = sum(len(chunk.behind) for chunk in making.chunks if chunk.is_decode)
+        return self._cost.draft_s(_num_passes(making), behind, _further_rows(making))
 
     def draft_s_behind_decodes(self, making: Making, draft_s: float) -> float:
         """How much of this measured time of drafts went into proposals: beside prompts no more than is known of passes."""
@@ -150,13 +150,13 @@ class Speculator:
         if lost and not self._lost:
             self._lost = lost
         if wall_s is not None and model is not None:
-            deepest = max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
             proposals = sum(chunk.depth for chunk in making.chunks)
             has_trees = any(chunk.has_branches for chunk in making.chunks)
             behind = sum(max(0, len(chunk.behind) - 1) for chunk in making.chunks)
             if self._probing.was_probe(making.step) and not making.plain.prefill_tokens:
                 self._probing.took(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
-            self._cost.learn(model, making.plain, proposals, deepest, wall_s, draft_s, has_trees, behind)
+            passes, rows = _num_passes(making), _further_rows(making)
+            self._cost.learn(model, making.plain, proposals, passes, wall_s, draft_s, has_trees, behind, rows)
 
     def counts(self) -> SpeculationCounts:
         """What became of all proposals."""
@@ -251,6 +251,16 @@ class Speculator:
         if chunk.is_drafted and lags(chunk):
             catch_up(pool, making, chunk, chunk.start)
             mark(pool, making, chunk, chunk.end)
+
+
+def _num_passes(making: Making) -> int:
+    """Of the draft: one for each level of the deepest proposals that are drafted."""
+    return max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
+
+
+def _further_rows(making: Making) -> int:
+    """How many proposals are drafted beyond one in each pass."""
+    return sum(chunk.depth for chunk in making.chunks if chunk.is_drafted) - _num_passes(making)
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:

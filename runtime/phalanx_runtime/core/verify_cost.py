@@ -7,9 +7,11 @@
 Trees are attended to in another way than chains, so steps with and without them are told apart. What is not used any more is
 forgotten: then it is tried again.
 
-A draft takes so much for each pass, and for each token that it catches up with: steps with few of these teach the first, others
-the second. Only steps without prompt tokens teach: there a difference is the proposals'. Sums, and not the mean of quotients:
-one proposal in a step of many decodes is far less than what two such steps differ by.
+A draft takes so much for each pass, for each proposal beyond one in each pass, and for each token that it catches up with:
+steps with one request that is drafted for teach the first, with several the second, and those that catch up the third. Probes
+are of one request: without the second they would promise that all requests cost as little. Only steps without prompt tokens
+teach: there a difference is the proposals'. Sums, and not the mean of quotients: one proposal in a step of many decodes is far
+less than what two such steps differ by.
 """
 
 from dataclasses import dataclass
@@ -36,6 +38,10 @@ FIRST_TIMES = 3
 """So many measured times of a draft count by the fastest of them."""
 DOUBT = 0.9
 """How much of what a draft took is still believed, after it kept a probe from being made."""
+FOLLOW_ROW = 0.5
+"""Weight of the latest measured time of a further row: few steps teach it, and each that is tried in vain costs."""
+FADE_ROW = 0.99
+"""How much of what a further row took is still believed after a pass with one: what keeps it from being tried is forgotten."""
 FEW_BEHIND = 8
 """Tokens that a draft catches up with in one pass as if there were none."""
 LEAST_SHARE = 0.005
@@ -54,9 +60,10 @@ class _Followed:
     """A time that is followed. Of the first ones the fastest is believed, and none alone: the first of all may have loaded what
     later ones find."""
 
-    __slots__ = ("_first", "seconds")
+    __slots__ = ("_first", "_follow", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, follow: float = FOLLOW) -> None:
+        self._follow = follow
         self.seconds = 0.0
         """0 while nothing is believed of it."""
         self._first: list[float] = []
@@ -74,7 +81,7 @@ class _Followed:
                 self.seconds = min(self._first)
             return
         before = self.seconds or seconds
-        follow = FOLLOW if seconds > before else FOLLOW_DOWN
+        follow = self._follow if seconds > before else FOLLOW_DOWN
         self.seconds = before + follow * (min(seconds, LONGEST * before) - before)
 
 
@@ -88,12 +95,18 @@ class VerifyCost:
         self._over: dict[_Kind, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
         self._pass = _Followed()
+        self._row = _Followed(FOLLOW_ROW)
         self._behind = _Followed()
 
     @property
     def pass_s(self) -> float:
         """Of a draft; 0 while nothing is believed of it."""
         return self._pass.seconds
+
+    @property
+    def row_s(self) -> float:
+        """Of each row of a draft's pass beyond the first; 0 while nothing is believed of it."""
+        return self._row.seconds
 
     @property
     def behind_s(self) -> float:
@@ -110,9 +123,9 @@ class VerifyCost:
         plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
         if kind not in self._over:
             expected = partial(self._predicted_s, model, plain, plain_s)
-            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s)
+            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s, row_s=self.row_s)
         token_s = self._token_s(model, plain, plain_s, kind)
-        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s)
+        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s, row_s=self.row_s)
 
     def learn(
         self,
@@ -124,16 +137,20 @@ class VerifyCost:
         draft_s: float,
         has_trees: bool = False,
         behind: int = 0,
+        rows: int = 0,
     ) -> None:
-        """A step that was measured: its work without proposals, how many it had, the deepest of those that were drafted, and how
-        many tokens drafts caught up with."""
+        """A step that was measured: its work without proposals, how many it had, the deepest of those that were drafted, how many
+        tokens drafts caught up with, and how many proposals were drafted beyond one in each pass."""
         if plain.prefill_tokens or not plain.decodes:
             return
         size = plain.decodes.bit_length()
         if behind > FEW_BEHIND:
-            self._learn_behind(depth, behind, draft_s)
+            self._learn_behind(depth, behind, draft_s, rows)
+        elif depth and rows and self._pass.is_known:
+            self._row.add(max(0.0, draft_s - depth * self.pass_s) / rows)
         elif depth:
             self._pass.add(draft_s / depth)
+            self._row.seconds *= FADE_ROW
         if not proposals:
             predicted_s = model.predict(plain)
             if predicted_s > 0:
@@ -156,18 +173,18 @@ class VerifyCost:
         self._pass.seconds *= DOUBT
         self._behind.seconds *= DOUBT
 
-    def draft_s(self, passes: int, behind: int) -> float:
-        """How long drafts with so many passes take that catch up with so many tokens."""
-        return passes * self.pass_s + behind * self.behind_s
+    def draft_s(self, passes: int, behind: int, rows: int = 0) -> float:
+        """How long drafts with so many passes take that catch up with so many tokens, with so many rows beyond one in each."""
+        return passes * self.pass_s + behind * self.behind_s + rows * self.row_s
 
-    def _learn_behind(self, depth: int, behind: int, draft_s: float) -> None:
+    def _learn_behind(self, depth: int, behind: int, draft_s: float, rows: int) -> None:
         """Passes and tokens were measured together: both are off alike; passes alone take no longer."""
         if depth and draft_s < depth * self.pass_s:
             self._pass.add(draft_s / depth)
         if not self.behind_s or (depth and not self.pass_s):
-            self._behind.add(max(0.0, draft_s - depth * self.pass_s) / behind)
+            self._behind.add(max(0.0, draft_s - self.draft_s(depth, 0, rows)) / behind)
             return
-        off = draft_s / self.draft_s(depth, behind)
+        off = draft_s / self.draft_s(depth, behind, rows)
         self._behind.add(off * self.behind_s)
         if depth:
             self._pass.add(off * self.pass_s)
