@@ -1,5 +1,5 @@
-"""Where downloaded models are kept: a claim that a Job fills and groups mount for reading only (`spec.model.cache.readOnly`), and
-a claim of each pod on its own node (`NodeLocal`).
+"""Where downloaded models are kept: a claim that a Job fills and groups mount for reading only (`spec.model.cache.readOnly`), a
+claim that all pods write to, and a claim of each pod on its own node (`NodeLocal`).
 
 The Job is the one of manifests/samples/filled-cache.yaml. It alone knows the source, which is there only while it runs.
 """
@@ -104,6 +104,36 @@ def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed
             claimed.kubectl("exec", name, "-c", "runtime", "--", "python3", "-c", WRITE)
 
 
+def fetching(scene: Scene, hub: HubServer, cache: dict[str, Any], replicas: int, pods: int, **spec: Any) -> dict[str, Any]:
+    """A service whose pods fetch the tiny model from this source into this cache."""
+    hub.large.add("model.safetensors")
+    hub.add(NAME, {path.name: path.read_bytes() for path in (tiny_model.folder() / tiny_model.NAME).iterdir()})
+    made = scene.manifest(replicas=replicas, pods=pods, **spec)
+    made["spec"]["model"] = {"uri": URI, "cache": cache}
+    (runtime,) = [c for c in made["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
+    runtime.setdefault("env", []).append({"name": "HF_ENDPOINT", "value": hub.endpoint})
+    return made
+
+
+def test_pods_that_may_all_write_to_one_claim_fetch_the_model_once(scene: Scene, tmp_path: Path) -> None:
+    if scene.cluster.files is None:
+        pytest.skip("the folder and the source are of this machine")
+    scene.gone()
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)  # pods run as nobody
+    scene.cluster.claim(scene.namespace, "shared", folder, access="ReadWriteMany")
+    with running_hub(API_IP) as hub:
+        cache = {"type": "Shared", "claimName": "shared"}
+        scene.apply(fetching(scene, hub, cache, replicas=2, pods=1, placement={"spreadGroups": "Required"}))
+        scene.wait_ready(2, 500)
+    assert len({pod["spec"]["nodeName"] for pod in scene.pods().values()}) == 2
+    assert sum("/revision/main?" in seen.path for seen in hub.seen) >= 2, "each of them asked what there is"
+    assert [seen.status for seen in hub.asked_for("model.safetensors")] == [200]
+    assert scene.condition("ModelCached") == ("True", "Cached")
+    scene.gone()
+
+
 LOCAL = "local-models"
 
 
@@ -126,14 +156,8 @@ def on_disks(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_each_pod_keeps_the_model_in_a_claim_of_its_own_on_the_disk_of_its_node(scene: Scene, on_disks: dict[str, Path]) -> None:
-    files = (tiny_model.folder() / tiny_model.NAME).iterdir()
     with running_hub(API_IP) as hub:
-        hub.large.add("model.safetensors")
-        hub.add(NAME, {path.name: path.read_bytes() for path in files})
-        made = scene.manifest(replicas=1, pods=2)
-        made["spec"]["model"] = {"uri": URI, "cache": {"type": "NodeLocal", "storageClassName": LOCAL, "size": "1Gi"}}
-        (runtime,) = [c for c in made["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
-        runtime.setdefault("env", []).append({"name": "HF_ENDPOINT", "value": hub.endpoint})
+        made = fetching(scene, hub, {"type": "NodeLocal", "storageClassName": LOCAL, "size": "1Gi"}, replicas=1, pods=2)
         scene.apply(made)
         scene.wait_ready(1, 500)
     pods, bound = scene.pods(), {one["metadata"]["name"]: one for one in scene.get("persistentvolumeclaims")["items"]}
