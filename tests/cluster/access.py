@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from images import build
-from tests.cluster import claims, lifecycle, namespaces, network, node
+from tests.cluster import claims, images, lifecycle, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
 from tests.cluster.programs import installed
 from tools.errors import Failed, Missing
@@ -65,6 +65,13 @@ class Cluster:
     def load_image(self, archive: Path) -> None:
         """Nothing; the archive's images are in every node. Raises Failed for a cluster that is not ours."""
         lifecycle.load_images(self._ours("load_image"), installed(), [archive])
+
+    def retagged(self, program: str, tag: str) -> str:
+        """The full name of one of our images under another tag, by which all nodes have it. Raises Failed like load_image."""
+        files, name = self._ours("retagged"), f"{self.image_prefix}/phalanx-{program}:{tag}"
+        for one in NODES:
+            images.tag_image(files, installed(), one, self.image(program), name)
+        return name
 
     def claim(self, namespace: str, name: str, folder: Path, access: str = "ReadOnlyMany") -> None:
         """Nothing; the namespace has a claim of that name on a folder that every node sees at its path."""

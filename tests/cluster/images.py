@@ -1,4 +1,4 @@
-"""Images into the nodes' stores, which outlive the cluster: an archive is imported once, and again only when it changed."""
+"""Images in the nodes' stores, which outlive the cluster: an archive is imported once, and again only when it changed."""
 
 from pathlib import Path
 
@@ -18,7 +18,16 @@ def import_images(files: ClusterFiles, programs: Programs, one: Node, archives: 
         content = f"{archive} {now.st_size} {now.st_mtime_ns}"
         if marker.exists() and marker.read_text() == content:
             continue
-        command = (programs.bin / "ctr", "--address", SOCKET, "--namespace", "k8s.io", "images", "import", archive)
-        output(*node.inside(files, one), *command, env=programs.environment())
+        _images(files, programs, one, "import", archive)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(content)
+
+
+def tag_image(files: ClusterFiles, programs: Programs, one: Node, image: str, name: str) -> None:
+    """Nothing; an image of the node's store has another name too, and what had that name before has it no more."""
+    _images(files, programs, one, "tag", "--force", image, name)
+
+
+def _images(files: ClusterFiles, programs: Programs, one: Node, *words: str | Path) -> None:
+    command = (programs.bin / "ctr", "--address", SOCKET, "--namespace", "k8s.io", "images", *words)
+    output(*node.inside(files, one), *command, env=programs.environment())

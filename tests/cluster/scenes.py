@@ -23,10 +23,11 @@ OPERATOR = ("-n", installation.NAMESPACE, "deployment/phalanx-operator")
 
 @dataclass(slots=True)
 class Traffic:
-    """Short requests without a pause. `failed`: what went wrong, with the time since the start."""
+    """Requests without a pause, of so many tokens. `failed`: what went wrong, with the time since the start."""
 
     url: str
     model: str
+    tokens: int = 12
     answered: int = 0
     failed: list[str] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -34,7 +35,8 @@ class Traffic:
     def run(self, number: int) -> None:
         """Asks until it is over."""
         began = time.monotonic()
-        body = {"model": self.model, "prompt": f"request {number}", "max_tokens": 12, "ignore_eos": True, "seed": number}
+        body = {"model": self.model, "prompt": f"request {number}", "max_tokens": self.tokens, "ignore_eos": True}
+        body |= {"seed": number}
         with httpx.Client(timeout=120) as client:
             while not self._over.is_set():
                 try:
@@ -90,6 +92,16 @@ class Scene(Chat):
         """Status and reason of a condition; empty when it is not there."""
         conditions = {c["type"]: (c["status"], c["reason"]) for c in self.status(name).get("conditions", [])}
         return conditions.get(kind, ("", ""))
+
+    def message(self, kind: str, name: str = "chat") -> str:
+        """The message of a condition; empty when it is not there."""
+        return next((str(c.get("message", "")) for c in self.status(name).get("conditions", []) if c["type"] == kind), "")
+
+    def things(self, *flags: str) -> set[str]:
+        """Kind and name of every object of the namespace, events left out; `flags` choose some."""
+        kinds = self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+        asked = ",".join(kind for kind in kinds if not kind.startswith("events"))
+        return set(self.kubectl("get", asked, "-o", "name", *flags).split())
 
     def events(self, name: str = "chat") -> set[tuple[str, str]]:
         """Type and reason of every event of a service."""
@@ -196,14 +208,14 @@ class Scene(Chat):
         svc.wait_for(lambda: not self.pods(f"phalanx.dev/service={name}"), limit_s, f"no pod of {name} is left")
 
     @contextmanager
-    def traffic(self, workers: int = 2) -> Iterator[Traffic]:
+    def traffic(self, workers: int = 2, tokens: int = 12) -> Iterator[Traffic]:
         """Requests while the block runs."""
-        made = Traffic(self.url, "tiny")
+        made = Traffic(self.url, "tiny", tokens)
         threads = [threading.Thread(target=made.run, args=(number,)) for number in range(workers)]
         for thread in threads:
             thread.start()
         try:
-            svc.wait_for(lambda: made.answered > 0, 60, "the first answers")
+            svc.wait_for(lambda: made.answered > 0, 180, "the first answers")
             yield made
         finally:
             made.end()

@@ -3,16 +3,19 @@
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 from tests.cluster import service as svc
+from tests.cluster.config import GPU_RESOURCE
 from tests.cluster.scenes import Scene, is_over, is_placed
 from tests.cluster.watching import always, at_most, broken, evicted
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-TIMEOUT_S = 20
+TIMEOUT_S, LOOK_S = 20, 3
 NATIVE = "/apis/scheduling.k8s.io/v1alpha2"
 
 
@@ -75,23 +78,48 @@ def test_s17_of_two_groups_with_room_for_one_there_is_one_whole_and_a_half_one_g
     crowded.leave(3)
     gang = {"mode": "Fallback", "timeoutSeconds": TIMEOUT_S}
     crowded.apply(crowded.manifest(replicas=2, pods=2, placement={"gang": gang}))
+    lived: dict[str, float] = {}
 
     def look() -> str:
+        lived.update({uid(one): age_s(one) for one in crowded.get("statefulsets")["items"]})
         halves = [group for group, count in placed(crowded).items() if count == 1]
         return at_most(1, halves, "two half groups")
 
     with always(look) as wrong:
         svc.wait_for(lambda: len(crowded.ready_groups()) == 1, 300, "one group is whole")
         whole = crowded.ready_groups()[0]
-        svc.wait_for(lambda: crowded.condition("CapacityAvailable")[0] == "False", 60, "the shortage is said")
         half, held = svc.wait_for(lambda: tried(crowded, whole), 360, "the other one is tried")
+        struck = uid(crowded.sets()[half])
+        svc.wait_for(lambda: says_shortage(crowded, half), 60, "what is short, and for whom, is said")
+        svc.wait_for(lambda: sum(crowded.free_devices().values()) == 0, 30, "half of it has the last device")
         svc.wait_for(lambda: not held & uids(crowded, half), TIMEOUT_S + 90, "a half group gives its devices back")
+        svc.wait_for(lambda: sum(crowded.free_devices().values()) == 1, 180, "the device is free again")
+        svc.wait_for(lambda: says_shortage(crowded, half), 30, "and it is still said what is short")
+        assert lived[struck] >= TIMEOUT_S - LOOK_S, "it had its time"
         assert crowded.condition("Available") == ("True", "Serving")
     assert wrong == []
     crowded.free_all()
     crowded.wait_ready(2, 500)
     assert whole in crowded.groups()
     assert crowded.condition("CapacityAvailable") == ("True", "Scheduled")
+
+
+def uid(body: dict[str, Any]) -> str:
+    found: str = body["metadata"]["uid"]
+    return found
+
+
+def age_s(body: dict[str, Any]) -> float:
+    """How old an object is, or was when it was to be deleted."""
+    times = body["metadata"]
+    end = datetime.fromisoformat(times["deletionTimestamp"]) if "deletionTimestamp" in times else datetime.now(UTC)
+    return (end - datetime.fromisoformat(times["creationTimestamp"])).total_seconds()
+
+
+def says_shortage(scene: Scene, group: str) -> bool:
+    """Whether the status names the group that has no room, and the device that is short."""
+    said = scene.message("CapacityAvailable")
+    return scene.condition("CapacityAvailable")[0] == "False" and group in said and GPU_RESOURCE in said
 
 
 RACK = "example.com/rack"
@@ -130,7 +158,7 @@ def test_s18_a_group_keeps_together_groups_keep_apart_and_one_without_a_place_wa
     racked.scale(num_nodes + 1)
     svc.wait_for(lambda: racked.condition("CapacityAvailable") == ("False", "Unschedulable"), 120, "there is no place")
     (late,) = set(racked.by_group()) - set(held)
-    said = next(c["message"] for c in racked.status()["conditions"] if c["type"] == "CapacityAvailable")
+    said = racked.message("CapacityAvailable")
     assert late in said and "affinity" in said, said
     assert nodes_of(racked)[late] == set(), "not half of it is placed"
     assert racked.condition("Available") == ("True", "Serving")

@@ -3,11 +3,14 @@
 The tests share a namespace and run in order; each takes its service away, or leaves it Ready with the groups that it says.
 """
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.cluster import claims
 from tests.cluster import service as svc
 from tests.cluster.clients import Streams, Told
 from tests.cluster.scenes import Scene
@@ -76,20 +79,51 @@ def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene:
     assert told[struck]["restarts"] == 0, "a pod that was deleted is no fault of the group"
 
 
-@pytest.mark.parametrize("how", ["foreground", "background"])
-def test_s7_deletion_leaves_nothing_even_without_an_operator(scene: Scene, how: str) -> None:
+SCRATCH = "scratch-disks"
+KINDS = (
+    *("pod", "service", "secret", "serviceaccount", "role", "rolebinding", "configmap", "statefulset", "deployment"),
+    *("controllerrevision", "replicaset", "poddisruptionbudget", "networkpolicy", "podgroup", "persistentvolumeclaim"),
+)
+"""Of everything that a service has."""
+
+
+@pytest.fixture(scope="module")
+def scratch(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A volume of each pod's own on the disk of its node: with it goes a claim."""
+    if scene.cluster.files is None:
+        pytest.skip("the disks are folders of this machine")
+    nodes = [one["metadata"]["name"] for one in scene.get("nodes")["items"]]
+    disks = claims.local_class(SCRATCH, {node: [tmp_path_factory.mktemp(node) for _ in range(4 * 3)] for node in nodes})
+    scene.cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": disks}))
+    size = {"requests": {"storage": "1Gi"}}
+    spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": SCRATCH, "resources": size}
+    yield {"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": spec}}}
     scene.gone()
-    scene.apply(scene.manifest(replicas=1))
-    scene.wait_ready(1, 300)
-    kinds = "statefulsets,deployments,pods,services,secrets,serviceaccounts,roles,rolebindings,configmaps,poddisruptionbudgets"
-    of_it = ("-l", "phalanx.dev/service=chat", "-o", "name")
-    scene.stop_operator()
+    scene.cluster.kubectl("delete", "persistentvolume", "-l", f"app={SCRATCH}", "--wait=false")
+    scene.cluster.kubectl("delete", "storageclass", SCRATCH)
+
+
+@pytest.mark.parametrize(("how", "operated"), [("foreground", False), ("background", False), ("foreground", True)])
+def test_s7_deletion_leaves_nothing_even_without_an_operator(
+    scene: Scene, scratch: dict[str, Any], how: str, operated: bool
+) -> None:
+    scene.gone()
+    svc.wait_for(lambda: not scene.things("-l", "phalanx.dev/service=chat"), 120, "nothing is left of the test before")
+    before = scene.things()
+    manifest = scene.manifest(replicas=2, pods=2, placement={"gang": {"mode": "Native"}})
+    manifest["spec"]["podTemplate"]["spec"].setdefault("volumes", []).append(scratch)
+    scene.apply(manifest)
+    scene.wait_ready(2, 400)
+    made = scene.things() - before
+    assert set(KINDS) <= {one.partition("/")[0].partition(".")[0] for one in made}, made
     try:
+        if not operated:
+            scene.stop_operator()
         scene.kubectl("delete", "infsvc", "chat", f"--cascade={how}", "--wait=false")
-        svc.wait_for(lambda: not scene.kubectl("get", kinds, *of_it).split(), 240, "nothing of it is left")
-        svc.wait_for(lambda: not scene.kubectl("get", "infsvc", "-o", "name").split(), 60, "the service is gone")
+        svc.wait_for(lambda: scene.things() <= before, 300, "nothing of it is left, whatever its labels")
     finally:
-        scene.start_operator()
+        if not operated:
+            scene.start_operator()
 
 
 def answers(scene: Scene) -> list[Told]:

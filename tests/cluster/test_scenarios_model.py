@@ -76,15 +76,10 @@ def fetch(scene: Scene) -> HubServer:
     return hub
 
 
-def words_of(scene: Scene, kind: str) -> str:
-    """The message of a condition."""
-    return next((one["message"] for one in scene.status().get("conditions", []) if one["type"] == kind), "")
-
-
 def test_a_model_that_is_not_in_the_claim_is_told_and_served_once_a_job_has_fetched_it(claimed: Scene) -> None:
     claimed.apply(service(claimed))
     svc.wait_for(lambda: claimed.condition("ModelCached") == ("False", "NotFound"), 180, "the status says that it is not there")
-    assert "phalanx-runtime fetch" in words_of(claimed, "ModelCached")
+    assert "phalanx-runtime fetch" in claimed.message("ModelCached")
     source = fetch(claimed)
     assert [seen.status for seen in source.asked_for("model.safetensors")] == [200]
     claimed.wait_ready(1, 500)

@@ -31,18 +31,25 @@ def rolled(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
-def test_s21_never_more_than_one_group_is_missing_nor_one_too_many(rolled: Scene) -> None:
-    before = set(rolled.groups())
+def test_s21_when_the_image_changes_never_more_than_one_group_is_missing_nor_one_too_many(rolled: Scene) -> None:
+    """One that is on its way out counts: its successor waits for its devices, and no other one goes before that is ready."""
+    if rolled.cluster.files is None:
+        pytest.skip("an image gets another name on every node: the cluster of this machine only")
+    before, image = set(rolled.groups()), rolled.cluster.retagged("runtime", "another")
 
     def look() -> str:
-        ready, there = rolled.ready_groups(), rolled.sets()
+        ready, there = rolled.ready_groups(), rolled.get("statefulsets")["items"]
+        going = [one["metadata"]["name"] for one in there if "deletionTimestamp" in one["metadata"]]
+        here = [one["metadata"]["name"] for one in there if one["metadata"]["name"] not in going]
         few = "" if len(ready) >= 3 else f"only {len(ready)} of 4 groups are ready"
-        return few or at_most(4, list(there), "too many groups")
+        return few or at_most(4, here, "too many groups") or at_most(1, going, "several groups are on their way out")
 
     with always(look) as wrong:
-        rolled.roll("s21")
+        rolled.patch({"engine": {"image": image}})
         svc.wait_for(lambda: rolled.is_ready(4) and not before & set(rolled.groups()), 600, "all groups are new")
     assert wrong == []
+    containers = [one for pod in rolled.pods().values() for one in pod["spec"]["containers"] if one["name"] == "runtime"]
+    assert [one["image"] for one in containers] == [image] * 4
 
 
 def test_s11_each_group_is_replaced_once_and_no_pod_twice(rolled: Scene) -> None:
@@ -78,6 +85,38 @@ def test_s28_no_request_fails_while_a_rollout_goes_on(rolled: Scene) -> None:
         time.sleep(5)
     assert traffic.failed == []
     assert during > 5 and traffic.answered > settled + during, "requests came before, during and after"
+
+
+def going_too_soon(scene: Scene) -> str:
+    """Which group of the newest revision is on its way out although an older one stays; groups are as old as their word."""
+    newest = scene.status()["updateRevision"]
+    going, old = {}, []
+    for one in scene.get("statefulsets")["items"]:
+        name, revision = one["metadata"]["name"], one["metadata"]["labels"]["phalanx.dev/revision"]
+        if "deletionTimestamp" in one["metadata"] or "phalanx.dev/draining" in one["metadata"].get("annotations", {}):
+            going[name] = (revision, one["metadata"].get("deletionTimestamp", "is emptied"))
+        elif revision != newest:
+            old.append(name)
+    early = {name: told for name, told in going.items() if told[0] == newest}
+    return f"{early} went before {old}" if early and old else ""
+
+
+def test_s26_a_scale_in_half_way_takes_groups_of_the_old_revision_first(rolled: Scene) -> None:
+    """Those that are not ready would go before: so all are, half of them new, when there are to be fewer."""
+    rolled.patch({"replicas": 4, "rollout": {"partition": 2}})
+    rolled.wait_ready(4, 300)
+    old = set(rolled.sets())
+    rolled.roll("s26-half")
+    svc.wait_for(lambda: rolled.is_ready(4) and len(set(rolled.sets()) - old) == 2, 300, "two of four are new")
+    new = set(rolled.sets()) - old
+    with always(lambda: going_too_soon(rolled)) as wrong:
+        rolled.scale(3)
+        rolled.wait_ready(3, 120)
+        rolled.scale(2)
+        rolled.wait_ready(2, 120)
+    assert wrong == []
+    assert set(rolled.sets()) == new, "though they are the younger ones"
+    rolled.patch({"rollout": {"partition": 0}})
 
 
 def test_s26_a_rollout_that_is_changed_half_way_ends_at_the_last_word(rolled: Scene) -> None:

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 
 from tests.cluster import service as svc
-from tests.cluster.scenes import Scene
+from tests.cluster.scenes import Scene, Traffic
 from tests.cluster.watching import always
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -22,7 +23,10 @@ ZERO = {
     "targets": {"kvUtilization": 80},
     "scaleToZero": {"enabled": True, "idleSeconds": 20},
 }
-STEADY = {"minReplicas": 1, "maxReplicas": 3, "targets": {"kvUtilization": 80}, "scaleDown": {"stabilizationSeconds": 600}}
+ELASTIC = {"minReplicas": 1, "maxReplicas": 3, "targets": {"kvUtilization": 10}, "scaleDown": {"stabilizationSeconds": 30}}
+WORKERS, TOKENS = 8, 300
+"""A load whose pages are more than a tenth of those of three groups of SMALL."""
+SMALL = {"kvCacheMemory": "4Mi"}
 
 
 def replicas(scene: Scene) -> int:
@@ -54,47 +58,65 @@ def test_s35_one_request_wakes_the_service_and_is_held_until_it_is_answered(scen
 
 
 @pytest.fixture(scope="module")
-def steady(scene: Scene) -> Iterator[Scene]:
-    """Three groups that the autoscaler leaves alone."""
+def elastic(scene: Scene) -> Iterator[Scene]:
+    """Three groups, of which one goes as soon as half a minute shows that fewer would do."""
     scene.gone()
-    scene.apply(scene.manifest(replicas=3, pods=1, autoscaling=STEADY))
+    scene.apply(scene.manifest(replicas=3, pods=1, autoscaling=ELASTIC, engine=SMALL))
     scene.wait_ready(3, 400)
     yield scene
     scene.gone()
 
 
-def test_s36_a_restart_of_the_operator_changes_no_count_under_a_constant_load(steady: Scene) -> None:
+@contextmanager
+def loaded(scene: Scene) -> Iterator[Traffic]:
+    """A load that needs three groups, and has them."""
+    with scene.traffic(WORKERS, TOKENS) as traffic:
+        svc.wait_for(lambda: replicas(scene) == 3 and scene.is_ready(3), 400, "the load has three groups")
+        yield traffic
+
+
+def test_s36_a_restart_of_the_operator_changes_no_count_under_a_constant_load(elastic: Scene) -> None:
+    """The load alone holds it: a group goes without it."""
+    assert [a.error for a in asked(elastic, 3).result(120)] == [None] * 3, "groups measure their steps"
+    svc.wait_for(lambda: replicas(elastic) < 3, 300, "without a load fewer do")
     counts: set[int] = set()
 
     def look() -> str:
-        counts.add(replicas(steady))
+        counts.add(replicas(elastic))
         return ""
 
-    with steady.traffic() as traffic, always(look):
-        steady.restart_operator()
+    with loaded(elastic) as traffic, always(look):
+        elastic.restart_operator()
         time.sleep(CALM_S)
     assert counts == {3}
-    assert traffic.failed == [] and len(steady.ready_groups()) == 3
+    assert traffic.failed == [] and len(elastic.ready_groups()) == 3
 
 
-def test_s37_while_no_router_is_heard_the_count_is_held_and_that_is_said(steady: Scene) -> None:
-    """The operator proves itself with the token of the service: with another one routers do not answer it."""
-    secret = steady.get("secret", "chat-token")["data"]["token"]
+def test_s37_while_no_router_is_heard_the_count_is_held_and_that_is_said(elastic: Scene) -> None:
+    """The operator proves itself with the token of the service: with another one routers do not answer it.
+
+    Who took their silence for no load would take a group away at the next evaluation.
+    """
+    secret = elastic.get("secret", "chat-token")["data"]["token"]
     other = base64.b64encode(b"0" * 64).decode()
 
     def set_token(value: str) -> None:
-        steady.kubectl("patch", "secret", "chat-token", "--type=merge", "-p", json.dumps({"data": {"token": value}}))
+        elastic.kubectl("patch", "secret", "chat-token", "--type=merge", "-p", json.dumps({"data": {"token": value}}))
 
-    svc.wait_for(lambda: steady.condition("ScalingActive")[0] == "True", 360, "the autoscaler acts")
-    set_token(other)
-    try:
-        steady.restart_operator()  # it reads the token anew
-        reason = ("False", "MetricsUnavailable")
-        svc.wait_for(lambda: steady.condition("ScalingActive") == reason, 120, "no router answers the operator")
-        with always(lambda: "" if replicas(steady) == 3 else "another count") as wrong:
-            time.sleep(OUTAGE_S)
+    with loaded(elastic) as traffic:
+        svc.wait_for(lambda: elastic.condition("ScalingActive")[0] == "True", 60, "the autoscaler acts")
+        with always(lambda: "" if replicas(elastic) == 3 else "another count") as wrong:
+            set_token(other)
+            try:
+                elastic.restart_operator()  # it reads the token anew
+                reason = ("False", "MetricsUnavailable")
+                svc.wait_for(lambda: elastic.condition("ScalingActive") == reason, 120, "no router answers the operator")
+                elastic.patch({"autoscaling": {"scaleDown": {"stabilizationSeconds": 0}}})
+                time.sleep(OUTAGE_S)
+                assert elastic.condition("ScalingActive") == reason
+                assert elastic.condition("Available") == ("True", "Serving")
+            finally:
+                set_token(secret)
+            svc.wait_for(lambda: elastic.condition("ScalingActive")[0] == "True", 120, "the routers are heard again")
         assert wrong == []
-        assert steady.condition("Available") == ("True", "Serving"), "clients notice nothing"
-    finally:
-        set_token(secret)
-    svc.wait_for(lambda: steady.condition("ScalingActive")[0] == "True", 120, "the routers are heard again")
+    assert traffic.failed == [], "clients notice nothing"
