@@ -1,0 +1,152 @@
+"""The plugin of kubectl on a real cluster: kubectl finds it by its name, and each command does what it says.
+
+The tests share a service of two groups of two pods and run in order; each leaves it Ready with two groups.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import service as svc
+from tests.cluster.scenes import Scene
+from tools.errors import Failed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+PROGRAM = """#!{python}
+import sys
+sys.path[:0] = {paths!r}
+from phalanx_kubectl.__main__ import main
+main()
+"""
+"""As pip installs it."""
+WORKERS, TOKENS, LIMIT_S = 4, 100, 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """`kubectl phalanx` in the scenario's namespace, and the service that it is used on."""
+
+    scene: Scene
+    folder: Path
+
+    def __call__(self, *words: str) -> str:
+        """What it wrote. Raises Failed with its message."""
+        cluster = self.scene.cluster
+        environment = cluster.environment()
+        environment["PATH"] = f"{self.folder}{os.pathsep}{environment['PATH']}"
+        command = cluster.command(cluster.kubectl_program, "phalanx", *words, f"--namespace={self.scene.namespace}")
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        if done.returncode:
+            raise Failed(f"{words}: exit status {done.returncode}: {done.stderr}")
+        assert done.stderr == "", "nothing went wrong beside the answer"
+        return done.stdout
+
+    def table(self, head: str, *words: str) -> dict[str, list[str]]:
+        """The rows below the line that begins with that word, up to an empty one, by their first cell."""
+        lines = [line.split() for line in self(*words).splitlines()]
+        (start,) = [number for number, cells in enumerate(lines) if cells[:1] == [head]]
+        rows = lines[start + 1 :]
+        end = next((number for number, cells in enumerate(rows) if not cells), len(rows))
+        return {cells[0]: cells[1:] for cells in rows[:end]}
+
+
+@pytest.fixture(scope="module")
+def plugin(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
+    """The plugin on the PATH of kubectl, and a service that is Ready."""
+    made = Plugin(scene, tmp_path_factory.mktemp("bin"))
+    program = made.folder / "kubectl-phalanx"
+    program.write_text(PROGRAM.format(python=sys.executable, paths=[str(ROOT / "crds"), str(ROOT / "operator")]))
+    program.chmod(0o755)
+    scene.apply(scene.manifest(replicas=2, pods=2))
+    scene.wait_ready(2, 400)
+    yield made
+    scene.gone()
+
+
+def test_status_shows_the_service_its_operator_and_its_conditions(plugin: Plugin) -> None:
+    scene = plugin.scene
+    facts = {line.partition(":")[0]: line.partition(":")[2].strip() for line in plugin("status", "chat").splitlines()}
+    assert facts["Service"] == f"{scene.namespace}/chat"
+    assert facts["Groups"] == "2 of 2 ready, 0 being emptied"
+    assert facts["Operator"].endswith(" leads")
+    conditions = plugin.table("CONDITION", "status", "chat")
+    assert {kind: tuple(cells[:2]) for kind, cells in conditions.items()} == {kind: scene.condition(kind) for kind in conditions}
+    assert conditions["Ready"][:2] == ["True", "Ready"]
+    assert plugin.table("NAME", "status")["chat"][:3] == ["True", "Ready", "2/2"]
+    assert scene.namespace in plugin.table("NAMESPACE", "status", "--all-namespaces")
+
+
+def test_groups_shows_each_with_its_incarnation_by_the_routers_and_its_nodes(plugin: Plugin) -> None:
+    scene = plugin.scene
+    shown = plugin.table("NAME", "groups", "chat")
+    assert sorted(shown) == scene.groups()
+    revision = scene.status()["updateRevision"]
+    for name, pods in scene.by_group().items():
+        nodes = {pod["spec"]["nodeName"] for pod in pods.values()}
+        cells = shown[name]
+        assert cells[:4] == [revision, "Ready", "2/2", str(scene.incarnation(name))], cells
+        assert set(cells[5].split(",")) == nodes
+
+
+def test_top_shows_the_streams_of_groups_and_routers_through_the_api_server(plugin: Plugin) -> None:
+    scene = plugin.scene
+    (router,) = scene.pods("phalanx.dev/component=router,phalanx.dev/service=chat")
+
+    def streams() -> tuple[int, int]:
+        groups, routers = plugin.table("GROUP", "top", "chat"), plugin.table("ROUTER", "top", "chat")
+        assert (sorted(groups), sorted(routers)) == (scene.groups(), [router])
+        return sum(int(cells[0]) for cells in groups.values()), int(routers[router][0])
+
+    with scene.traffic(WORKERS, TOKENS) as traffic:
+        svc.wait_for(lambda: min(streams()) > 0 or None, 60, "streams are seen")
+    assert traffic.failed == []
+
+
+def test_logs_are_those_of_every_rank_each_line_with_its_pod(plugin: Plugin) -> None:
+    scene = plugin.scene
+
+    def pods(*words: str) -> set[str]:
+        lines = plugin("logs", "chat", *words).splitlines()
+        assert all(line.startswith("[pod/") for line in lines), "every line says where it comes from"
+        return {line.removeprefix("[pod/").partition("/")[0] for line in lines}
+
+    assert pods() == set(scene.pods()) and len(scene.pods()) == 4
+    group = scene.groups()[0]
+    assert pods("--group", group, "--tail", "3") == {f"{group}-0", f"{group}-1"}
+
+
+def test_drain_empties_one_group_for_another_one_and_no_request_fails(plugin: Plugin) -> None:
+    scene = plugin.scene
+    victim, other = scene.groups()
+    calm = scene.fingerprints(other)
+    with pytest.raises(Failed, match=f"{victim} is no group of another"):
+        plugin("drain", "another", victim)
+    with scene.traffic(WORKERS, TOKENS) as traffic:
+        assert f"{victim} is being emptied" in plugin("drain", "chat", victim)
+        svc.wait_for(lambda: scene.is_ready(2) and victim not in scene.groups(), 300, "another group has its place")
+    assert traffic.failed == []
+    assert scene.fingerprints(other) == calm
+
+
+def test_restart_replaces_every_group_and_no_request_fails(plugin: Plugin) -> None:
+    scene = plugin.scene
+    before = set(scene.groups())
+    with scene.traffic(WORKERS, TOKENS) as traffic:
+        assert "chat restarts group by group" in plugin("restart", "chat")
+        svc.wait_for(lambda: scene.is_ready(2) and not before & set(scene.groups()), 400, "every group is another one")
+    assert traffic.failed == []
+
+
+def test_what_the_user_may_not_do_the_api_server_refuses(plugin: Plugin) -> None:
+    for words in (["status", "chat"], ["top", "chat"], ["restart", "chat"], ["logs", "chat"]):
+        with pytest.raises(Failed, match="Forbidden"):
+            plugin(*words, "--as=eve")
+    (victim, _) = plugin.scene.groups()
+    with pytest.raises(Failed, match="Forbidden"):
+        plugin("drain", "chat", victim, "--as=eve")
