@@ -33,7 +33,7 @@ from phalanx_operator.decide.draining import for_good, is_awaited, to_empty
 from phalanx_operator.decide.groups import staying
 from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.policy import Granted
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.snapshot import Snapshot, changed
 from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
 from phalanx_operator.events import LONGEST_NOTE, Note, Notes
 from phalanx_operator.known import Known
@@ -129,7 +129,7 @@ class Reconciler:
         fleet = self.routers.fleet(key, _targets(snapshot))
         snapshot = plan.assessed(service, snapshot, fleet, now)
         refused = await self.refusals.of(key, snapshot.groups, now)
-        groups = tuple(replace(group, refused=refused.get(group.uid, "")) for group in snapshot.groups)
+        groups = tuple(changed(group, refused=refused.get(group.uid, "")) for group in snapshot.groups)
         snapshot = replace(snapshot, groups=groups)
         service, current, back, no_way_back = await self._followed(service, snapshot, now)
         free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))

@@ -5,12 +5,11 @@ could hold one; or when its time is over. What is noted on the group is all that
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from phalanx_operator.decide.actions import DrainGroup, EndPod, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.snapshot import ObservedGroup, changed
 
 LAST_S = 10
 """Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""
@@ -27,7 +26,7 @@ def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now:
     groups = tuple(groups)
     slow = _stragglers(groups, fleet, now)
     return tuple(
-        replace(
+        changed(
             group,
             tokens=_tokens(group, fleet),
             slow=slow.get(group.name, ""),

@@ -7,11 +7,10 @@ their own.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from phalanx_operator.decide.actions import EndPod
 from phalanx_operator.decide.clock import age_s
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedNode
+from phalanx_operator.decide.snapshot import ObservedGroup, ObservedNode, changed
 
 
 def assess(
@@ -19,7 +18,7 @@ def assess(
 ) -> tuple[ObservedGroup, ...]:
     """The groups with what their nodes mean for them."""
     return tuple(
-        replace(
+        changed(
             group,
             lost=next((why for pod in group.pods if (why := why_lost(nodes.get(pod.node), limit_s, now))), ""),
             silent=any(pod.node in nodes and not nodes[pod.node].ready for pod in group.pods),

@@ -42,7 +42,7 @@ from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import Desired, live, outdated, staying
 from phalanx_operator.decide.rollout import next_step
 from phalanx_operator.decide.scale import PANIC_TICK_S, TICK_S
-from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot
+from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot, changed
 from phalanx_operator.decide.status import status
 
 FIRST_REPLICAS = 1
@@ -154,7 +154,7 @@ def assessed(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: s
     spec = service.spec
     groups = lost.assess(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now)
     half = admission.given_up(groups, spec.placement.gang.timeout_seconds, now)
-    groups = tuple(replace(group, lost=group.lost or half.get(group.uid, "")) for group in groups)
+    groups = tuple(changed(group, lost=group.lost or half.get(group.uid, "")) for group in groups)
     groups = recovery.assess(groups, fleet, spec.restart_policy, now)
     groups = progress.assess(groups, spec.rollout, now)
     return replace(snapshot, groups=draining.assess(groups, fleet, spec.drain.timeout_seconds, now))

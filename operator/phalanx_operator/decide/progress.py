@@ -7,14 +7,13 @@ A group that has been ready for less than `minReadySeconds` counts as one that i
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.status import Status
 from phalanx_api.upkeep import Rollout
 from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.groups import live, staying
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.snapshot import ObservedGroup, changed
 
 PODLESS_S = 60.0
 """As how long it counts at most that a group has no pod at all."""
@@ -56,7 +55,7 @@ def ready_s(group: ObservedGroup, now: str) -> float | None:
 def assess(groups: Iterable[ObservedGroup], rollout: Rollout, now: str) -> tuple[ObservedGroup, ...]:
     """The groups, those told that are ready for too short a time to count on."""
     ages = ((group, ready_s(group, now)) for group in groups)
-    return tuple(replace(group, young=age is not None and age < rollout.min_ready_seconds) for group, age in ages)
+    return tuple(changed(group, young=age is not None and age < rollout.min_ready_seconds) for group, age in ages)
 
 
 def late(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:

@@ -21,7 +21,7 @@ from phalanx_operator.decide.clock import age_s
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.groups import live, staying
 from phalanx_operator.decide.progress import pods_unready_s
-from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
+from phalanx_operator.decide.snapshot import ObservedGroup, Restarts, changed
 
 SLACK_S = 600.0
 """What deleting pods and placing new ones takes beside their starts, all together."""
@@ -43,7 +43,7 @@ class Counted:
 
 def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> Counted:
     """The note on a group with what has happened since. What only routers know counts when they tell it."""
-    note = replace(group.restarts, since="", pods=()) if group.ready else group.restarts
+    note = changed(group.restarts, since="", pods=()) if group.ready else group.restarts
     engine, before, deaths = _deaths(group, note, fleet)
     containers = sum(pod.restarts for pod in group.pods)
     crashed = any(pod.restarts and pod.ended not in OUTSIDE for pod in group.pods)
@@ -105,7 +105,7 @@ def _assessed(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: st
     if group.terminating:
         return group
     found = counted(group, fleet, policy, now)
-    group = replace(group, noted=found.note, recent_restarts=found.recent)
+    group = changed(group, noted=found.note, recent_restarts=found.recent)
     if policy.mode == "None" or group.lost or group.ready or found.recent <= policy.max_group_restarts:
         return group
     within_s = _longest_s(policy) if found.note.since else policy.window_seconds

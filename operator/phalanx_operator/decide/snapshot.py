@@ -1,8 +1,8 @@
 """What the operator knows of one service at one moment, as frozen records."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from phalanx_api.status import Status
 
@@ -63,6 +63,16 @@ class ObservedNode:
     ready: bool
     since: str = ""
     cordoned: bool = False
+
+
+Record = TypeVar("Record")
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    """The dataclass record with these fields, itself where it has them already: most looks change nothing of most groups."""
+    if all(getattr(record, name) == value for name, value in fields.items()):
+        return record
+    return replace(record, **fields)  # type: ignore[type-var]
 
 
 Purpose = Literal["surplus", "revision", "straggler", "asked"]
