@@ -111,6 +111,9 @@ def set_condition(
     """The conditions with this one set; None is unknown. Its transition time moves only when its status changes."""
     status: ConditionStatus = "Unknown" if is_true is None else "True" if is_true else "False"
     former = next((c for c in conditions if c.type == kind), None)
+    said = (status, generation, reason.value, message[:1024])
+    if former is not None and (former.status, former.observed_generation, former.reason, former.message) == said:
+        return tuple(conditions)  # most looks say what the last one said, and a model is dear to make
     since = former.last_transition_time if former and former.status == status else now
     new = Condition(
         type=kind,

@@ -19,7 +19,13 @@ def test_the_transition_time_moves_only_with_the_status() -> None:
 
 def test_setting_twice_changes_nothing() -> None:
     once = one(True, "t1")
-    assert set_condition(once, "Ready", True, reason=Reason.READY, generation=1, now="t9") == once
+    again = set_condition(once, "Ready", True, reason=Reason.READY, generation=1, now="t9")
+    assert again == once and again[0] is once[0]
+
+
+def test_a_message_that_was_cut_is_the_same_the_next_time() -> None:
+    once = set_condition((), "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t")
+    assert set_condition(once, "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t2")[0] is once[0]
 
 
 def test_conditions_are_found_and_dropped_by_type() -> None:
