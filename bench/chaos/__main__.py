@@ -147,7 +147,7 @@ def _settle(watcher: Watcher, limit_s: float, wrong: list[str]) -> float | None:
         if calm == 2:
             return time.monotonic() - began
         time.sleep(1)
-    wrong += found
+    wrong += found or ["not well for two looks in a row within the limit"]
     return None
 
 

@@ -166,7 +166,7 @@ class Asking:
 
     def _had_its_time(self, router: _Router, now: float) -> bool:
         """Whether it answered, or did not, or could have by now: a policy that keeps changing may end each poll before that."""
-        return router.was_asked or now - router.first_asked >= self._pace.routine_s + self._pace.slack_s
+        return router.was_asked or now - router.first_asked >= self._pace.slack_s
 
     def _drop(self, service: _Service, uid: str) -> None:
         task = service.routers.pop(uid).task

@@ -50,7 +50,7 @@ class Lease:
         self._lease_s = lease_s
         self._renew_s = RENEW_S * lease_s / LEASE_S
         self._give_up_s = GIVE_UP_S * lease_s / LEASE_S
-        self._give_back_s = GIVE_BACK_S * lease_s / LEASE_S
+        self._give_back_s = GIVE_BACK_S * min(1.0, lease_s / LEASE_S)
         self._clock = clock
         self._pause = pause
         self._seen = ("", 0.0)

@@ -153,7 +153,7 @@ async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_
 
     for number in range(1, 4):
         await change(number)
-    scene.now[0] = PACE.routine_s + PACE.slack_s - 1.0
+    scene.now[0] = PACE.slack_s - 1.0
     assert scene.asking.fleet(KEY, scene.targets[:1]).is_new
     scene.now[0] += 1.0
     fleet = scene.asking.fleet(KEY, scene.targets[:1])

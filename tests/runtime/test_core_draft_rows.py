@@ -39,7 +39,7 @@ def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
         passes = max(depths)
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes + row_s * (sum(depths) - passes))
 
-    costs = StepCosts(1.0, lambda count: count * token_s, pass_s, row_s=row_s)
+    costs = StepCosts(1.0, lambda count: count * token_s, pass_s, draft_row_s=row_s)
     chosen = [len(taken) for taken in choose_depths(offers, costs, decodes, room).taken]
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
     best = max(map(speed, every))
@@ -48,7 +48,7 @@ def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
 
 def test_a_lookup_is_taken_where_a_draft_beside_it_has_a_dear_row() -> None:
     offers = [Offer([0.9], True), Offer([0.8], True), Offer([0.7])]
-    costs = StepCosts(1.0, lambda count: 0.01 * count, 0.01, row_s=5.0)
+    costs = StepCosts(1.0, lambda count: 0.01 * count, 0.01, draft_row_s=5.0)
     assert choose_depths(offers, costs, 3, 10).taken == [[0], [], [0]]
 
 
@@ -58,8 +58,8 @@ def test_passes_and_further_rows_are_told_apart() -> None:
         cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)
     told = cost.costs(model, plain)
     assert told.pass_s == pytest.approx(0.002)
-    assert 0.9 * 0.0001 < told.row_s < 0.0001, "what keeps drafts from being tried is forgotten little by little"
-    assert cost.draft_s(2, 0, 10) == pytest.approx(2 * told.pass_s + 10 * told.row_s)
+    assert 0.9 * 0.0001 < told.draft_row_s < 0.0001, "what keeps drafts from being tried is forgotten little by little"
+    assert cost.draft_s(2, 0, 10) == pytest.approx(2 * told.pass_s + 10 * told.draft_row_s)
 
 
 def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
@@ -78,3 +78,20 @@ def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
         made.commit(msgspec.structs.replace(runner.run(plan), draft_s=draft_s), took_s)
     deep = [sum(plan.depths) for plan in runner.plans if len(plan.rows) == 16]
     assert 0 < sum(count > 1 for count in deep) <= 4, f"it was tried, and given up; {len(deep)} steps"
+
+
+def test_siblings_of_a_tree_share_the_row_of_their_parent() -> None:
+    """Two trees of three tokens for one place: a second request is one row more, its further tokens are none."""
+    trees = [Offer([0.5, 0.4, 0.3], True, [0, 0, 0])] * 2
+    costs = StepCosts(1.0, lambda count: 0.001 * count, 0.01, draft_row_s=0.2)
+    assert choose_depths(trees, costs, 2, 10).taken == [[0, 1, 2], [0, 1, 2]]
+    assert choose_depths(trees, StepCosts(1.0, lambda count: 0.2 * count, 0.01), 2, 10).taken != [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_further_row_that_is_nearly_forgotten_is_learned_at_once() -> None:
+    cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
+    for rows in (0, 0, 63, 63, *[0] * 2000):
+        cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)
+    assert cost.draft_row_s == 0
+    cost.learn(model, plain, 64, 1, 0.1, 0.002 + 0.0001 * 63, rows=63)
+    assert cost.draft_row_s == pytest.approx(0.0001)

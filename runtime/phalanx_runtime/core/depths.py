@@ -3,9 +3,9 @@
     speed(taken) = (decodes + sum of chances of the proposals taken) / (time of the step with them)
 
 A proposal's chance is that it is accepted with its branch, so along a branch chances only fall. Proposals are taken in the order
-of their chances while each makes the step faster; the time is convex in their number, so the best set is found. A draft costs a
-pass for each level, whoever takes part, and a row for each proposal beyond one in each pass: every greatest depth is tried. What
-gains less than `MARGIN` is left: times are guesses.
+of their chances while each makes the step faster; the time is convex in their number, so of lookups alone or of chains of
+drafts alone the best set is found. A draft costs a pass for each level, whoever takes part, and a row of it for each further
+request at that level: every greatest depth is tried. What gains less than `MARGIN` is left: times are guesses.
 Where a target bounds the time between tokens, `choose_depths` makes no step that is expected to pass it for its proposals:
 not before costs are known, and `choose_all` looks at none.
 """
@@ -62,7 +62,7 @@ class StepCosts:
     pass_s: float = 0.0
     limit_s: float = math.inf
     behind_s: float = 0.0
-    row_s: float = 0.0
+    draft_row_s: float = 0.0
 
 
 def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> Choice:
@@ -126,18 +126,19 @@ def _within(
 ) -> tuple[float, list[int]]:
     """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
     fixed_s = costs.plain_s + longest * costs.pass_s
-    depths, tokens, count, drafted, behind_s = [0] * len(offers), float(decodes), 0, 0, 0.0
+    depths, tokens, count, behind_s = [0] * len(offers), float(decodes), 0, 0.0
+    levels, rows = [0] * len(offers), 0
     speed = tokens / fixed_s
     for chance, _, at, passes in ordered:
         if passes > longest:
             continue
-        rows = drafted + bool(passes)
-        seconds = fixed_s + costs.extra_s(count + 1) + max(0, rows - longest) * costs.row_s
+        deeper = max(0, passes - levels[at])
+        seconds = fixed_s + costs.extra_s(count + 1) + max(0, rows + deeper - longest) * costs.draft_row_s
         more = (tokens + chance) / seconds
         if count >= room:
             break
         if more <= speed or seconds + behind_s > costs.limit_s:
-            if passes and costs.row_s:
+            if passes and costs.draft_row_s:
                 continue  # one that is looked up has no row
             break
         own_s = 0.0 if depths[at] else offers[at].behind_s
@@ -145,7 +146,8 @@ def _within(
             continue  # who lacks less may still find room
         behind_s += own_s
         depths[at] += 1
-        tokens, speed, count, drafted = tokens + chance, more, count + 1, rows
+        levels[at], rows = levels[at] + deeper, rows + deeper
+        tokens, speed, count = tokens + chance, more, count + 1
     return speed, depths
 
 

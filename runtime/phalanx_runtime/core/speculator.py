@@ -259,8 +259,8 @@ def _num_passes(making: Making) -> int:
 
 
 def _further_rows(making: Making) -> int:
-    """How many proposals are drafted beyond one in each pass."""
-    return sum(chunk.depth for chunk in making.chunks if chunk.is_drafted) - _num_passes(making)
+    """How many rows the passes of the draft have beyond one each: one for each request at each of its levels."""
+    return sum(chunk.num_levels for chunk in making.chunks if chunk.is_drafted) - _num_passes(making)
 
 
 def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:

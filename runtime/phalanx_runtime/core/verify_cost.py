@@ -7,11 +7,11 @@
 Trees are attended to in another way than chains, so steps with and without them are told apart. What is not used any more is
 forgotten: then it is tried again.
 
-A draft takes so much for each pass, for each proposal beyond one in each pass, and for each token that it catches up with:
-steps with one request that is drafted for teach the first, with several the second, and those that catch up the third. Probes
-are of one request: without the second they would promise that all requests cost as little. Only steps without prompt tokens
-teach: there a difference is the proposals'. Sums, and not the mean of quotients: one proposal in a step of many decodes is far
-less than what two such steps differ by.
+A draft takes so much for each pass, for each request in a pass beyond one, and for each token that it catches up with: steps
+with one request that is drafted for teach the first, with several the second, and those that catch up the third. Probes are of
+one request: without the second they would promise that all requests cost as little. Only steps without prompt tokens teach:
+there a difference is the proposals'. Sums, and not the mean of quotients: one proposal in a step of many decodes is far less
+than what two such steps differ by.
 """
 
 from dataclasses import dataclass
@@ -42,6 +42,8 @@ FOLLOW_ROW = 0.5
 """Weight of the latest measured time of a further row: few steps teach it, and each that is tried in vain costs."""
 FADE_ROW = 0.99
 """How much of what a further row took is still believed after a pass with one: what keeps it from being tried is forgotten."""
+LEAST_ROW = 0.01
+"""Of a pass: what a further row takes at least, if anything is believed of it."""
 FEW_BEHIND = 8
 """Tokens that a draft catches up with in one pass as if there were none."""
 LEAST_SHARE = 0.005
@@ -104,7 +106,7 @@ class VerifyCost:
         return self._pass.seconds
 
     @property
-    def row_s(self) -> float:
+    def draft_row_s(self) -> float:
         """Of each row of a draft's pass beyond the first; 0 while nothing is believed of it."""
         return self._row.seconds
 
@@ -123,9 +125,11 @@ class VerifyCost:
         plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
         if kind not in self._over:
             expected = partial(self._predicted_s, model, plain, plain_s)
-            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s, row_s=self.row_s)
+            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s)
         token_s = self._token_s(model, plain, plain_s, kind)
-        return StepCosts(plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s, row_s=self.row_s)
+        return StepCosts(
+            plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s
+        )
 
     def learn(
         self,
@@ -140,7 +144,7 @@ class VerifyCost:
         rows: int = 0,
     ) -> None:
         """A step that was measured: its work without proposals, how many it had, the deepest of those that were drafted, how many
-        tokens drafts caught up with, and how many proposals were drafted beyond one in each pass."""
+        tokens drafts caught up with, and how many rows its passes had beyond one each."""
         if plain.prefill_tokens or not plain.decodes:
             return
         size = plain.decodes.bit_length()
@@ -150,7 +154,7 @@ class VerifyCost:
             self._row.add(max(0.0, draft_s - depth * self.pass_s) / rows)
         elif depth:
             self._pass.add(draft_s / depth)
-            self._row.seconds *= FADE_ROW
+            self._fade_row()
         if not proposals:
             predicted_s = model.predict(plain)
             if predicted_s > 0:
@@ -175,7 +179,12 @@ class VerifyCost:
 
     def draft_s(self, passes: int, behind: int, rows: int = 0) -> float:
         """How long drafts with so many passes take that catch up with so many tokens, with so many rows beyond one in each."""
-        return passes * self.pass_s + behind * self.behind_s + rows * self.row_s
+        return passes * self.pass_s + behind * self.behind_s + rows * self.draft_row_s
+
+    def _fade_row(self) -> None:
+        """What is nearly forgotten is forgotten: then the next measurement is believed whole."""
+        left_s = self._row.seconds * FADE_ROW
+        self._row.seconds = left_s if left_s > LEAST_ROW * self.pass_s else 0.0
 
     def _learn_behind(self, depth: int, behind: int, draft_s: float, rows: int) -> None:
         """Passes and tokens were measured together: both are off alike; passes alone take no longer."""
