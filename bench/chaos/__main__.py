@@ -100,6 +100,7 @@ def run(
     traffic = Traffic(f"http://{ip}", "tiny", CLIENTS, watcher.served)
     watcher.start()
     traffic.start()
+    began = time.monotonic()
     striker = Striker(cluster, namespace, chance, most_away_s)
     first = first or chance.sample(sorted(striker.kinds()), len(striker.kinds()))
     try:
@@ -108,7 +109,10 @@ def run(
     finally:
         streams, seen = traffic.stop(), watcher.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
-    found = [round(end - begin, 1) for begin, end in lies(seen.samples, MOST_LIE_S)]
+    found = list[float]()
+    for begin, end in lies(seen.samples, MOST_LIE_S):
+        found.append(round(end - begin, 1))
+        print(f"Ready for {end - begin:.1f} s while nothing was served, from {begin - began:.0f} s on", flush=True)
     return Result(seed, minutes, strikes, wrong, found, seen.doubles, dict(streams), (seen.probes_answered, seen.probes))
 
 
@@ -122,7 +126,8 @@ def _strike_on(
 ) -> list[Told]:
     kinds = striker.kinds()
     done: list[Told] = []
-    end = time.monotonic() + 60 * minutes
+    began = time.monotonic()
+    end = began + 60 * minutes
     while kind := following(first, sorted(kinds), done, striker.chance, is_over=time.monotonic() >= end):
         try:
             what = kinds[kind]()
@@ -130,7 +135,8 @@ def _strike_on(
             what = f"{NOT_DONE}{error}"
         took_s = _settle(watcher, limit_s, wrong)
         done.append((kind, what, took_s))
-        print(f"{kind}: {what}; {'NOT well' if took_s is None else f'well again after {took_s:.0f} s'}", flush=True)
+        well = "NOT well" if took_s is None else f"well again after {took_s:.0f} s"
+        print(f"{time.monotonic() - began:.0f} s, {kind}: {what}; {well}", flush=True)
         if took_s is None:
             break
         time.sleep(striker.chance.uniform(0.5, 5))
