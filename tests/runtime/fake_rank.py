@@ -3,7 +3,8 @@
 `ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `held` too, but no step ends before there is a
 file `marks/go`; `mute` is ready but serves nothing; `hang`
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
-rank, the others lose their peer; `die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
+rank, the others lose their peer; `exit-each CODE...` ends each rank with its own;
+`die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
 `draft-fails RANK` is ready where nothing drafts, else ends with code 5 in one rank, and the others lose their peer;
 `stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
 `escape` is ready, and leaves a child that outlives it with its pipes open;
@@ -51,6 +52,8 @@ def main(words: list[str]) -> NoReturn:
             if int(rank) == spec["rank"]:
                 leave(int(code), text)
             leave(3, "a peer is lost")
+        case ["exit-each", *codes]:
+            leave(int(codes[spec["rank"]]), "its own reason")
         case ["draft-fails", rank] if not spec["speculative_missing"]:
             leave(*((5, "no memory for the draft") if int(rank) == spec["rank"] else (3, "a peer is lost")))
         case ["hang"]:

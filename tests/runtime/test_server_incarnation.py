@@ -33,6 +33,9 @@ HALF_READY = replace(LOADING, ready=frozenset({0}))
 SERVING = replace(LOADING, phase="serving", ready=frozenset({0, 1}), serving_since=100.0)
 DRAINING = replace(SERVING, leaving=frozenset({1}))
 ALONE = RanksFailed(1, 1, "oom", is_charged=False)
+NO_DRAFT = RanksFailed(1, 1, "no memory", is_draft=True)
+OTHER_DRAFT = RanksFailed(0, 1, "no memory here", is_draft=True)
+LOST_PEER = RanksFailed(0, 1, "a peer is lost", is_echo=True)
 BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
 
 
@@ -43,10 +46,12 @@ BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why=
         (LOADING, RanksFailed(0, 1, "no such file"), 1),
         (SERVING, RanksFailed(1, 1, "reset", is_echo=True), 0),
         (SERVING, ALONE, 0),
+        (SERVING, NO_DRAFT, 0),
+        (LOADING, NO_DRAFT, 0),
         (SERVING, Left(1, "its node is lost"), 0),
         (DRAINING, Drained(1), 0),
     ],
-    ids=["ranks", "never served", "echo", "a request alone", "a pod left", "drained"],
+    ids=["ranks", "never served", "echo", "a request alone", "what drafts", "what drafts, at start", "a pod left", "drained"],
 )
 def test_deaths_are_those_without_a_cause_outside(before: Group, event: Event, deaths: int) -> None:
     group, _ = advance(before, event, 200.0)
@@ -77,6 +82,7 @@ def test_an_echo_is_counted_once_its_cause_is_known() -> None:
         (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
         (SERVING, RanksFailed(1, 0, "late"), "serving", 1, []),
         (SERVING, RanksFailed(1, 1, "reset", is_echo=True), "loading", 2, [Stop(1, "pod 1: reset", True), Start(2, ("a", "b"))]),
+        (SERVING, NO_DRAFT, "loading", 2, [Stop(1, "pod 1: no memory", True), Start(2, ("a", "b"), "pod 1: no memory")]),
         (replace(SERVING, failures=3), ALONE, "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
         (SERVING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
         (LOADING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
@@ -114,6 +120,7 @@ def test_an_echo_is_counted_once_its_cause_is_known() -> None:
         "ranks fail while serving, again and again",
         "ranks of an earlier incarnation fail",
         "ranks fail after another rank, or pod",
+        "what drafts fails",
         "ranks fail while a request was computed alone",
         "a pod is lost while serving",
         "a pod is lost while loading",
@@ -155,14 +162,10 @@ def test_a_long_service_makes_failures_forgotten() -> None:
     assert advance(before, RanksFailed(0, 1, "oom"), 160.0)[0].failures == 1
 
 
-NO_DRAFT = RanksFailed(1, 1, "no memory", is_draft=True)
-LOST_PEER = RanksFailed(0, 1, "a peer is lost", is_echo=True)
-
-
 @pytest.mark.parametrize(
     ("before", "events"),
-    [(LOADING, [NO_DRAFT]), (SERVING, [NO_DRAFT]), (LOADING, [LOST_PEER, NO_DRAFT])],
-    ids=["at start", "while serving", "behind a pod that lost a peer by it"],
+    [(LOADING, [NO_DRAFT]), (SERVING, [NO_DRAFT]), (LOADING, [LOST_PEER, NO_DRAFT]), (SERVING, [NO_DRAFT, OTHER_DRAFT])],
+    ids=["at start", "while serving", "behind a pod that lost a peer by it", "on several ranks"],
 )
 def test_what_drafts_and_failed_is_left_out_of_all_starts_after_it(before: Group, events: list[Event]) -> None:
     group, starts = before, list[Action]()
@@ -170,6 +173,24 @@ def test_what_drafts_and_failed_is_left_out_of_all_starts_after_it(before: Group
         group, actions = advance(group, event, 100.0)
         starts += [action for action in actions if isinstance(action, Start)]
     assert starts == [Start(number, ("a", "b"), "pod 1: no memory") for number in (2, 3)]
+
+
+READY = [RanksReady(pod, 2) for pod in range(2)]
+
+
+@pytest.mark.parametrize("between", [[], READY], ids=["loads", "serves"])
+@pytest.mark.parametrize("first", [LOST_PEER, RanksFailed(0, 1, "oom")], ids=["lost peer", "other failure"])
+def test_what_was_started_before_it_was_known_that_the_draft_failed_ends(first: Event, between: list[Event]) -> None:
+    """The echo of a group that served starts the next incarnation at once, with the draft; no request is to blame for its end."""
+    group, done = advance(SERVING, first, 100.0)
+    assert done[-1] == Start(2, ("a", "b"))
+    for event in between:
+        group, _ = advance(group, event, 100.0)
+    deaths = group.deaths
+    group, done = advance(group, NO_DRAFT, 100.0)
+    assert done == [Stop(2, "pod 1: no memory", is_outside=True), Start(3, ("a", "b"), "pod 1: no memory")]
+    assert (group.phase, group.why, group.deaths) == ("loading", "pod 1: no memory", deaths)
+    assert advance(group, OTHER_DRAFT, 100.0)[1] == [], "the third start is without it"
 
 
 def test_the_better_reason_of_two_is_kept() -> None:
@@ -199,24 +220,28 @@ EVENTS = st.one_of(
     st.builds(Joined, st.integers(0, 2), st.just("h")),
     st.builds(Left, st.integers(0, 2), st.just("gone")),
     st.builds(RanksReady, st.integers(0, 2), st.integers(1, 6)),
-    st.builds(RanksFailed, st.integers(0, 2), st.integers(1, 6), st.just("oom"), st.booleans()),
+    st.builds(RanksFailed, st.integers(0, 2), st.integers(1, 6), st.just("oom"), st.booleans(), st.booleans(), st.booleans()),
     st.builds(BackoffOver, st.integers(1, 6)),
 )
 
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=60))
-def test_starts_and_stops_alternate_and_every_number_starts_once(events: list[tuple[Event, float]]) -> None:
+def test_starts_and_stops_alternate_every_number_starts_once_and_none_runs_with_a_draft_that_failed(
+    events: list[tuple[Event, float]],
+) -> None:
     group, now = Group(3), 0.0
     running: int | None = None
     started: list[int] = []
-    for event, passed in events:
+    has_draft_failed = drafts = False
+    here: list[tuple[Event, float]] = [(Joined(pod, "h"), 0.0) for pod in range(3)]
+    for event, passed in [*here, *events]:
         now += passed
         group, actions = advance(group, event, now)
         for action in actions:
             match action:
-                case Start(incarnation, hosts):
+                case Start(incarnation, hosts, without_draft):
                     assert running is None and len(hosts) == 3
-                    running = incarnation
+                    running, drafts = incarnation, not without_draft
                     started.append(incarnation)
                 case Stop(incarnation):
                     assert running == incarnation
@@ -226,6 +251,8 @@ def test_starts_and_stops_alternate_and_every_number_starts_once(events: list[tu
                 case WakeAfter(incarnation):
                     assert running is None and incarnation == group.incarnation
         assert (running is not None) == (group.phase in ("loading", "serving"))
+        has_draft_failed |= isinstance(event, RanksFailed) and event.is_draft
+        assert running is None or not (drafts and has_draft_failed)
     assert started == sorted(set(started))
 
 

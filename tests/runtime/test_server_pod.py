@@ -59,6 +59,14 @@ async def test_the_reason_of_an_end_is_what_the_rank_said_last(
     assert (caught.value.is_echo, caught.value.is_draft) == (is_echo, is_draft)
 
 
+@pytest.mark.parametrize("codes", [("1", "5", "3"), ("3", "5", "1")], ids=["behind another", "before another"])
+async def test_what_drafts_is_told_whatever_else_failed_beside_it(tmp_path: Path, codes: tuple[str, ...]) -> None:
+    async with running(tmp_path, 3, "exit-each", *codes) as ranks:
+        await until(lambda: all(process.ended.done() for process in ranks._processes))
+        end = await ranks.failure()
+    assert (end.why, end.is_echo, end.is_draft) == ("rank 1 ended with code 5: its own reason", False, True)
+
+
 async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()

@@ -213,6 +213,6 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     served: Served | None = None
     cause: Cause = ""
     deaths: int = 0
-    """Incarnations of this leader that ended, or never came to serve, for no cause outside of the group."""
+    """Incarnations of this leader that ended, or never came to serve, for no cause outside of the group nor by what drafts."""
     death: str = ""
     """Why the last of them did."""

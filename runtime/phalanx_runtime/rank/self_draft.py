@@ -57,10 +57,11 @@ class SelfDraft(Pageless):
         except PeerLost:
             raise
         except Exception as error:  # whatever it is, the target goes on without
-            log.exception("the self-draft failed: the group goes on without speculation")
             self._lost = f"a step of the self-draft failed: {error}"
             if self._peers.world_size > 1:
+                log.exception("the self-draft failed: the group starts anew without speculation")
                 raise DraftLost(self._lost) from error
+            log.exception("the self-draft failed: the group goes on without speculation")
             return nothing(plan)
 
     def _draft(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:

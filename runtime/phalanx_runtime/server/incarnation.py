@@ -6,7 +6,8 @@
 At rest: serving, no action. Any failure ends the whole incarnation: every pod ends its ranks, and the number goes up at once, so
 that routers see the loss before the next start. A pod that left is no crash: the group starts when it is back. Failed ranks are:
 the first failure after a long service starts again at once, others wait 1, 2, 4 ... 30 s.
-What drafts may fail where ranks wait for one another: then all starts after it, of this leader, are without a draft.
+What drafts may fail where ranks wait for one another: then all starts after it, of this leader, are without a draft, and neither
+the group nor its requests are to blame. A start that drafts with the same, made before this was told, is ended, too.
 A pod that is told to leave says so first: what runs is finished, then the incarnation ends, and the next waits for its successor.
 Pure: the clock is an argument; `supervisor` does what is decided here.
 """
@@ -51,7 +52,7 @@ class RanksFailed:
     """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one.
 
     Without `is_charged` the group is not to blame: a request ran alone under which groups die, and the next start need not wait.
-    With `is_draft` what drafts is: the next starts are without it.
+    With `is_draft` what drafts is: the next starts are without it, and what was started meanwhile with it ends.
     """
 
     pod: int
@@ -113,7 +114,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request can have been the cause."""
+    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request is to blame."""
 
     incarnation: int
     why: str
@@ -136,8 +137,8 @@ class Group:
     """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
 
     `memory` are the accounts of the ranks that are ready, by rank. `leaving`: pods that wait for what runs, and will not be back.
-    `deaths` counts incarnations that ended for no cause outside of the group; `death` is the last one's. `without_draft`: why
-    nothing drafts any more.
+    `deaths` counts incarnations that ended for no cause outside of the group, and not by what drafts; `death` is the last one's.
+    `without_draft`: why nothing drafts any more.
     """
 
     num_pods: int
@@ -195,7 +196,7 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
                 return group, []
             return replace(group, phase="serving", serving_since=now), [Serve(group.incarnation)]
         case RanksFailed():
-            return _failed(_without_draft(group, event), event, now)
+            return _failed(group, event, now)
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
@@ -230,7 +231,11 @@ def _without(group: Group, pods: frozenset[int]) -> Group:
 def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:
     why = f"pod {event.pod}: {event.why}"
     if event.incarnation == group.incarnation - 1 and group.is_echo and not event.is_echo:
-        return _died(replace(group, why=why, is_echo=False), event, why), []
+        group = _died(replace(group, why=why, is_echo=False), event, why)
+    if event.is_draft and not group.without_draft:
+        group = replace(group, without_draft=why)
+        if event.incarnation != group.incarnation:
+            return _start_without_draft(group, why)
     if event.incarnation != group.incarnation or group.phase not in ("loading", "serving"):
         return group, []
     since = group.serving_since
@@ -240,7 +245,8 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     if not event.is_charged:
         failures, delay_s = before, 0.0
     group = _died(group, event, why)
-    group, actions = _lost(group, why, event.is_echo)  # an echo: of a rank or of a whole pod that is gone, which is not known yet
+    # An echo: of a rank or of a whole pod that is gone, which is not known yet.
+    group, actions = _lost(group, why, is_outside=event.is_echo or event.is_draft)
     group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
     if delay_s == 0:
         group, more = _start_if_all_here(group)
@@ -248,14 +254,17 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     return replace(group, phase="backoff"), [*actions, WakeAfter(group.incarnation, delay_s)]
 
 
-def _without_draft(group: Group, event: RanksFailed) -> Group:
-    """The group with what drafts left out if that failed, in whichever incarnation it was."""
-    return replace(group, without_draft=f"pod {event.pod}: {event.why}") if event.is_draft else group
+def _start_without_draft(group: Group, why: str) -> tuple[Group, list[Action]]:
+    """Ends what was started before it was known that what drafts had failed: it drafts with the same, and would fail again."""
+    group, stops = _lost(group, why, is_outside=True)
+    group, starts = _start_if_all_here(group)
+    return group, stops + starts
 
 
 def _died(group: Group, event: RanksFailed, why: str) -> Group:
-    """The group with this death counted, unless it is an echo of another, or no fault of the group."""
-    return group if event.is_echo or not event.is_charged else replace(group, deaths=group.deaths + 1, death=why)
+    """The group with this death counted, unless it is an echo of another, of what drafts, or no fault of the group."""
+    is_excused = event.is_echo or event.is_draft or not event.is_charged
+    return group if is_excused else replace(group, deaths=group.deaths + 1, death=why)
 
 
 def backoff_s(failures: int, has_served: bool) -> float:

@@ -173,7 +173,7 @@ class Ranks:
             ended.cancel()
 
     async def failure(self) -> RanksEnded:
-        """Why the ranks failed, once one ended or is hung: the reason of one that did not just lose a peer, if there is one."""
+        """Why the ranks failed, once one ended or is hung: the reason of what drafts, or of one that did not just lose a peer."""
         ends = [process.ended for process in self._processes]
         watch = asyncio.create_task(self._watch())
         try:
@@ -186,7 +186,8 @@ class Ranks:
             await asyncio.wait(ends, timeout=ECHO_WAIT_S)
         gone = [process for process in self._processes if process.ended.done()]
         own = [process for process in gone if not process.has_lost_peer]
-        told = (own or gone)[0]
+        # What drafts goes before what failed beside it: the next start leaves it out only if it is told.
+        told = next((process for process in own if process.has_lost_draft), (own or gone)[0])
         return RanksEnded(told.why_ended(), is_echo=not own, is_draft=told.has_lost_draft)
 
     async def _watch(self) -> str:
