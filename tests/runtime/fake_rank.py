@@ -55,7 +55,13 @@ def main(words: list[str]) -> NoReturn:
         case ["exit-each", *codes]:
             leave(int(codes[spec["rank"]]), "its own reason")
         case ["draft-fails", rank] if not spec["speculative_missing"]:
-            leave(*((5, "no memory for the draft") if int(rank) == spec["rank"] else (3, "a peer is lost")))
+            gone = marks / f"{spec['incarnation']}-gone"
+            if int(rank) == spec["rank"]:
+                gone.touch()
+                leave(5, "no memory for the draft")
+            while not gone.exists():  # a peer is lost when it is gone, not before
+                time.sleep(0.01)
+            leave(3, "a peer is lost")
         case ["hang"]:
             wait_for_parent()
         case ["noise"]:

@@ -129,6 +129,11 @@ class Pod:
         """One incarnation in this pod, to its end."""
         try:
             end = await self._run_ranks(launch)
+        except asyncio.CancelledError:
+            # Ended from outside, perhaps for what another pod saw first: the next start drafts again if it is not told.
+            if self._ranks is not None and (lost := self._ranks.lost_draft()) is not None:
+                self._reporter.ranks_failed(launch, lost)
+            raise
         except (ModelError, OSError) as error:
             end = RanksEnded(str(error))
         except RanksEnded as ended:

@@ -190,6 +190,11 @@ class Ranks:
         told = next((process for process in own if process.has_lost_draft), (own or gone)[0])
         return RanksEnded(told.why_ended(), is_echo=not own, is_draft=told.has_lost_draft)
 
+    def lost_draft(self) -> RanksEnded | None:
+        """Why nothing can draft, if a rank ended for that already."""
+        lost = next((process for process in self._processes if process.ended.done() and process.has_lost_draft), None)
+        return None if lost is None else RanksEnded(lost.why_ended(), is_draft=True)
+
     async def _watch(self) -> str:
         """Which rank is hung, and why, once one is."""
         loop = asyncio.get_running_loop()
