@@ -96,7 +96,7 @@ def _packages_layer(on: Path, program: Program, folder: Path) -> Layer:
 
 def _image(program: Program, *layers: Layer) -> Image:
     name, user = image_name(PREFIX, program.name), f"{USER}:{USER}"
-    return Image(name, layers, entrypoint=(program.entrypoint,), env=ENV, user=user)
+    return Image(name, layers, entrypoint=program.entrypoint, env=ENV, user=user)
 
 
 def _stable_layers(on: Path) -> dict[str, tuple[Layer, ...]]:

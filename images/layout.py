@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 USER = 65532
 """Nobody's number on a machine; the group has the same."""
-DEBIAN_PACKAGES = ("python3", "libstdc++6", "ca-certificates")
+DEBIAN_PACKAGES = ("python3", "libstdc++6", "ca-certificates", "tini")
 """What the base layer is made of, besides what these need. There is no shell among them."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+FIRST = ("/usr/bin/tini", "--")
+"""What a container begins with. Linux lets the first process of a container hear only signals that it asked for, and Python takes
+a moment before it can ask: who is told to end in that moment would stay for all of its grace. This one passes every signal on."""
 WRITABLE = ("/tmp", "/var/cache/phalanx")
 """Where a program may write; manifests mount a volume there, for the root file system is read-only."""
 ENV = {
@@ -37,13 +40,18 @@ class Program:
 
     @property
     def command(self) -> str:
-        """The console command; also the image's entry point."""
+        """The console command."""
         return f"phalanx-{self.name}"
 
     @property
-    def entrypoint(self) -> str:
+    def path(self) -> str:
         """The path of the console command in the image."""
         return f"/usr/local/bin/{self.command}"
+
+    @property
+    def entrypoint(self) -> tuple[str, ...]:
+        """What a container runs."""
+        return (*FIRST, self.path)
 
     @property
     def module(self) -> str:

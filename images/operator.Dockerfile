@@ -14,7 +14,7 @@ COPY crds/phalanx_api crds/phalanx_api
 COPY operator/phalanx_operator operator/phalanx_operator
 RUN python3 -m images.build packages operator /layers/base /layers/packages
 
-# Nothing but Python, its libraries and our packages: no shell, no package manager.
+# Nothing but an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /
@@ -23,4 +23,4 @@ ENV HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SSL_CERT
 USER 65532:65532
 WORKDIR /
 EXPOSE 8080
-ENTRYPOINT ["/usr/local/bin/phalanx-operator"]
+ENTRYPOINT ["/usr/bin/tini", "--", "/usr/local/bin/phalanx-operator"]

@@ -17,7 +17,7 @@ COPY runtime/phalanx_frontend runtime/phalanx_frontend
 COPY runtime/phalanx_runtime runtime/phalanx_runtime
 RUN python3 -m images.build packages runtime /layers/base /layers/packages
 
-# Nothing but Python, its libraries and our packages: no shell, no package manager.
+# Nothing but an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /
@@ -27,4 +27,4 @@ ENV HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SSL_CERT
 USER 65532:65532
 WORKDIR /
 EXPOSE 8000 8100
-ENTRYPOINT ["/usr/local/bin/phalanx-runtime"]
+ENTRYPOINT ["/usr/bin/tini", "--", "/usr/local/bin/phalanx-runtime"]

@@ -146,5 +146,5 @@ def fill_packages(base: Path, program: Program, root: Path, change: Callable[[Pa
     entry = f"{program.module}.__main__:main"
     _write(root, f"{about}/entry_points.txt", f"[console_scripts]\n{program.command} = {entry}\n")
     script = f"#!/usr/bin/python3\nimport sys\n\nfrom {program.module}.__main__ import main\n\nsys.exit(main())\n"
-    _write(root, program.entrypoint.lstrip("/"), script)
-    (root / program.entrypoint.lstrip("/")).chmod(0o755)
+    _write(root, program.path.lstrip("/"), script)
+    (root / program.path.lstrip("/")).chmod(0o755)

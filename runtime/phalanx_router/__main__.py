@@ -10,7 +10,7 @@ from typing import NoReturn
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag.
 
-    The first process of a container does not hear what it has not asked for, and importing the program takes a second.
+    Importing the program takes a second: who is told to end meanwhile ends with status 0.
     """
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:

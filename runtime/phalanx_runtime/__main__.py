@@ -88,7 +88,7 @@ def _fit_exit(settings: FitSettings) -> int:
 
 
 def _serve(settings: ServeSettings) -> int:
-    """The first process of a container does not hear what it has not asked for, and importing the server takes seconds."""
+    """Importing the server takes seconds: who is told to end meanwhile ends with status 0."""
     signal.signal(signal.SIGTERM, _end_at_once)
     from phalanx_frontend.logs import start_logging
     from phalanx_runtime.server.serve import serve

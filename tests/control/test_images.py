@@ -37,7 +37,7 @@ def values(instructions: list[tuple[str, str]], word: str) -> list[str]:
 def test_a_container_runs_the_program_of_the_layout_without_a_shell_or_root(program: layout.Program) -> None:
     final = stages(program)["final"]
     assert values(final, "FROM") == ["scratch"]
-    assert json.loads(values(final, "ENTRYPOINT")[0]) == [program.entrypoint]
+    assert json.loads(values(final, "ENTRYPOINT")[0]) == list(program.entrypoint)
     assert values(final, "USER") == [f"{layout.USER}:{layout.USER}"]
     assert dict(pair.split("=", 1) for pair in values(final, "ENV")[0].split()) == layout.ENV
     assert values(final, "EXPOSE")[0].split() == [str(port) for port in program.ports]
