@@ -150,7 +150,9 @@ def forced(mover: Mover, count: int, seed: int) -> Forced:
         streams = all_of_it.streams
         requests = [kind(f"{seed} {streams} {i}", i) for i in range(AT_ONCE)]
         plain = [mover.submit(request) for request in requests]
-        mover.until(lambda plain=plain: all(one.finish for one in plain))  # type: ignore[misc]
+        mover.until(lambda plain=plain: all(one.finish or one.refused for one in plain))  # type: ignore[misc]
+        if refused := [one.refused.message for one in plain if one.refused]:
+            raise SystemExit(f"this model cannot do what is asked of it: {refused[0]}")
         moved = [mover.submit(request, at=i % 2) for i, request in enumerate(requests)]
         while any(one.finish is None for one in moved):
             stream = chance.choice([one for one in moved if one.finish is None])

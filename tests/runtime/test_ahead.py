@@ -188,7 +188,7 @@ def test_what_may_follow_is_found_without_looking_through_all_that_is_known(tmp_
 
 def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
     asked = [
-        wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 3, 0.7, allowed_token_ids=[3, 4, 5])),
+        wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 5, 0.7, allowed_token_ids=[3, 4, 5])),
         wire.Request("words", 1, [97, 98, 99, 97, 98], [], wire.Sampling(24, 4, grammar=wire.Grammar("regex", "([abc]{2}d)*"))),
     ]
     how = Rules(speculating=Speculating("ngram", 5, is_adaptive=False))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx_runtime.rank.noise import gumbel, noise_bits, noise_key
+from phalanx_runtime.rank.noise import gumbel, gumbel_of, noise_bits, noise_key
 from phalanx_runtime.rank.sampling import CANDIDATES, Draw, draw, keep_filtered, scaled
 
 DRAWS = 20_000
@@ -46,6 +46,30 @@ def test_draws_of_neighbouring_indices_are_independent() -> None:
     tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(1, index) for index in range(DRAWS + 1)])
     pairs = [4 * tokens[2 * i] + tokens[2 * i + 1] for i in range(DRAWS // 2)]
     assert chi_square(pairs, torch.full((16,), 1 / 16)) < chi_square_limit(15)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
+def test_noise_is_finite_whatever_the_bits(bits: list[int]) -> None:
+    """Infinite noise chooses what a grammar excludes: of a vocabulary of 150,000 that was one draw of 440."""
+    worst = [0, 1, -1, -2, -(2**31), -(2**31) + 64, 2**31 - 1, 2**31 - 64]
+    for dtype, most, least in ((torch.float32, 22.19, -2.82), (torch.float64, 22.19, -3.11)):
+        noise = gumbel_of(torch.tensor(worst + bits, dtype=torch.int32), dtype)
+        assert bool(noise.isfinite().all()) and float(noise.max()) < most and float(noise.min()) > least
+
+
+def test_what_is_excluded_is_not_drawn_where_its_noise_was_infinite_once() -> None:
+    """At this seed's first index token 343 had the least bits of all, which float32 took for zero."""
+    scores = torch.full((1, 512), -torch.inf)
+    scores[0, 5] = 1.0
+    assert draw(scores, [Draw(1852965621, 0)]) == [5]
+
+
+def test_noise_follows_the_bits_distance_from_zero_as_a_gumbel_does_in_both_tails() -> None:
+    """float32 as float64, where noise is large too: so it is drawn as often as it should be."""
+    near = torch.tensor([0, 1, 5, 77, 1000, 123_457, 2**20 + 3, -(2**22), 2**30, -(2**31) + 2**20], dtype=torch.int32)
+    exact = torch.tensor([-math.log(-math.log1p(-(abs(bits + 0.5) / 2**31))) for bits in near.tolist()], dtype=torch.float64)
+    assert torch.allclose(gumbel_of(near, torch.float64), exact, rtol=1e-9)
+    assert torch.allclose(gumbel_of(near, torch.float32).double(), exact, rtol=3e-6, atol=3e-6)
 
 
 def test_noise_has_the_moments_of_a_gumbel() -> None:

@@ -31,7 +31,7 @@ REPLAYED = 9
 LIMITS: dict[str, tuple[Limits, int]] = {
     "together": (ROOMY, 200),
     "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=26), 200),
-    "preempted": (Limits(72, 8, 64), 12),
+    "preempted": (Limits(72, 8, 64), 11),
 }
 
 

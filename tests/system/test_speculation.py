@@ -38,7 +38,7 @@ def answers(base_url: str) -> dict[str, Any]:
     return told
 
 
-FLAGS = ("--dtype", "float64", "--speculative-method", "ngram", "--speculative-tokens", "6", "--speculative-control", "fixed")
+FLAGS = ("--dtype", "float64", "--speculative-method", "ngram", "--speculative-control", "fixed", "--speculative-tokens")
 COUNTS = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total", "speculation_branched_tokens_total")
 
 
@@ -63,7 +63,7 @@ def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path, tre
             f"{plain.base_url}/v1/completions", json={"prompt": "a", "speculative": {"method": "draft"}}, timeout=60
         )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative.method"), refused.text
-    with runtime("ngram", model, *FLAGS, *tree) as ours:
+    with runtime("ngram", model, *FLAGS, "3", *tree) as ours:
         assert answers(ours.base_url) == expected
         counts = counts_of(ours.base_url)
         told = httpx.get(f"{ours.base_url}/v1/metrics", timeout=10).json()
@@ -78,7 +78,7 @@ def test_a_stop_string_that_ends_inside_an_accepted_run_ends_the_text_there(mode
     stop = 10 * "a"
     fields = {"temperature": 0, "logit_bias": {str(ord("a")): 100.0}, "stop": [stop], "include_stop_str_in_output": True}
     body = {"prompt": 20 * "a", "max_tokens": 60, "ignore_eos": True, **fields}
-    with runtime("inside", model, *FLAGS) as ours:
+    with runtime("inside", model, *FLAGS, "6") as ours:
         answer = httpx.post(f"{ours.base_url}/v1/completions", json=body, timeout=60).json()
         [choice] = answer["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (stop, "stop", stop)

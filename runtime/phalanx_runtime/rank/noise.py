@@ -27,11 +27,17 @@ def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise of each (draw, token), in float32 or float64.
+    """Standard Gumbel noise of each (draw, token), in float32 or float64: finite."""
+    return gumbel_of(noise_bits(keys, tokens), dtype)
 
-    With v uniform in (0, 1), -log(v') for v' = 1 - v is exact where it is small, and there the largest noise comes from.
+
+def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """-log(-log(1 - v)) of random int32, with v in (0, 1) by their distance from zero.
+
+    So v is exact where it is small, and there the largest noise comes from. It is never 0 nor 1, for infinite noise would choose
+    a token that a filter or a grammar excludes (minus infinity and infinity are no number), or none where only one is left.
     """
-    uniform = noise_bits(keys, tokens).to(dtype).add_(2**31 + 0.5).mul_(2.0**-32)
+    uniform = bits.to(dtype).add_(0.5).abs_().mul_(2.0**-31).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
