@@ -1,6 +1,7 @@
 """Requests that wait at the router, through real links: late binding, refusals, priority, replays, requeueing."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import msgspec
@@ -11,6 +12,7 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_frontend.backend import BackendError
 from phalanx_router.route.admit import QueueBounds
+from phalanx_router.route.freshness import DEGRADED_AFTER_S
 from phalanx_router.route.queue import PER_KIND
 from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
 
@@ -57,6 +59,18 @@ async def test_requests_wait_at_the_router_while_two_wait_in_each_group() -> Non
         assert ids(leader) == ["urgent", "first", "second", "late"]
         assert world.metric("phalanx_router_wait_seconds_count") == 4
         assert world.metric("phalanx_router_queued_requests") == 0
+
+
+async def test_a_stall_of_the_whole_process_opens_no_full_group() -> None:
+    """The clock of these tests does not count it, so a slow machine fails none of them."""
+    leader = FakeLeader("a")
+    async with running_world(leader) as world:
+        await reported(world, leader, FULL)
+        time.sleep(2 * DEGRADED_AFTER_S)
+        waiting = start(world, "x")
+        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        leader.load = ROOM
+        await waiting
 
 
 async def test_a_full_queue_answers_429_with_the_time_to_drain() -> None:
