@@ -7,6 +7,11 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+IDLE_CONNECTION_S = 75
+"""For how long a connection without a request is kept: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15 s, load
+balancers 60 s), so that it is they who close it. One that the server closed while a POST was under way cannot be told from a lost
+one, and nobody repeats a POST."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

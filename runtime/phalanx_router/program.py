@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
 from phalanx_router.endpoints import LeaderSource, StaticLeaders, router_selector, selector
@@ -41,6 +44,29 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+class Farewell:
+    """ASGI middleware: while the router leaves, a connection ends with the answer to its next request.
+
+    Its client comes again by the Service, which knows the routers that stay; over the old connection every request would come
+    here, and be refused in the end.
+    """
+
+    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+        self._app = app
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the request."""
+
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        leaves = scope["type"] == "http" and self._fleet.draining
+        await self._app(scope, receive, last if leaves else send)
 
 
 class _Server(uvicorn.Server):
@@ -79,14 +105,16 @@ async def serve(settings: Settings) -> int:
         fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file, peers
     )
     config = uvicorn.Config(
-        app,
+        Farewell(app, fleet),
         host=settings.host,
         port=settings.port,
+        http="httptools",
         log_config=None,
         access_log=False,
         ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
         ws_ping_interval=None,
         ws_max_size=MAX_FRAME_BYTES,
+        timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
@@ -99,21 +127,37 @@ async def serve(settings: Settings) -> int:
 
 
 async def leave(server: uvicorn.Server, fleet: Fleet, settings: Settings) -> None:
-    """Shows not ready at once and takes no more requests a little later. Open streams have `drain_s` to end.
+    """Shows not ready and sends clients away at once; takes no more requests a little later. Open streams have `drain_s` to end.
 
     What is left then, or at a second signal, ends with an error that names the id to resume from; its group goes on with it.
     """
     if not fleet.draining:
         fleet.draining = True
         log.info("leaving: open streams go on", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
+        send_away(server)
         await asyncio.sleep(settings.lame_duck_s)
         fleet.refuse()
         end = asyncio.get_running_loop().time() + settings.drain_s
         while fleet.runs and not server.should_exit and asyncio.get_running_loop().time() < end:
+            close_idle(server)
             await asyncio.sleep(LOOK_S)
     log.info("leaving: what is left may be resumed elsewhere", extra={"streams": len(fleet.runs)})
     fleet.close()
     server.should_exit = True
+
+
+def send_away(server: uvicorn.Server) -> None:
+    """Ends each connection with the answer that is under way there."""
+    for connection in list(server.server_state.connections):
+        if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and not connection.cycle.response_complete:
+            connection.shutdown()
+
+
+def close_idle(server: uvicorn.Server) -> None:
+    """Ends connections whose last answer is over: who was sent away and has not asked since would be refused."""
+    for connection in list(server.server_state.connections):
+        if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and connection.cycle.response_complete:
+            connection.shutdown()
 
 
 async def make_source(settings: Settings) -> LeaderSource:

@@ -71,7 +71,7 @@ def test_the_crd_can_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_signal_while_the_operator_is_imported_ends_it_in_order() -> None:
-    """The first process of a container hears no signal that it has not asked for."""
+    """What it imports takes a while."""
     code = (
         "import signal, sys\n"
         "class Now:\n"

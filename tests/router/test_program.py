@@ -1,6 +1,7 @@
 """The program: its settings, and a life from start to drained end."""
 
 import asyncio
+import json
 import logging
 import os
 import pathlib
@@ -8,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
@@ -23,6 +25,8 @@ from phalanx_router.settings import Settings, read_settings
 from phalanx_router.watch import WatchedLeaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.router.fakes import TOKEN, FakeLeader, Script, make_settings
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.fixture
@@ -160,55 +164,85 @@ async def test_the_program_hears_when_its_leaders_are_no_longer_followed() -> No
         assert str(await heard.get()) == "a bug"
 
 
-async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+@asynccontextmanager
+async def program(
+    token_file: str, caplog: pytest.LogCaptureFixture, *flags: str
+) -> AsyncIterator[tuple[str, FakeLeader, asyncio.Task[int]]]:
+    """Where a router answers, ready, before a leader that stops after three tokens until it is released; and the router's end."""
     caplog.set_level(logging.INFO, "uvicorn.error")
     leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
     await leader.start()
-    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0", "--drain-s", "10", "--served-model-name", "mine"]
-    serving = asyncio.create_task(serve(read(token_file, *flags)))
+    serving = asyncio.create_task(serve(read(token_file, "--port", "0", "--leaders", leader.address, *flags)))
     try:
-        async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
+        async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False) as http:
             while not (found := re.search(r"http://127\.0\.0\.1:\d+", caplog.text)):
                 await asyncio.sleep(0.002)
-            url = found.group()
-            while (await http.get(f"{url}/v1/models")).status_code != 200:
+            while (await http.get(f"{found.group()}/v1/models")).status_code != 200:
                 pass
-            assert (await http.get(f"{url}/readyz")).status_code == 200
-            body = {"model": "mine", "prompt": "hello", "max_tokens": 9, "stream": True}
-            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                lines = answer.aiter_lines()
-                await anext(lines)
-                os.kill(os.getpid(), signal.SIGTERM)
-                while (await http.get(f"{url}/readyz")).status_code != 503:
-                    pass
-                late = await http.post(f"{url}/v1/completions", json=body)
-                assert late.status_code == 503
-                assert late.json()["error"]["code"] == "router_leaving" and late.headers["retry-after"]
-                leader.release()
-                assert [line async for line in lines if line][-1] == "data: [DONE]"
-        assert await serving == 0
+        yield found.group(), leader, serving
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await leader.stop()
 
 
+async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    flags = ["--lame-duck-s", "0", "--drain-s", "10", "--served-model-name", "mine"]
+    async with program(token_file, caplog, *flags) as (url, leader, serving), asyncio.timeout(20):
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
+            assert (await http.get(f"{url}/readyz")).status_code == 200
+            body = {"model": "mine", "prompt": "hello", "max_tokens": 9, "stream": True}
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                async with httpx.AsyncClient(trust_env=False) as other:
+                    assert (await other.get(f"{url}/readyz")).status_code == 503
+                    late = await other.post(f"{url}/v1/completions", json=body)
+                assert late.status_code == 503
+                assert late.json()["error"]["code"] == "router_leaving" and late.headers["retry-after"]
+                leader.release()
+                assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await serving == 0
+
+
+async def test_a_router_that_leaves_sends_its_clients_away_while_it_still_answers(
+    token_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a connection that stays open every request would come here, and be refused in the end."""
+    flags = ["--lame-duck-s", "1", "--drain-s", "10"]
+    async with program(token_file, caplog, *flags) as (url, leader, serving), asyncio.timeout(20):
+        port = int(url.rpartition(":")[2])
+        (idle, asked), (busy, sent), (again, anew) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for one, writer in ((idle, asked), (again, anew)):
+            writer.write(HEALTH)
+            assert b"connection: close" not in await one.readuntil(b"\r\n\r\n")
+        body = json.dumps({"prompt": "hello", "max_tokens": 9, "ignore_eos": True}).encode()
+        fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        sent.write(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)
+        while leader.steps < 3:
+            await asyncio.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        anew.write(HEALTH)
+        assert b"200 OK" in (told := await again.read()) and b"connection: close" in told, "it ends with its next answer"
+        await idle.read()  # to its end, when the router begins to refuse
+        leader.release()
+        assert b"200 OK" in await busy.read(), "it ends with its answer"
+        for writer in (asked, sent, anew):
+            writer.close()
+            await writer.wait_closed()
+        assert await serving == 0
+
+
 async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
     token_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "uvicorn.error")
-    leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
-    await leader.start()
-    flags = ["--port", "0", "--leaders", leader.address, "--lame-duck-s", "0", "--drain-s", "0.2"]
-    serving = asyncio.create_task(serve(read(token_file, *flags)))
-    try:
+    async with program(token_file, caplog, "--lame-duck-s", "0", "--drain-s", "0.2") as (url, leader, serving):
         async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
-            while not (found := re.search(r"http://127\.0\.0\.1:\d+", caplog.text)):
-                await asyncio.sleep(0.002)
-            while (await http.get(f"{found.group()}/v1/models")).status_code != 200:
-                pass
             body = {"prompt": "hello", "max_tokens": 9, "stream": True}
-            async with http.stream("POST", f"{found.group()}/v1/completions", json=body) as answer:
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 lines = answer.aiter_lines()
                 await anext(lines)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -216,14 +250,10 @@ async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
         assert "router_leaving" in error and id.removeprefix("id: ") in error
         assert await serving == 0
         assert leader.aborted == []
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await leader.stop()
 
 
 def test_a_signal_while_the_program_is_imported_ends_it_in_order() -> None:
-    """The first process of a container hears no signal that it has not asked for."""
+    """What it imports takes a while."""
     code = (
         "import signal, sys\n"
         "class Now:\n"

@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,19 @@ async def say(target: Target, **fields: Any) -> tuple[str, str]:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+
+
+def test_a_connection_that_was_idle_for_longer_than_clients_keep_one_is_still_open(target: Target) -> None:
+    """The server's default would close it after just the 5 s for which httpx, and so the openai package, keeps it."""
+    client = HTTPConnection(target.base_url.removeprefix("http://"), timeout=10)
+    client.auto_open = 0  # once it is connected it may not connect again
+    client.connect()
+    for pause_s in (0, 6):
+        time.sleep(pause_s)
+        client.request("GET", "/v1/models")
+        answer = client.getresponse()
+        assert (answer.status, bool(answer.read())) == (200, True)
+    client.close()
 
 
 async def test_the_output_has_the_form_that_was_asked_for(target: Target) -> None:

@@ -19,6 +19,7 @@ from uvicorn.config import WS_PROTOCOLS
 from phalanx_api import wire
 from phalanx_api.speculation import Tree
 from phalanx_frontend.app import create_health_app
+from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import Tally
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate
@@ -181,6 +182,7 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         lifespan="on",
+        timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,
     )
 
