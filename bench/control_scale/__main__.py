@@ -3,14 +3,15 @@
     python3 -m tests.cluster up --images
     python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.control_scale --services 200 --rate 1
     ... --services 200 --rate 5      what saturates when services come faster
+    ... --namespaces 1               all in one, where Kubernetes' own controllers list all pods for each
     ... --check                      exit status 1 when a bound is missed
 
 Each service has five groups of two pods and a router, on nodes that exist only in the API server
-(`bench.control_scale.nodes`, in place of kwok); the real nodes are cordoned meanwhile, with the operator on them. Measured in
-stages of `--stage` services: seconds from the answer to the create call until a watch shows the service's last StatefulSet;
-the operator's CPU per service, resident memory and CPU when idle, by its own metrics; CPU of the control plane. In the end the
-leader is stopped, and another one killed, and a change is timed. Then comes a line for each bound that is missed
-(`bench.control_scale.bounds`), and the last line is JSON.
+(`bench.control_scale.nodes`, in place of kwok); the real nodes are cordoned meanwhile, with the operator on them. Services go to
+`--namespaces` in turn. Measured in stages of `--stage` services: seconds from the answer to the create call until a watch shows
+the service's last StatefulSet; the operator's CPU per service, resident memory and CPU when idle, by its own metrics; CPU of the
+control plane. In the end the leader is stopped, and another one killed, and a change is timed. Then comes a line for each bound
+that is missed (`bench.control_scale.bounds`), and the last line is JSON.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from bench.control_scale import nodes
@@ -53,14 +55,14 @@ def service(namespace: str, name: str) -> Json:
 
 
 class Bench:
-    """One run: services of one namespace, applied stage by stage."""
+    """One run: services applied stage by stage, to each namespace in turn."""
 
-    def __init__(self, cluster: Cluster, kube: KubeClient, namespace: str, fake: nodes.FakeNodes) -> None:
+    def __init__(self, cluster: Cluster, kube: KubeClient, namespaces: Sequence[str], fake: nodes.FakeNodes) -> None:
         self._cluster = cluster
         self._kube = kube
-        self._namespace = namespace
+        self._namespaces = namespaces
         self._fake = fake
-        self._sets = Sets(kube, namespace)
+        self._sets = Sets(kube)
         self._made = 0
 
     async def measure(self, services: int, rate: float, stage: int) -> dict[str, Any]:
@@ -76,7 +78,13 @@ class Bench:
         print(json.dumps({"resumed_s": resumed_s, "overtaken_s": overtaken_s}), flush=True)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        return {"rate": rate, "stages": stages, "resumed_s": resumed_s, "overtaken_s": overtaken_s}
+        return {
+            "rate": rate,
+            "namespaces": len(self._namespaces),
+            "stages": stages,
+            "resumed_s": resumed_s,
+            "overtaken_s": overtaken_s,
+        }
 
     async def _stage(self, count: int, rate: float) -> dict[str, Any]:
         _, ip = await leader_of(self._kube)
@@ -103,14 +111,14 @@ class Bench:
         """Seconds from the answer of the API server until the last StatefulSet was seen."""
         await asyncio.sleep(max(at - time.monotonic(), 0))
         name = f"scale-{number:04}"
-        await self._create(name)
+        await self._create(self._namespaces[number % len(self._namespaces)], name)
         applied = time.monotonic()
         return await self._sets.until(name, GROUPS) - applied
 
-    async def _create(self, name: str) -> None:
+    async def _create(self, namespace: str, name: str) -> None:
         while True:
             try:
-                await self._kube.create(SERVICES_OF_OURS, service(self._namespace, name))
+                await self._kube.create(SERVICES_OF_OURS, service(namespace, name))
                 return
             except Conflict:
                 return  # it was made, and the answer was lost
@@ -130,12 +138,13 @@ class Bench:
 
     async def _resume(self, forced: bool) -> float:
         """Seconds from the end of the leader until a change that was made then is followed."""
-        name, (holder, _) = f"scale-{0 if forced else 1:04}", await leader_of(self._kube)
+        number, (holder, _) = 0 if forced else 1, await leader_of(self._kube)
+        name, namespace = f"scale-{number:04}", self._namespaces[number % len(self._namespaces)]
         pod = await self._kube.get(PODS, OPERATOR_NAMESPACE, holder)
         began = time.monotonic()
         await self._kube.delete(PODS, OPERATOR_NAMESPACE, holder, pod["metadata"]["uid"], grace_s=0 if forced else 30)
         patch = {"metadata": {}, "spec": {"replicas": GROUPS + 1}}
-        await self._kube.merge(SERVICES_OF_OURS, self._namespace, name, patch)
+        await self._kube.merge(SERVICES_OF_OURS, namespace, name, patch)
         return round(await self._sets.until(name, GROUPS + 1) - began, 1)
 
 
@@ -172,12 +181,14 @@ async def _clear(kube: KubeClient, namespace: str) -> None:
         await asyncio.sleep(1)
 
 
-async def run(cluster: Cluster, services: int, rate: float, stage: int) -> dict[str, Any]:
+async def run(cluster: Cluster, services: int, rate: float, stage: int, num_namespaces: int) -> dict[str, Any]:
     """The figures of one run; nothing of it is left."""
     installation.install(cluster)
     _keep_on_real_nodes(cluster, True)
-    namespace = f"control-scale-{uuid.uuid4().hex[:6]}"
-    cluster.kubectl("create", "namespace", namespace)
+    name = f"control-scale-{uuid.uuid4().hex[:6]}"
+    namespaces = [f"{name}-{number}" for number in range(num_namespaces)]
+    for namespace in namespaces:
+        cluster.kubectl("create", "namespace", namespace)
     client = await connect()
     kube = HttpKube(client)
     fake = nodes.FakeNodes(kube, FAKE_NODES, API_IP, f"{labels.MANAGED_BY}={labels.MANAGER}")
@@ -186,10 +197,11 @@ async def run(cluster: Cluster, services: int, rate: float, stage: int) -> dict[
     living = asyncio.create_task(fake.run())
     try:
         await _cordon(kube, True)
-        return await Bench(cluster, kube, namespace, fake).measure(services, rate, stage)
+        return await Bench(cluster, kube, namespaces, fake).measure(services, rate, stage)
     finally:
-        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
-        await _clear(kube, namespace)
+        cluster.kubectl("delete", "namespace", *namespaces, "--wait=false")
+        for namespace in namespaces:
+            await _clear(kube, namespace)
         await _cordon(kube, False)
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
@@ -207,9 +219,10 @@ def main() -> int:
     parser.add_argument("--services", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1.0, help="services per second")
     parser.add_argument("--stage", type=int, default=50, help="services between two measurements at rest")
+    parser.add_argument("--namespaces", type=int, default=20, help="how many the services are dealt out to")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a bound is missed")
     given = parser.parse_args()
-    result = asyncio.run(run(ours(), given.services, given.rate, given.stage))
+    result = asyncio.run(run(ours(), given.services, given.rate, given.stage, given.namespaces))
     wrong = missed(result)
     for sentence in wrong:
         print(f"missed: {sentence}")

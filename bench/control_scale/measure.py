@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx_operator.errors import KubeError
+from phalanx_operator.informer import SELECTOR
 from phalanx_operator.kube import LEASES, PODS, STATEFUL_SETS, KubeClient
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster
@@ -69,11 +70,10 @@ def _cpu_s(pid: int) -> float:
 
 
 class Sets:
-    """When each service's StatefulSets were seen, by a watch of its own."""
+    """When each service's StatefulSets were seen, by a watch of its own. Names of services are taken to be unique."""
 
-    def __init__(self, kube: KubeClient, namespace: str) -> None:
+    def __init__(self, kube: KubeClient) -> None:
         self._kube = kube
-        self._namespace = namespace
         self.seen: dict[str, dict[str, float]] = {}
         self._changed = asyncio.Event()
 
@@ -81,8 +81,8 @@ class Sets:
         """For ever."""
         while True:
             try:
-                page = await self._kube.list_page(STATEFUL_SETS, self._namespace, "", "")
-                async for event in self._kube.watch(STATEFUL_SETS, self._namespace, "", page.resource_version):
+                page = await self._kube.list_page(STATEFUL_SETS, None, SELECTOR, "")
+                async for event in self._kube.watch(STATEFUL_SETS, None, SELECTOR, page.resource_version):
                     if event["type"] == "ADDED":
                         metadata = event["object"]["metadata"]
                         service = metadata["labels"]["phalanx.dev/service"]

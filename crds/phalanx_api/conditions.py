@@ -1,7 +1,7 @@
 """Conditions of an InferenceService: their types, their reasons, and how one is set.
 
-True is good in all of them but those of kstatus, which are absent unless they are true: `Reconciling` while groups come, go or
-are replaced, `Stalled` while a person must act.
+True is good in all of them but those of kstatus, which are absent unless they are true: `Stalled` while a person must act, else
+`Reconciling` while groups come, go or are replaced.
 """
 
 from collections.abc import Sequence

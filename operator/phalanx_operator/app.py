@@ -31,6 +31,7 @@ from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.settings import Settings
+from phalanx_operator.watched import read_event
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def run(settings: Settings) -> None:
     metrics, health = Metrics(), probes.Health()
     client = await connect()
     endpoint = await probes.serve(probes.make_app(health, metrics), settings.port)
-    kube = CountedKube(HttpKube(client), metrics)
+    kube = CountedKube(HttpKube(client, read_event=read_event), metrics)
     http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)

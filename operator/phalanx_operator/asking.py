@@ -33,13 +33,12 @@ log = logging.getLogger(__name__)
 class Pace:
     """How routers are asked. Seconds.
 
-    routine_s, urgent_s: how long a router may keep a question. slack_s: how much longer it may take before it counts as away.
-    pause_s: between two polls, however quickly it answers. most_bytes: of an answer.
+    slack_s: how much longer a router may take than it may keep a question before it counts as away. stale_s: after that what it
+    said counts no more. pause_s: between two polls, however quickly it answers. most_bytes: of an answer.
     """
 
-    routine_s: float = 15.0
-    urgent_s: float = 2.0
     slack_s: float = 10.0
+    stale_s: float = 45.0
     pause_s: float = 0.2
     first_retry_s: float = 1.0
     last_retry_s: float = 60.0
@@ -61,8 +60,8 @@ class Routers(Protocol):
         """What these routers of a service say. One that was not asked yet counts as asked, and has not answered."""
         ...
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
-        """Asks these routers from now on, and no others, with this policy."""
+    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
+        """Asks these routers from now on, and no others, with this policy; each keeps a question for `hear_s` at most."""
         ...
 
     def forget(self, key: Key) -> None:
@@ -83,7 +82,7 @@ class Refused(Exception):
 @dataclass(slots=True)
 class _Service:
     policy: BalancePolicy
-    urgent: bool
+    hear_s: float
     routers: dict[str, "_Router"] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     token: str | None = None
@@ -100,6 +99,8 @@ class _Router:
     is_unknown: bool = False
     was_asked: bool = False
     """It answered, or did not, at least once."""
+    is_silent: bool = False
+    """Its last question brought no answer: it did not come, or a new policy ended the question."""
 
 
 class Asking:
@@ -131,19 +132,19 @@ class Asking:
         now = self._clock()
         is_new = bool(targets) and not any(self._had_its_time(router, now) for router in asked)
         heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
-        fleet = merge(heard, len(targets) - mute, 3 * self._pace.routine_s)
+        fleet = merge(heard, len(targets) - mute, self._pace.stale_s)
         unknown = [f"router {r.target.address}: it speaks no version of summaries of {SUMMARY}" for r in asked if r.is_unknown]
         return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions), is_new=is_new) if unknown or is_new else fleet
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
+    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
         """See Routers."""
-        service = self._services.setdefault(key, _Service(policy, urgent))
+        service = self._services.setdefault(key, _Service(policy, hear_s))
         wanted = {target.uid: target for target in targets}
         for uid, router in list(service.routers.items()):
             if wanted.get(uid) != router.target:
                 self._drop(service, uid)
-        if (policy, urgent) != (service.policy, service.urgent):
-            service.policy, service.urgent = policy, urgent
+        if (policy, hear_s) != (service.policy, service.hear_s):
+            service.policy, service.hear_s = policy, hear_s
             service.changed.set()
             service.changed = asyncio.Event()
         for uid, target in wanted.items():
@@ -197,7 +198,7 @@ class Asking:
             level = logging.WARNING if failures == 0 else logging.DEBUG
             log.log(level, "router not heard", extra={"service": "/".join(key), "router": router.target.address, "why": why})
             wait_s = pace.first_retry_s * 2.0 ** min(failures, 10) if not router.is_mute else pace.last_retry_s
-            failures += 1
+            failures, router.is_silent = failures + 1, True
             if not router.was_asked:
                 router.was_asked = True
                 self._wake(key)
@@ -218,17 +219,19 @@ class Asking:
                 poll.cancel()
             await asyncio.gather(poll, change, return_exceptions=True)
         if poll.cancelled():
+            router.is_silent = True
             return  # a new policy: ask again
         summary = poll.result()
         former, router.summary = router.summary, summary
-        router.heard_at, router.is_mute, router.is_unknown, router.was_asked = self._clock(), False, False, True
+        router.heard_at, router.is_mute, router.is_unknown = self._clock(), False, False
+        router.was_asked, router.is_silent = True, False
         if former is None or _matters(former) != _matters(summary):
             self._wake(key)
 
     async def _poll(self, service: _Service, router: _Router) -> RouterSummary:
         """The router's answer. Raises: Refused, and what aiohttp and msgspec raise."""
-        wait_s = self._pace.urgent_s if service.urgent else self._pace.routine_s
-        wait_s = wait_s if router.summary is not None else 0.0  # a router that was never heard tells at once how it is
+        is_news = router.summary is None or router.is_silent  # what was heard may be as old as a question may be kept
+        wait_s = 0.0 if is_news else service.hear_s
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
@@ -261,8 +264,8 @@ def _matters(summary: RouterSummary) -> object:
     """What a look must follow at once: what begins and ends, not what goes up and down."""
     hot = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
     unknown = tuple(sorted(one.group for one in summary.unknown_versions))
-    groups = tuple(sorted((group.group, group.deaths, group.excused, group.draft_lost) for group in summary.groups))
-    return hot, summary.fleet_saturated, tuple(sorted(summary.emptied)), summary.held > 0, unknown, groups
+    told = ((one.group, one.state == "dead", one.deaths, one.excused, one.draft_lost) for one in summary.groups)
+    return hot, summary.fleet_saturated, tuple(sorted(summary.emptied)), summary.held > 0, unknown, tuple(sorted(told))
 
 
 def address_of(ip: str) -> str:

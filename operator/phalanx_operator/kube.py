@@ -112,6 +112,7 @@ class KubeClient(Protocol):
         ...
 
     def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
-        """Changes since that version as `{"type": .., "object": ..}`, bookmarks too. Ends when the server ends it. Raises: Gone
-        when that version is too old, Retry when nothing at all was heard for too long."""
+        """Changes since that version as `{"type": .., "object": ..}`, bookmarks too; an object may hold no more than is read of
+        it. Ends when the server ends it. Raises: Gone when that version is too old, Retry when nothing at all was heard for too
+        long."""
         ...

@@ -36,6 +36,7 @@ class Loop:
         self._draw = draw
         self._wakeups = Wakeups()
         self._changed = asyncio.Event()
+        self._waits_until = float("inf")
         self._failures: dict[Key, int] = {}
         self._began: dict[Key, float] = {}
         metrics.queue_keys.set_function(lambda: self._wakeups.num_due(self._clock()))
@@ -47,31 +48,38 @@ class Loop:
         """
         if key[1]:
             at = self._clock() + after_s
-            self._wakeups.wake(key, max(at, self._began.get(key, float("-inf")) + SPACE_S) if after_s else at)
-            self._changed.set()
+            at = max(at, self._began.get(key, float("-inf")) + SPACE_S) if after_s else at
+            self._wakeups.wake(key, at)
+            if at < self._waits_until:
+                self._changed.set()
 
     async def work(self, workers: int) -> None:
-        """Runs for ever."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(workers):
-                group.create_task(self._work())
+        """Runs for ever, with so many looks side by side."""
+        free = asyncio.Semaphore(workers)
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await free.acquire()
+                looks.create_task(self._work(await self._next(), free))
 
-    async def _work(self) -> None:
-        while True:
-            key = self._wakeups.take(self._clock())
-            if key is None:
-                await self._wait()
-                continue
-            try:
-                await self.look(key)
-            finally:
-                self._wakeups.done(key)
-                self._changed.set()
+    async def _next(self) -> Key:
+        """The next key, taken once it is due."""
+        while (key := self._wakeups.take(self._clock())) is None:
+            await self._wait()
+        return key
+
+    async def _work(self, key: Key, free: asyncio.Semaphore) -> None:
+        try:
+            await self.look(key)
+        finally:
+            self._wakeups.done(key)
+            self._changed.set()
+            free.release()
 
     async def _wait(self) -> None:
         """Until a key may be due."""
         self._changed.clear()
         due = self._wakeups.next_due()
+        self._waits_until = float("inf") if due is None else due
         try:
             async with asyncio.timeout(None if due is None else max(due - self._clock(), 0.001)):
                 await self._changed.wait()

@@ -33,7 +33,7 @@ class Metrics:
         self.queue_keys = Gauge("phalanx_operator_queue_keys", "Services that are due to be looked at.", registry=r)
         self.is_leader = Gauge("phalanx_operator_is_leader", "Whether this process holds the lease.", registry=r)
         names = ["namespace", "service"]
-        self.groups = Gauge("phalanx_service_groups", "Groups that exist.", names, registry=r)
+        self.groups = Gauge("phalanx_service_groups", "Groups that exist and stay.", names, registry=r)
         self.draining_groups = Gauge("phalanx_service_draining_groups", "Groups that are being emptied.", names, registry=r)
         self.hot_groups = Gauge("phalanx_service_hot_groups", "Groups that are hotspots.", names, registry=r)
         self.desired_groups = Gauge(

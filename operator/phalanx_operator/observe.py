@@ -15,6 +15,7 @@ from phalanx_operator.decide.draining import LAST_S
 from phalanx_operator.decide.retry import RETRIED
 from phalanx_operator.decide.snapshot import (
     Draining,
+    ObservedDeployment,
     ObservedGroup,
     ObservedNode,
     ObservedPod,
@@ -35,15 +36,6 @@ class ObservedSet:
 
     owner_uid: str
     group: ObservedGroup
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedDeployment:
-    """A Deployment that may be a router of ours."""
-
-    owner_uid: str
-    name: str
-    router: ObservedRouter
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class Reconciler:
             await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now, done)
         except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
             self._leave_turn(key, service, todo, done)
-            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
+            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.hear_s)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
             reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota(str(error)) else Reason.REJECTED
@@ -166,9 +166,9 @@ class Reconciler:
                 await self._write(snapshot, said, done)
             raise
         except KubeError:
-            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.is_urgent)
+            self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.hear_s)
             raise
-        self._tell(key, service, seen, todo.empty, todo.is_urgent)
+        self._tell(key, service, seen, todo.empty, todo.hear_s)
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         unexposed = self.hands.unexposed(key)
@@ -225,7 +225,7 @@ class Reconciler:
         for key in self.turns.called(self.clock()):
             self.wake(key)
 
-    def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], urgent: bool) -> None:
+    def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], hear_s: float) -> None:
         """Asks the routers that are ready, with the policy as it is now."""
         snapshot = seen.snapshot
         targets = _targets(snapshot)
@@ -238,7 +238,7 @@ class Reconciler:
         self.granted[key] = former.renewed(
             service.spec, len(targets), empty, now_s, awaited=awaited, revision=current, for_good=last, wanted=wanted > 0
         )
-        self.routers.tell(key, targets, self.granted[key].policy, urgent=urgent)
+        self.routers.tell(key, targets, self.granted[key].policy, hear_s)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> float:
         """One status write, if the status says anything new; announces only after that. The seconds until it is to be written

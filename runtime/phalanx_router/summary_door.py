@@ -67,7 +67,7 @@ class SummaryDoor:
             async with asyncio.timeout(min(max(asked.wait_s, 0.0), LONGEST_S)):
                 await self._changed.wait()
         except TimeoutError:
-            pass  # nothing happened, which is told too
+            self.looked()  # a question that its asker gave up ends so too, and must not keep news from the one that followed
         self._changed.clear()
         self._told = self._crossing()
         summary = msgspec.structs.replace(self._summary(), version=version)

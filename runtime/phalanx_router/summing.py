@@ -23,6 +23,7 @@ class Crossing:
     unknown_versions: frozenset[str] = frozenset()
     deaths: frozenset[tuple[str, int, int]] = frozenset()
     drafts_lost: frozenset[str] = frozenset()
+    linked: frozenset[str] = frozenset()
 
 
 class Summing:
@@ -44,8 +45,9 @@ class Summing:
         excused = self._fleet.excused
         deaths = frozenset((one.endpoint.group, one.state.deaths, excused[one.endpoint.key]) for one in self._fleet.links.all())
         lost = frozenset(link.endpoint.group for link in self._fleet.links.all() if _draft_lost(link))
+        linked = frozenset(link.endpoint.group for link in self._fleet.links.all() if _is_linked(link))
         emptied, leaves = frozenset(self._emptied()), self._fleet.draining
-        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths, lost)
+        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths, lost, linked)
 
     def summary(self) -> RouterSummary:
         """As of now."""
@@ -107,7 +109,7 @@ class Summing:
 
 def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> GroupSummary:
     """A group that neither serves nor drains is dead to this router, whatever its last report said."""
-    state: Freshness = view.state if link.is_open and (link.is_serving or link.state.draining) else "dead"
+    state: Freshness = view.state if _is_linked(link) else "dead"
     load, served = link.told.load, link.told.served
     return GroupSummary(
         group=link.endpoint.group,
@@ -133,6 +135,11 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         model_version=served.version[:128],
         excused=excused,
     )
+
+
+def _is_linked(link: LeaderLink) -> bool:
+    """Whether the group serves, or ends what it has, as far as this router hears."""
+    return link.is_open and (link.is_serving or link.state.draining)
 
 
 def _draft_lost(link: LeaderLink) -> str:

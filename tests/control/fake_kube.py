@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, RouterSummary
 from phalanx_operator.asking import Target
@@ -14,6 +16,7 @@ from phalanx_operator.errors import Conflict, Gone
 from phalanx_operator.kube import CORE_EVENTS, DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
 from phalanx_operator.observe import Children
 from phalanx_operator.store import Key
+from phalanx_operator.watched import read_event
 from tests.control.builders import pod_body
 
 Where = tuple[str, str, str]
@@ -34,15 +37,15 @@ class FakeRouters:
         self.is_new = False
         self.asked: list[Target] = []
         self.policy = BalancePolicy()
-        self.urgent = False
+        self.hear_s = 0.0
         self.forgotten: list[Key] = []
 
     def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
         heard = [Heard(target.uid, 0.0, self.says) for target in targets] if self.says else []
         return replace(merge(heard, len(targets), 45.0), is_new=self.is_new)
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, *, urgent: bool) -> None:
-        self.asked, self.policy, self.urgent = list(targets), policy, urgent
+    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
+        self.asked, self.policy, self.hear_s = list(targets), policy, hear_s
 
     def forget(self, key: Key) -> None:
         self.forgotten.append(key)
@@ -218,12 +221,17 @@ class FakeCluster:
                 self.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
 
     def tell(self) -> None:
-        """The informers hear of everything."""
-        self.children.pods.replace(self.kube.of(PODS).values())
-        self.children.sets.replace(self.kube.of(STATEFUL_SETS).values())
-        self.children.deployments.replace(self.kube.of(DEPLOYMENTS).values())
-        self.children.services.replace(self.kube.of(SERVICES).values())
-        self.children.nodes.replace(self.kube.of(NODES).values())
+        """The informers hear of everything, as a watch tells it."""
+        children = self.children
+        children.pods.replace(self._told(PODS))
+        children.sets.replace(self._told(STATEFUL_SETS))
+        children.deployments.replace(self._told(DEPLOYMENTS))
+        children.services.replace(self._told(SERVICES))
+        children.nodes.replace(self._told(NODES))
+
+    def _told(self, resource: Resource) -> list[Json]:
+        events = [msgspec.json.encode({"type": "ADDED", "object": body}) for body in self.kube.of(resource).values()]
+        return [read_event(event)["object"] for event in events]
 
 
 def _refuse_others(there: Json, wanted: Json) -> None:

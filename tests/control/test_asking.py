@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from phalanx_operator.asking import Asking, Pace, Target, address_of
+from phalanx_operator.decide import plan
 from phalanx_operator.kube import SECRETS
 from phalanx_operator.store import Key
 from tests.control.fake_kube import FakeKube
@@ -56,8 +57,8 @@ class Scene:
     def targets(self) -> list[Target]:
         return [Target(f"uid-{i}", router.address) for i, router in enumerate(self.routers)]
 
-    def tell(self, *, urgent: bool = False, count: int = 1, **policy: object) -> None:
-        self.asking.tell(KEY, self.targets[:count], BalancePolicy(**policy), urgent=urgent)  # type: ignore[arg-type]
+    def tell(self, *, hear_s: float = 15.0, count: int = 1, **policy: object) -> None:
+        self.asking.tell(KEY, self.targets[:count], BalancePolicy(**policy), hear_s)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -105,9 +106,12 @@ async def test_a_new_policy_reaches_a_router_in_the_middle_of_a_poll(scene: Scen
     scene.tell(number=1)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: len(scene.routers[0].asked) == 2)
-    scene.tell(number=2, empty=["a"], urgent=True)
+    scene.tell(number=2, empty=["a"], hear_s=2.0)
     await until(lambda: len(scene.routers[0].asked) == 3)
-    assert [(one.policy.empty, one.wait_s) for one in scene.routers[0].asked] == [([], 0.0), ([], 15.0), (["a"], 2.0)]
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].asked) == 4)
+    asked = [(one.policy.empty, one.wait_s) for one in scene.routers[0].asked]
+    assert asked == [([], 0.0), ([], 15.0), (["a"], 0.0), (["a"], 2.0)], "what it said last is told anew: the answer may be lost"
 
 
 async def test_only_what_begins_or_ends_wakes(scene: Scene) -> None:
@@ -134,6 +138,20 @@ async def test_a_router_in_trouble_is_asked_again_and_counts_as_silent(scene: Sc
     assert (fleet.asked, fleet.answered) == (1, 0)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: scene.asking.fleet(KEY, scene.targets[:1]).is_heard)
+
+
+async def test_a_router_whose_answer_was_lost_tells_the_next_one_at_once(scene: Scene) -> None:
+    """What it said before would be too old by the time that it may keep a question."""
+    scene.tell(hear_s=30.0)
+    for one in (summary(), b"{", summary()):
+        scene.routers[0].answers.put_nowait(one)
+    await until(lambda: len(scene.routers[0].asked) == 4)
+    assert [one.wait_s for one in scene.routers[0].asked] == [0.0, 30.0, 0.0, 30.0]
+
+
+def test_a_question_that_is_kept_for_longest_and_lost_leaves_time_to_ask_again() -> None:
+    pace = Pace()
+    assert plan.HEAR_S + pace.slack_s + pace.first_retry_s < pace.stale_s
 
 
 @pytest.mark.parametrize("answer", [summary(), 500], ids=["an answer", "trouble"])
@@ -163,7 +181,7 @@ async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_
 
 async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     away = Target("uid-9", "127.0.0.1:1")
-    scene.asking.tell(KEY, [away, scene.targets[0]], BalancePolicy(), urgent=False)
+    scene.asking.tell(KEY, [away, scene.targets[0]], BalancePolicy(), 15.0)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: scene.asking.fleet(KEY, [away, scene.targets[0]]).answered == 1)
     await until(lambda: "router not heard" in caplog.text)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.look import Sample, View, double, lies, orphans, standing, unsettled
+from bench.chaos.look import Lie, Sample, View, double, lies, orphans, standing, unled_s, unsettled
 from bench.chaos.traffic import lines_of, refusal_of
 from bench.chaos.watch import OFTEN, others
 from phalanx_operator.kube import DEPLOYMENTS, EVENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS
@@ -157,31 +157,73 @@ def test_kinds_that_the_cluster_does_not_serve_are_not_looked_at() -> None:
 
 
 def test_a_double_stands_from_the_look_that_first_saw_it_until_one_that_does_not() -> None:
-    since = standing({}, ["a"], 1.0)
-    assert (since := standing(since, ["a", "b"], 2.0)) == {"a": 1.0, "b": 2.0}
-    assert (since := standing(since, ["b"], 3.0)) == {"b": 2.0}
-    assert standing(since, [], 4.0) == {}
+    since = standing({}, ["a"], 1.0, 0.0)
+    assert (since := standing(since, ["a", "b"], 2.0, 1.0)) == {"a": 1.0, "b": 2.0}
+    assert (since := standing(since, ["b"], 3.0, 2.0)) == {"b": 2.0}
+    assert standing(since, [], 4.0, 3.0) == {}
 
 
-def moments(count: int, served_at_s: float = 0.0, **fields: Any) -> list[Sample]:
-    defaults = {"is_known": True, "says_ready": True, "has_operator": True}
-    return [Sample(float(at), served_at_s=served_at_s, **defaults | fields) for at in range(count)]
+def test_a_look_that_could_not_see_ends_no_double_and_its_time_is_left_out() -> None:
+    since = standing({"a": 1.0}, None, 7.0, 3.0)
+    assert since == {"a": 5.0}, "it had stood for 2 s, and has still"
+    assert standing(since, ["a"], 7.5, 7.0) == {"a": 5.0}
 
 
 @pytest.mark.parametrize(
-    ("samples", "found"),
-    [
-        (moments(11), []),
-        (moments(14), [(0.0, 13.0)]),
-        (moments(20, served_at_s=12.0), []),
-        (moments(30, says_ready=False), []),
-        (moments(30, has_operator=False), []),
-        ([*moments(9), *moments(1, is_known=False), *moments(9)], []),
-    ],
-    ids=["short", "a lie", "served", "not ready", "no operator", "no API server between"],
+    ("holder", "now_s", "unled"),
+    [("a", 107.9, 0.0), ("a", 108.0, 8.0), ("a", 130.0, 30.0), ("", 100.0, 0.0), ("", 101.5, 1.5)],
+    ids=["renewed lately", "run out", "long ago", "given back now", "given back"],
 )
-def test_the_status_lies_when_it_says_ready_for_long_and_nothing_is_served(samples: list[Sample], found: list[Any]) -> None:
-    assert lies(samples, 10.0) == found
+def test_nobody_leads_once_the_lease_is_given_back_or_has_run_out(holder: str, now_s: float, unled: float) -> None:
+    assert unled_s({"spec": {"holderIdentity": holder}}, 100.0, now_s) == unled
+
+
+def looks(marks: str, served_at_s: float = 0.0) -> list[Sample]:
+    """A look each second. `R`: Ready is said; `n`: it is not; `?`: not all was answered; `L`: all but the Lease was; `o`: it
+    is, and nobody has led for a second at the first `o`."""
+
+    def unled(at: int, mark: str) -> float | None:
+        return None if mark == "L" else at - marks.index("o") + 1.0 if mark == "o" else 0.0
+
+    return [Sample(float(at), mark != "?", mark not in "?n", unled(at, mark), served_at_s) for at, mark in enumerate(marks)]
+
+
+@pytest.mark.parametrize(
+    ("marks", "served_at_s", "found"),
+    [
+        ("R" * 11, 0.0, []),
+        ("R" * 14, 0.0, [Lie(0.0, 13.0, 13.0)]),
+        ("R" * 20, 12.0, []),
+        ("R" * 20, 5.5, [Lie(5.5, 19.0, 13.5)]),
+        ("n" * 30, 0.0, []),
+        ("?" * 30, 0.0, []),
+        ("L" * 30, 0.0, []),
+        ("o" * 30, 0.0, []),
+        ("R" * 10 + "?" + "R" * 9, 0.0, [Lie(0.0, 19.0, 18.0)]),
+        ("R" * 10 + "L" + "R" * 9, 0.0, [Lie(0.0, 19.0, 18.0)]),
+        ("R?" * 10, 0.0, []),
+        ("R?" * 12, 0.0, [Lie(0.0, 22.0, 11.0)]),
+        ("R" * 6 + "?" * 25 + "R" * 5, 0.0, []),
+        ("R" * 6 + "?" * 25 + "R" * 6, 0.0, [Lie(0.0, 36.0, 11.0)]),
+        ("R" * 6 + "?" * 5 + "R" * 10, 9.5, []),
+        ("R" * 10 + "n" + "R" * 10, 0.0, []),
+        ("R" * 10 + "?n?" + "R" * 10, 0.0, []),
+        ("R" * 10 + "oo" + "R" * 9, 0.0, [Lie(0.0, 20.0, 18.0)]),
+        ("R" * 10 + "ooo" + "R" * 10, 0.0, []),
+        ("R" * 10 + "oLo" + "R" * 10, 0.0, []),
+        ("R" * 14 + "n" + "R" * 14, 0.0, [Lie(0.0, 13.0, 13.0), Lie(15.0, 28.0, 13.0)]),
+    ],
+    ids=[
+        *("short", "a lie", "served", "served at first", "not ready", "never seen", "never a Lease", "no operator"),
+        *("one read failed", "one read of the Lease failed", "every other look failed", "and a lie all the same"),
+        *("the API server was away", "and it was a lie before and after", "served while nobody saw"),
+        *("said otherwise", "said otherwise between", "handed over", "no operator between", "nor for whoever saw", "two lies"),
+    ],
+)
+def test_the_status_lies_when_it_says_ready_for_long_and_nothing_is_served(
+    marks: str, served_at_s: float, found: list[Lie]
+) -> None:
+    assert lies(looks(marks, served_at_s), 10.0) == found
 
 
 def test_only_a_newline_ends_a_line_of_a_stream() -> None:

@@ -95,7 +95,7 @@ async def test_scale_in_empties_a_group_before_it_is_deleted() -> None:
         f"merge statefulsets {victim}",
         f"merge pods {victim}-0",
     ]
-    assert (world.routers.policy.empty, world.routers.urgent, world.next_s) == ([victim], True, 2.0)
+    assert (world.routers.policy.empty, world.routers.hear_s, world.next_s) == ([victim], 2.0, 2.0)
     for _ in range(3):
         assert not [w for w in await world.look() if "statefulsets" in w or "pods" in w]
     phases = {one.name: one.phase for one in world.status.groups}
@@ -105,7 +105,7 @@ async def test_scale_in_empties_a_group_before_it_is_deleted() -> None:
     assert f"delete statefulsets {victim}" in await world.look()
     await world.settle()
     assert len(world.groups) == 2 and victim not in world.groups
-    assert world.routers.policy.empty == [] and not world.routers.urgent
+    assert (world.routers.policy.empty, world.routers.hear_s) == ([], 30.0)
     assert [reason for _, reason in world.notes()].count("GroupDraining") == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from phalanx_api.conditions import Condition, ConditionType, Reason
+from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Cause, Hotspot
 from phalanx_operator.decide import autoscaler, balanced, caching, capacity, exposed, rollback, speculating, versions
@@ -21,7 +21,9 @@ from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter, ReplicasWriter
 from phalanx_operator.decide.status import status
 from phalanx_operator.errors import Rejected
+from phalanx_operator.kube import SERVICES_OF_OURS
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
+from tests.control.kstatus import kstatus
 from tests.control.said import SAID, said
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World
@@ -191,6 +193,34 @@ async def test_what_conditions_say_of_what_is_refused(told: str, spec: dict[str,
     with contextlib.suppress(Rejected):
         await world.look()
     assert set(told.split(", ")) <= said(world.status.conditions)
+    assert kstatus(world.service) == "Failed"
+
+
+def test_kstatus_reads_of_every_case_what_its_words_say() -> None:
+    seen: set[str] = set()
+    for told, decide in CASES:
+        conditions = tuple(decide())
+        if not find_condition(conditions, "Ready"):
+            continue  # a part of a status
+        read = "Failed" if "Stalled True" in told else "Current" if "Ready True" in told.split(", ")[0] else "InProgress"
+        written = Status(observed_generation=7, conditions=conditions).model_dump(by_alias=True)
+        assert kstatus({"metadata": {"generation": 7}, "status": written}) == read, told
+        assert kstatus({"metadata": {"generation": 8}, "status": written}) == "InProgress", "the operator has not seen the spec"
+        seen.add(read)
+    assert seen == {"Current", "InProgress", "Failed"}
+
+
+async def test_kstatus_follows_a_service_that_is_made_and_changed() -> None:
+    world = World()
+    await world.look()
+    assert kstatus(world.service) == "InProgress"
+    await world.settle()
+    assert kstatus(world.service) == "Current"
+    changed = world.service
+    world.kube.put(SERVICES_OF_OURS, changed | {"metadata": changed["metadata"] | {"generation": 2}})
+    assert (kstatus(world.service), world.ready) == ("InProgress", ("True", "Ready"))
+    await world.look()
+    assert kstatus(world.service) == "Current"
 
 
 def test_every_condition_and_reason_is_said_in_a_case() -> None:

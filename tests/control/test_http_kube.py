@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -13,6 +14,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
 from phalanx_operator.http_kube import HttpKube, failure, settle_proxy
 from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
+from phalanx_operator.watched import read_event
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
 
@@ -112,6 +114,17 @@ async def test_a_watch_gives_events_until_the_server_ends_it(served: Served) -> 
     assert (query["resourceVersion"], query["allowWatchBookmarks"]) == ("7", "true")
 
 
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=["cut", "whole"])
+async def test_events_are_the_same_however_they_are_cut(served: Served, size: int, end: bytes) -> None:
+    server, _ = served
+    kube = HttpKube(served[1]._client, read_event=read_event)
+    text = b"\n".join(b'{"type": "ADDED", "object": {"metadata": {"uid": "%d"}}}' % number for number in range(3)) + end
+    server.lines = [text[at : at + size] for at in range(0, len(text), size)]
+    assert [event["object"]["metadata"]["uid"] async for event in kube.watch(PODS, None, "", "7")] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("read", [msgspec.json.decode, read_event])
 @pytest.mark.parametrize(
     ("line", "error"),
     [
@@ -120,8 +133,8 @@ async def test_a_watch_gives_events_until_the_server_ends_it(served: Served) -> 
     ],
     ids=["too old", "cut off"],
 )
-async def test_a_watch_that_breaks_says_how(served: Served, line: bytes, error: type[KubeError]) -> None:
-    server, kube = served
+async def test_a_watch_that_breaks_says_how(served: Served, line: bytes, error: type[KubeError], read: Any) -> None:
+    server, kube = served[0], HttpKube(served[1]._client, read_event=read)
     server.lines = [line]
     with pytest.raises(error):
         _ = [event async for event in kube.watch(PODS, None, "", "7")]

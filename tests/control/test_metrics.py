@@ -1,5 +1,7 @@
 """The operator's metrics: the page lists all of them, with their labels, and they move when what they count happens."""
 
+import asyncio
+import contextlib
 import pathlib
 import re
 
@@ -7,10 +9,13 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from phalanx_api.summary import Hotspot
 from phalanx_operator.errors import Denied, Gone
 from phalanx_operator.loop import Loop
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.store import Key
+from tests.control.simulated_service import rate_for
+from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,3 +81,65 @@ async def test_a_look_that_fails_is_counted_under_its_error(error: type[Exceptio
         assert metrics.registry.get_sample_value("phalanx_operator_reconcile_errors_total", labels) == times
     assert metrics.registry.get_sample_value("phalanx_operator_reconcile_seconds_count") == 2
     assert metrics.registry.get_sample_value("phalanx_operator_queue_keys") == 0, "it waits before it is due again"
+
+
+async def test_a_service_is_in_the_queue_from_when_it_is_due_until_it_is_taken() -> None:
+    taken, now, metrics = asyncio.Event(), 0.0, Metrics()
+
+    async def look(_: Key) -> float | None:
+        taken.set()
+        return 600.0
+
+    def queue() -> float | None:
+        return metrics.registry.get_sample_value("phalanx_operator_queue_keys")
+
+    loop = Loop(look, metrics, clock=lambda: now)
+    loop.wake(KEY, after_s=1.0)
+    assert queue() == 0
+    now = 1.0
+    assert queue() == 1
+    work = asyncio.create_task(loop.work(1))
+    await taken.wait()
+    assert queue() == 0
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+
+
+NAMES = (
+    *("phalanx_service_groups", "phalanx_service_ready_groups", "phalanx_service_draining_groups", "phalanx_service_hot_groups"),
+    "phalanx_operator_needed_groups",
+)
+
+
+def gauges(world: World) -> tuple[float | None, ...]:
+    """Groups that stay, are ready, are emptied, are hot, and are needed by the load."""
+    labels = dict(zip(("namespace", "service"), KEY, strict=True))
+    return tuple(world.metrics.registry.get_sample_value(name, labels) for name in NAMES)
+
+
+async def test_the_gauges_of_a_service_follow_a_scale_in_with_a_hotspot() -> None:
+    world = World(replicas=3, autoscaling={"maxReplicas": 9, "mode": "Advisory", "targets": {"itlP95Ms": 100}})
+    world.now = "2026-01-01T00:20:00Z"  # groups that start have not had their time yet
+    assert gauges(world) == (None,) * 5
+    await world.look()
+    world.cluster.start_pods(ready=False)
+    await world.look()
+    assert gauges(world) == (3, 0, 0, 0, None), "no group has told how fast it is"
+    world.cluster.start_router_pods()
+    await world.settle()
+    assert gauges(world) == (3, 3, 0, 0, None)
+    hot = Hotspot(min(world.groups), "kv", 0.95, 0.5, 12.0, "migrate")
+    world.clock = 100.0
+    world.routers.says = summary(*map(group, world.groups), rate=rate_for(1.2), hotspots=[hot])
+    await world.change(replicas=2)
+    await world.look()
+    await world.look()
+    (victim,) = world.draining()
+    assert gauges(world) == (2, 2, 1, 1, 2)
+    world.routers.says = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), emptied=[victim])
+    await world.settle()
+    assert gauges(world) == (2, 2, 0, 0, 2)
+    del world.kube.objects["inferenceservices", *KEY]
+    await world.look()
+    assert gauges(world) == (None,) * 5

@@ -1,8 +1,6 @@
-"""The network policies against every port that runtime and router open or dial: no test network enforces them."""
+"""The network policies against every port that runtime, router and operator open or dial: no test network enforces them."""
 
-import ast
 import pathlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +21,9 @@ from phalanx_runtime.server.pod import Launch
 from phalanx_runtime.server.serve import make_rank_specs
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.control.builders import make_service
+from tests.control.sockets import ROOT, ZMQ, calls, programs, schemes
 from tests.control.worlds import World
 
-ROOT = pathlib.Path(__file__).parents[2]
 IMAGES = Images("runtime:1", "router:1")
 SERVICE = make_service(parallelism={"tensor": 4, "gpusPerPod": 2})
 ANY_PROMETHEUS = Neighbours()
@@ -139,46 +137,86 @@ DIALLED = {
     ("phalanx_runtime.rank.page_sender", "socket.create_connection"): "pages of moves",
     ("phalanx_router.link_dial", "connect"): "http of a pod",
     ("phalanx_router.peers", "connect"): "http of a router",
+    ("phalanx_operator.app", "aiohttp.ClientSession"): "http of a router",
 }
-OUTWARD = {("phalanx_runtime.checkpoint", "httpx.Client"), ("phalanx_router.watch", "client.ApiClient")}
+SOURCES = "phalanx_runtime.checkpoint"
+OUTWARD = {
+    (SOURCES, "httpx.Client"),
+    (SOURCES, "httpx.get"),
+    ("phalanx_router.watch", "client.ApiClient"),
+    ("phalanx_operator.http_kube", "ApiClient"),
+    ("phalanx_operator.app", "connect"),
+    ("phalanx_operator.app", "kopf.operator"),
+}
 """What leaves the service: to sources of models, each a module of that package, and to the API server. Policies let it out."""
-
-CALLS = {"uvicorn.Config", "listen", "connect", "TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "client.ApiClient", "urlopen"}
-MODULES = ("socket", "asyncio", "httpx", "aiohttp")
-VERBS = (
-    "create_server",
-    "create_connection",
-    "start_server",
-    "open_connection",
-    "Client",
-    "AsyncClient",
-    "ClientSession",
-    "socket",
-)
-
-
-def called(path: pathlib.Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            name = ast.unparse(node.func)
-            module, _, verb = name.rpartition(".")
-            if name in CALLS or (module in MODULES and verb in VERBS):
-                yield name
+WITHIN = {
+    ("phalanx_runtime.engine.client", "self._context.socket"),
+    ("phalanx_runtime.engine.client", "socket.bind"),
+    ("phalanx_runtime.server.supervisor", "self._client.bind"),
+    ("phalanx_runtime.engine.channel", "self._context.socket"),
+    ("phalanx_runtime.engine.channel", "self._socket.connect"),
+}
+"""Between the processes of one pod: zmq over a file, by the address that the supervisor makes."""
+UNHELD = {("phalanx_operator.probes", "web.TCPSite")}
+"""The operator's own door, for the kubelet and Prometheus: the policies are of services, so they hold no pod of it."""
+ADDRESSES = {
+    ("phalanx_router.link_dial", "ws"): "http of a pod",
+    ("phalanx_router.peers", "ws"): "http of a router",
+    ("phalanx_operator.asking", "http"): "http of a router",
+}
+"""Addresses that are dialled, by their schemes. Those of sources of models lead outward, each module of that package."""
+NOT_DIALLED = {
+    ("phalanx_runtime.server.supervisor", "ipc"),
+    ("phalanx_runtime.settings", "file"),
+    ("phalanx_operator.decide.status", "http"),
+}
+"""Addresses of files, and what the status tells users."""
 
 
 def test_every_socket_of_the_programs_is_one_of_these() -> None:
     """Who opens or dials another port meets this test, and then the policies."""
-    home, sources = ROOT / "runtime", "phalanx_runtime.checkpoint"
-    found = {
-        (".".join(path.relative_to(home).with_suffix("").parts), name) for path in home.rglob("*.py") for name in called(path)
-    }
-    found = {(sources if module.startswith(sources) else module, name) for module, name in found}
-    assert found == OPENED.keys() | DIALLED.keys() | OUTWARD
+    found = {(SOURCES if module.startswith(SOURCES) else module, name) for module, text in programs() for name in calls(text)}
+    assert found == OPENED.keys() | DIALLED.keys() | OUTWARD | WITHIN | UNHELD
+
+
+def test_every_address_is_one_of_these_and_what_zmq_opens_is_a_file() -> None:
+    found = {(module, scheme) for module, text in programs() if not module.startswith(SOURCES) for scheme in schemes(text)}
+    assert found == ADDRESSES.keys() | NOT_DIALLED
+    assert {scheme for _, scheme in found if scheme in ZMQ} == {"ipc"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self._context.socket(zmq.PAIR)",
+        "zmq.Context().socket(zmq.REP).bind(where)",
+        "self._socket.connect(where)",
+        "loop.create_server(make, port=1)",
+        "asyncio.get_running_loop().create_connection(make)",
+        "self._loop.open_connection()",
+        "torch.distributed.init_process_group('nccl')",
+        "c10d.TCPStore('host', 1)",
+        "urllib.request.urlopen(url)",
+        "httpx.post(url)",
+        "socket()",
+    ],
+)
+def test_a_socket_is_found_whatever_it_is_opened_by(text: str) -> None:
+    assert list(calls(text))
+
+
+def test_an_address_is_found_also_where_it_is_made() -> None:
+    assert [*schemes("f'tcp://{host}:1'"), *schemes("'ipc://x'"), *schemes("'at tcp://x'")] == ["tcp", "ipc"]
+
+
+def test_no_policy_holds_the_operator() -> None:
+    made = network.policies(SERVICE, ANY_PROMETHEUS)
+    assert made and not any(is_selected(one["spec"]["podSelector"], of_operator().labels) for one in made)
 
 
 def test_the_policies_admit_every_connection_of_the_programs(tmp_path: pathlib.Path) -> None:
     known = flows(tmp_path)
-    assert set(OPENED.values()) == set(known) >= set(DIALLED.values())
+    assert set(OPENED.values()) == set(known) >= {*DIALLED.values(), *ADDRESSES.values()}
     assert {port for _, _, port in known["ranks"]} == {8101, 8102, 8103, 8104}
     for what, connections in known.items():
         for source, target, port in connections:

@@ -1,11 +1,14 @@
 """What is kept of pods and Deployments."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx_operator.decide.snapshot import ObservedPod, ObservedRouter
-from phalanx_operator.observe import owner_uid, trim_deployment, trim_pod
+from phalanx_operator.observe import owner_uid, trim_deployment, trim_name, trim_node, trim_pod, trim_set
+from phalanx_operator.watched import read_event
 
 READY = {"type": "Ready", "status": "True"}
 LOST = "ContainerStatusUnknown"
@@ -91,3 +94,61 @@ def test_routers(status: dict[str, Any], current: bool, settled: bool) -> None:
 def test_only_the_controller_counts_as_owner() -> None:
     assert owner_uid({"ownerReferences": [{"uid": "a"}, {"uid": "b", "controller": True}]}) == "b"
     assert owner_uid({}) == ""
+
+
+METADATA: dict[str, Any] = {
+    "name": "p",
+    "namespace": "team",
+    "uid": "1-2",
+    "resourceVersion": "7",
+    "generation": 3,
+    "creationTimestamp": "2026-01-01T00:00:00Z",
+    "deletionTimestamp": "2026-01-01T00:00:09Z",
+    "deletionGracePeriodSeconds": 5,
+    "labels": {
+        **{
+            "phalanx.dev/service": "a",
+            "phalanx.dev/component": "group",
+            "phalanx.dev/revision": "r",
+            "phalanx.dev/gang": "Native",
+        },
+        "apps.kubernetes.io/pod-index": "1",
+    },
+    "annotations": {
+        **{"phalanx.dev/draining": "2026-01-01T00:00:03Z asked why", "phalanx.dev/retried": "2026-01-01T00:00:04Z"},
+        "phalanx.dev/restarts": '{"containers": 3, "at": ["2026-01-01T00:00:02Z"]}',
+    },
+    "ownerReferences": [
+        {"kind": "Other", "name": "b", "uid": "other", "controller": False},
+        {"kind": "InferenceService", "name": "a", "uid": "owner", "controller": True},
+    ],
+    "managedFields": [{"manager": "m", "fieldsV1": {"f:spec": {"f:replicas": {}}}}],
+}
+STATUS = {
+    "phase": "Running",
+    "podIP": "10.0.0.1",
+    "conditions": [
+        {"type": kind, "status": "True", "message": "is forbidden: no room", "lastTransitionTime": "2026-01-01T00:00:01Z"}
+        for kind in ("Ready", "PodScheduled", "ReplicaFailure")
+    ],
+    "containerStatuses": [{"restartCount": 2, "lastState": {"terminated": {"exitCode": 1, "message": "no device"}}}],
+    **{"observedGeneration": 3, "updatedReplicas": 2, "readyReplicas": 1},
+}
+SPEC = {"nodeName": "n", "replicas": 2, "unschedulable": True, "containers": [{"name": "c", "image": "i"}], "template": {}}
+
+
+@pytest.mark.parametrize("trim", [trim_pod, trim_set, trim_deployment, trim_node, trim_name])
+def test_of_what_a_watch_tells_all_is_read_that_matters(trim: Callable[[Mapping[str, Any]], object]) -> None:
+    bare = {"metadata": {name: METADATA[name] for name in ("name", "uid", "creationTimestamp")}, "spec": {}, "status": None}
+    whole = {"apiVersion": "v1", "kind": "K", "metadata": METADATA, "spec": SPEC, "status": STATUS}
+    for body in (whole, bare):
+        told = read_event(msgspec.json.encode({"type": "MODIFIED", "object": body}))
+        assert trim(told["object"]) == trim(body)
+    assert trim(whole) != trim(bare)
+    assert "managedFields" not in told["object"]["metadata"] and "containers" not in told["object"]["spec"]
+
+
+@pytest.mark.parametrize("line", [b'{"type": "ADDED", "object": {"metadata": {"labels": 1}}}', b'{"type": "ADDED"}', b"[]"])
+def test_what_is_no_event_is_refused(line: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        read_event(line)

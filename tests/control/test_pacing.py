@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx_api.conditions import Condition
 from phalanx_api.status import GroupStatus, RecoveryStatus, Status
 from phalanx_operator.decide.pacing import PACE_S, is_calm, may_wait
-from phalanx_operator.decide.snapshot import ObservedPod
+from phalanx_operator.decide.snapshot import ObservedDeployment, ObservedPod, ObservedRouter
 from phalanx_operator.errors import Retry
 from phalanx_operator.kube import PODS, Json, Resource
 from phalanx_operator.observe import ObservedName
@@ -19,6 +19,13 @@ from tests.control.worlds import World
 
 POD = ObservedPod("a-0", 0, "uid-a", ready=False, node="n", uid="1")
 READY = replace(POD, ready=True, ready_since="1")
+
+
+def routers(**fields: Any) -> ObservedDeployment:
+    return ObservedDeployment("u", "a-router", replace(ObservedRouter(wanted=1, updated=0, ready=0, current=True), **fields))
+
+
+ROUTERS = routers()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,13 @@ READY = replace(POD, ready=True, ready_since="1")
         pytest.param(POD, replace(POD, reason="CrashLoopBackOff"), False, id="trouble"),
         pytest.param(POD, None, False, id="it is gone"),
         pytest.param(None, None, False, id="nothing"),
+        pytest.param(ROUTERS, routers(ready=1, updated=1), True, id="a router more is ready"),
+        pytest.param(routers(current=False), ROUTERS, True, id="the spec of the routers was seen"),
+        pytest.param(routers(ready=1), ROUTERS, False, id="a router less is ready"),
+        pytest.param(ROUTERS, routers(current=False), False, id="the routers are to be others"),
+        pytest.param(routers(updated=1), ROUTERS, False, id="a router is of another version"),
+        pytest.param(ROUTERS, routers(wanted=2), False, id="somebody scaled the routers"),
+        pytest.param(ROUTERS, routers(refused="no room"), False, id="routers are refused"),
         pytest.param(ObservedName("u", "a"), ObservedName("v", "a"), False, id="another owner"),
     ],
 )

@@ -16,6 +16,7 @@ from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body, refuse_strangers
 from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters
+from tests.control.kstatus import kstatus
 from tests.control.said import SAID, said
 
 KEY = ("team", "chat")
@@ -71,9 +72,13 @@ class World:
         return writes
 
     def refuse_strange_words(self) -> None:
-        """Fails where a condition says what it may not: then tests/control/said.py lacks it, and so do the cases there."""
-        found = self.kube.of(SERVICES_OF_OURS).get("chat", {}).get("status", {})
-        assert said(Status.model_validate(found).conditions) <= SAID
+        """Fails where a condition says what it may not: then tests/control/said.py lacks it, and so do the cases there. Also
+        where kstatus would call a service that is ready failed, or what it reads hangs on the order of the conditions."""
+        service = self.kube.of(SERVICES_OF_OURS).get("chat", {"metadata": {"generation": 0}})
+        words = said(Status.model_validate(service.get("status", {})).conditions)
+        assert words <= SAID
+        assert kstatus(service) != "Failed" or not any(one.startswith("Ready True") for one in words)
+        assert not {"Reconciling", "Stalled"} <= {one.split()[0] for one in words}
 
     async def settle(self, looks: int = 12) -> None:
         """Looks while the cluster does its part, until nothing is written any more."""

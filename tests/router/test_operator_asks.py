@@ -51,9 +51,9 @@ async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hea
             return part.fleet(KEY, [target])
 
         stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
-        part.tell(KEY, [target], BalancePolicy(number=5), urgent=False)
+        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
         await until(lambda: fleet().is_heard and fleet().groups["a"].streams == 1)
-        part.tell(KEY, [target], BalancePolicy(number=6, empty=["a"]), urgent=False)
+        part.tell(KEY, [target], BalancePolicy(number=6, empty=["a"]), 15.0)
         await until(lambda: router.fleet.balancing.policy.number == 6)
         assert why_over(going, fleet(), 300, NOW) == ""
         woken.clear()

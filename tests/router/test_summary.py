@@ -4,10 +4,14 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import msgspec
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
 
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
@@ -16,6 +20,9 @@ from phalanx_frontend.keys import ApiKey
 from phalanx_kubectl.gauges import read_router
 from phalanx_router.app import make_router
 from phalanx_router.fleet import Fleet
+from phalanx_router.summary_door import SummaryDoor
+from phalanx_router.summing import Crossing
+from tests.control.summaries import summary
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
 
@@ -205,6 +212,37 @@ async def test_a_question_waits_until_a_request_is_held() -> None:
         await router.leaders[0].tell(wire.State(True, 2))
         router.leaders[0].release()
         assert (await stream).tokens == expected([1, 2, 3], 8)
+
+
+async def test_a_question_waits_until_a_group_is_reached_or_lost() -> None:
+    async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
+        asked = await ask_later(router)
+        await router.leaders[1].stop()
+        assert {group.group: group.state for group in (await asked).groups} == {"a": "fresh", "b": "dead"}
+        asked = await ask_later(router)
+        await router.leaders[1].start()
+        assert {group.group: group.state for group in (await asked).groups} == {"a": "fresh", "b": "fresh"}
+
+
+async def test_a_question_that_was_given_up_keeps_no_news_from_the_next_one() -> None:
+    """Its handler goes on until its time is over, and may be the first to see what has changed."""
+    now = [Crossing(frozenset(), False, False, frozenset(), False)]
+    door = SummaryDoor(TOKEN, lambda policy: None, summary, lambda: now[0])
+
+    async def ask(wait_s: float) -> Response:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": msgspec.json.encode(Asked(BalancePolicy(), wait_s))}
+
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        return await door.answer(Request({"type": "http", "method": "POST", "headers": headers}, receive))
+
+    await ask(0.0)
+    given_up, asked = asyncio.create_task(ask(0.1)), asyncio.create_task(ask(30.0))
+    for _ in range(20):
+        await asyncio.sleep(0)  # both wait
+    now[0] = replace(now[0], is_leaving=True)
+    async with asyncio.timeout(10):
+        await asyncio.gather(given_up, asked)
 
 
 async def test_a_question_ends_after_its_time_and_when_the_router_leaves() -> None:

@@ -166,12 +166,12 @@ class Plan:
     """What to do now, in this order, and what the status then says.
 
     empty: groups that routers are to take streams off. again_s: seconds until something may be due that wakes nobody.
-    is_urgent: routers are to tell more often what they see. in_line: it waits for groups of another service to be placed.
+    hear_s: routers are to say what they see at least this often. in_line: it waits for groups of another service to be placed.
     """
 
     actions: tuple[Action, ...]
     status: Status
+    hear_s: float
     empty: tuple[str, ...] = ()
     again_s: float = 600.0
-    is_urgent: bool = False
     in_line: bool = False

@@ -1,6 +1,6 @@
 """What the status says where clients from outside cannot come in as the spec asks: `spec.router.expose`."""
 
-from phalanx_api.conditions import ConditionType, Reason, find_condition
+from phalanx_api.conditions import ConditionType, Reason, drop_condition, find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.overrule import overruled
 from phalanx_operator.decide.snapshot import Snapshot
@@ -13,7 +13,8 @@ def told(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:
     """
     if not why:
         return status
-    conditions, message = status.conditions, f"spec.router.expose: {why}"[:1024]
+    conditions = drop_condition(status.conditions, "Reconciling")  # though groups may come and go: a person must act
+    message = f"spec.router.expose: {why}"[:1024]
     ready = find_condition(conditions, "Ready")
     verdicts: list[tuple[ConditionType, bool]] = [("RouterReady", False)]
     verdicts += [("Ready", False)] if ready and ready.status == "True" else []

@@ -1,14 +1,16 @@
 """What may wait a moment, so that a service whose groups come up costs a few looks and status writes, not one for each pod.
 
-A look waits for CALM_S where what changed decides nothing: an object that is new, a pod that has become ready. A status write
-waits until PACE_S after the last one where it only counts on. Conditions, and all that the operator remembers in the status, are
-written at once.
+A look waits for CALM_S where what changed decides little: an object that is new, a pod or a router that has become ready; a
+rollout goes on that much later. A status write waits until PACE_S after the last one where it only counts on. Conditions, and
+all that the operator remembers in the status, are written at once.
 """
 
-from phalanx_api.status import GroupStatus, Status
-from phalanx_operator.decide.snapshot import ObservedPod
+from dataclasses import replace
 
-CALM_S = 0.3
+from phalanx_api.status import GroupStatus, Status
+from phalanx_operator.decide.snapshot import ObservedDeployment, ObservedPod
+
+CALM_S = 1.0
 PACE_S = 1.0
 _COUNTED = frozenset(
     ("replicas", "ready_replicas", "available_replicas", "updated_replicas", "draining_replicas", "groups", "conditions")
@@ -19,6 +21,11 @@ def is_calm(former: object, now: object) -> bool:
     """Whether a change of a child may be looked at a moment later. None stands for an object that is not there."""
     if former is None or now is None:
         return now is not None
+    if isinstance(former, ObservedDeployment) and isinstance(now, ObservedDeployment):
+        there, router = now.router, former.router
+        counted = replace(router, updated=there.updated, ready=there.ready, current=there.current)
+        comes_up = there.ready >= router.ready and there.updated >= router.updated and there.current >= router.current
+        return comes_up and now == replace(former, router=counted)
     if not (isinstance(former, ObservedPod) and isinstance(now, ObservedPod)):
         return False
     return now.ready and not former.ready and (now.node, now.uid) == (former.node, former.uid)

@@ -48,6 +48,8 @@ from phalanx_operator.decide.status import status
 FIRST_REPLICAS = 1
 """Groups of a service whose manifest does not say."""
 RESYNC_S = 600.0
+HEAR_S = 30.0
+"""Routers say at least this often that they live where no count follows what they say; what begins or ends they say at once."""
 LEAST_S = 0.5
 PODS_LOOK_S = 10.0
 """How soon to look again why a group, or the router, lacks pods."""
@@ -186,10 +188,10 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, snapshot.router, now)]
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
-    urgent = bool(empty) or (scaling is not None and scaling.decision.panicking)
+    tick_s = PANIC_TICK_S if empty or (scaling and scaling.decision.panicking) else TICK_S if scaling else None
     said = _told(service, seen, desired, past, waits, now)
-    again_s = _again_s(service, seen, desired, waits, urgent, now)
-    return Plan(tuple(actions), said, empty, again_s, urgent, waits.in_line)
+    again_s = _again_s(service, seen, desired, waits, tick_s or RESYNC_S, now)
+    return Plan(tuple(actions), said, tick_s or HEAR_S, empty, again_s, waits.in_line)
 
 
 def despite(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
@@ -263,8 +265,8 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     return autoscaler.told(said, service, seen.scaling, snapshot, now)
 
 
-def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, urgent: bool, now: str) -> float:
-    """Seconds until the next look, if nothing wakes us before."""
+def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, most_s: float, now: str) -> float:
+    """Seconds until the next look, if nothing wakes us before: at most `most_s`."""
     snapshot, spec = seen.snapshot, service.spec
     left = [group for group in snapshot.groups if not (group.terminating and all(pod.hurried for pod in group.pods))]
     due = [draining.left_s(group, spec.drain.timeout_seconds, now) for group in left]
@@ -279,5 +281,4 @@ def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Tur
         PODS_LOOK_S if any(group.short_since for group in live(snapshot.groups)) else None,
         PODS_LOOK_S if snapshot.router and snapshot.router.refused else None,
     ]
-    every_s = PANIC_TICK_S if urgent else TICK_S if seen.scaling else RESYNC_S
-    return min([every_s, *(max(left, LEAST_S) for left in due if left is not None)])
+    return min([most_s, *(max(left, LEAST_S) for left in due if left is not None)])

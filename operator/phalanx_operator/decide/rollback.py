@@ -12,7 +12,7 @@ What the last whole revision was, a ConfigMap keeps (`render.former`): the spec 
 
 from dataclasses import replace
 
-from phalanx_api.conditions import ConditionType, Reason, find_condition
+from phalanx_api.conditions import ConditionType, Reason, drop_condition, find_condition
 from phalanx_api.inference_service import InferenceService, Spec
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.decide import progress, recovery
@@ -71,6 +71,7 @@ def told(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snap
     if ready and ready.status == "True":
         for kind in _WELL:
             conditions = overruled(conditions, kind, False, Reason.ROLLED_BACK, message, snapshot, now)
+    conditions = drop_condition(conditions, "Reconciling")  # though groups may come and go: a person must act
     conditions = overruled(conditions, "Stalled", True, Reason.ROLLED_BACK, message, snapshot, now)
     updated = sum(group.revision == note.revision for group in staying(snapshot.groups))
     return status.model_copy(

@@ -180,6 +180,15 @@ class ObservedRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedDeployment:
+    """A Deployment that may be a router of ours."""
+
+    owner_uid: str
+    name: str
+    router: ObservedRouter
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicasWriter:
     """Who wrote `spec.replicas` last, as the API server noted it, and when."""
 

@@ -121,9 +121,10 @@ def _count_of_routers(router: ObservedRouter | None, routers: int) -> str:
 
 
 def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
-    """`Stalled`, only while a person must act."""
+    """`Stalled`, only while a person must act, and without `Reconciling`: kstatus takes of these two what is listed first."""
     if not desired.late and not desired.spent:
         return drop_condition(conditions, "Stalled")
+    conditions = drop_condition(conditions, "Reconciling")
     reason = Reason.RESTART_BUDGET_SPENT if desired.spent else Reason.PROGRESS_DEADLINE_EXCEEDED
     message = desired.spent or desired.late
     return set_condition(conditions, "Stalled", True, reason=reason, message=message, generation=generation, now=now)
