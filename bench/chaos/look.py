@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx_api import labels
+from phalanx_operator.lease import LEASE_S
 
+HANDOVER_S = 2.0
+"""For how long a lease that was given back may be nobody's: a candidate looks each second. What lasts longer is no handover."""
 Json = Mapping[str, Any]
 
 
@@ -83,8 +86,11 @@ def double(view: View) -> list[str]:
     return found + [f"{times} {kind}s of {group or component}" for (kind, component, group), times in places.items() if times > 1]
 
 
-def standing(since: Mapping[str, float], wrong: Sequence[str], now_s: float) -> dict[str, float]:
-    """Since when each of these sentences has been true at every look, `since` being what it was at the look before."""
+def standing(since: Mapping[str, float], wrong: Sequence[str] | None, now_s: float, last_s: float) -> dict[str, float]:
+    """Since when each of these sentences has been true at every look that saw, `since` being what it was at the look before,
+    which was at `last_s`. None: this look could not see. It ends nothing, and its time is left out: all began later by that."""
+    if wrong is None:
+        return {sentence: began_s + now_s - last_s for sentence, began_s in since.items()}
     return {sentence: since.get(sentence, now_s) for sentence in wrong}
 
 
@@ -120,34 +126,69 @@ def _ready_message(status: Json) -> str:
     )
 
 
+def unled_s(lease: Json, renewed_s: float, now_s: float) -> float:
+    """For how long nobody has led; 0 while somebody does. `renewed_s`: when the Lease was first seen as it is now."""
+    is_held = lease["spec"].get("holderIdentity") and now_s - renewed_s < LEASE_S
+    return 0.0 if is_held else now_s - renewed_s
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment for the rule of lies: when, whether the API server answered, what the status says, whether an operator runs,
-    and when anything was last served."""
+    """One moment for the rule of lies: when, whether the API server answered, what the status says, for how long nobody has led
+    (None: the Lease could not be read), and when anything was last served."""
 
     at_s: float
     is_known: bool
     says_ready: bool
-    has_operator: bool
+    unled_s: float | None
     served_at_s: float
 
+    @property
+    def ends_count(self) -> bool:
+        """Whether the status said something else, or no operator ran to correct it."""
+        return (self.is_known and not self.says_ready) or (self.unled_s or 0.0) > HANDOVER_S
 
-def lies(samples: Sequence[Sample], most_s: float) -> list[tuple[float, float]]:
-    """Times (from, to) for longer than `most_s` in which the status said Ready, an operator ran, and nothing was served.
+    @property
+    def is_blind(self) -> bool:
+        """Whether this look could not see what the status says, or who should have corrected it."""
+        return not self.is_known or self.unled_s is None or self.unled_s > 0
 
-    A moment in which the API server did not answer, or no operator ran, begins the count anew: nobody could have corrected it.
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """A time in which the status said Ready, an operator ran, and nothing was served; `seen_s` of it were seen."""
+
+    from_s: float
+    to_s: float
+    seen_s: float
+
+
+def lies(samples: Sequence[Sample], most_s: float) -> list[Lie]:
+    """Lies of which more than `most_s` were seen.
+
+    A look counts for the time since the look before. One that says otherwise begins the count anew, and so does one that finds
+    that no operator runs: nobody could have corrected it. One that could not see neither ends nor lengthens it.
     """
-    found: list[tuple[float, float]] = []
-    since: float | None = None
+    found: list[Lie] = []
+    count: Lie | None = None
+    last_s = 0.0
     for sample in samples:
-        if not (sample.is_known and sample.says_ready and sample.has_operator):
-            since = None
-            continue
-        since = sample.at_s if since is None else since
-        began = max(since, sample.served_at_s)
-        if sample.at_s - began > most_s:
-            if found and found[-1][0] == began:
-                found[-1] = (began, sample.at_s)
-            else:
-                found.append((began, sample.at_s))
+        count = _counted(count, sample, last_s)
+        last_s = sample.at_s
+        if count and count.seen_s > most_s:
+            goes_on = bool(found) and found[-1].from_s == count.from_s
+            found = [*(found[:-1] if goes_on else found), count]
     return found
+
+
+def _counted(count: Lie | None, sample: Sample, last_s: float) -> Lie | None:
+    """The count after this look, the one before being at `last_s`; None where none goes on."""
+    if sample.ends_count:
+        return None
+    if sample.is_blind:
+        return count
+    if count is None:
+        return Lie(sample.at_s, sample.at_s, 0.0)
+    if sample.served_at_s > count.from_s:
+        count = Lie(sample.served_at_s, sample.served_at_s, 0.0)
+    return Lie(count.from_s, sample.at_s, count.seen_s + max(sample.at_s - max(last_s, count.from_s), 0.0))

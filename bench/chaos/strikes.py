@@ -3,18 +3,15 @@
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from images.steps import ROOT
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster
 from tests.cluster.config import NODES
 from tools.errors import Failed
-from tools.shell import output
 
 OPERATOR = ("-n", "phalanx-system")
 NOT_DONE = "not done: "
@@ -24,11 +21,6 @@ TRIES = 5
 Told = tuple[str, str, float | None]
 """One strike: its kind, what was done, and the seconds until all was well again (None: not within the limit)."""
 AT_ONCE = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
-
-
-def _cluster(*words: str) -> None:
-    """A command of the test cluster, in a process of its own: daemons that it starts are no children of this one."""
-    output(sys.executable, "-m", "tests.cluster", *words, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +85,18 @@ class Striker:
 
     def _node(self) -> str:
         node, away_s = self.chance.choice(NODES), self.away_s(3, 45)
-        _cluster("nodekill", node.name)
+        self.cluster.kill_node(node.name)
         time.sleep(away_s)
-        _cluster("up")
+        self.cluster.repair()
         return f"{node.name} lost for {away_s:.0f} s"
 
     def _cut(self) -> str:
         away_s = self.away_s(5, 45)
-        _cluster("cut")
+        self.cluster.cut()
         try:
             time.sleep(away_s)
         finally:
-            _cluster("mend")
+            self.cluster.mend()
         return f"{NODES[1].name} cut off for {away_s:.0f} s"
 
     def _api(self) -> str:

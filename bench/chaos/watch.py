@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from bench.chaos.look import Sample, View, double, standing
+from bench.chaos.look import Sample, View, double, standing, unled_s
 from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
-from phalanx_operator.lease import LEASE_S
 from phalanx_operator.offers import POD_GROUPS
 from tests.cluster.access import Cluster
 from tests.cluster.api import Api
@@ -20,7 +19,7 @@ NAME = "chaos"
 EVERY_S = 0.5
 PROBES, PROBE_S = 4, 1.5
 """How many ask at a time, and how long each waits. While a lost node is not known to be lost, half of the connections go to the
-router that was on it: of two probes with 3 s each, all of ten seconds failed in one of 30 such times."""
+router that was on it: two that wait 3 s each make five tries in ten seconds, which all fail in one of 32 such times."""
 DOUBLE_S = 5.0
 """How long a double may stand while strikes go on. A look reads one kind after the other, and each read may wait for a busy API
 server, so that one look can show a group that goes beside the one that follows it. Five seconds are ten looks, which do not all
@@ -90,23 +89,25 @@ class Watcher:
         found = self._api.find(f"{resource.path(self._namespace)}?labelSelector={_OURS}")
         return None if found is None else [{"kind": found["kind"].removesuffix("List")} | one for one in found["items"]]
 
-    def has_operator(self) -> bool:
-        """Whether the Lease was renewed lately, by our own clock."""
+    def unled_s(self) -> float | None:
+        """For how long nobody has led; None when the Lease could not be read."""
         lease = self._api.find("/apis/coordination.k8s.io/v1/namespaces/phalanx-system/leases/phalanx-operator")
-        if lease is None or not lease["spec"].get("holderIdentity"):
-            return False
-        now = time.monotonic()
-        if lease["metadata"]["resourceVersion"] != self._lease[0]:
-            self._lease = (lease["metadata"]["resourceVersion"], now)
-        return now - self._lease[1] < LEASE_S
+        if lease is None:
+            return None
+        now, version = time.monotonic(), lease["metadata"]["resourceVersion"]
+        if version != self._lease[0]:
+            self._lease = (version, now)
+        return unled_s(lease, self._lease[1], now)
 
     def _look_on(self) -> None:
+        last = time.monotonic()
         while not self._stop.wait(EVERY_S):
-            view, has_operator = self.view(), self.has_operator()
+            view, unled = self.view(), self.unled_s()
             now = time.monotonic()
             ready = view is not None and view.is_ready
-            self.seen.samples.append(Sample(now, view is not None, ready, has_operator, self._served_at))
-            self._doubles_since = standing(self._doubles_since, double(view) if view is not None else [], now)
+            self.seen.samples.append(Sample(now, view is not None, ready, unled, self._served_at))
+            self._doubles_since = standing(self._doubles_since, None if view is None else double(view), now, last)
+            last = now
             stood = [sentence for sentence, since in self._doubles_since.items() if now - since > DOUBLE_S]
             self.seen.doubles += [sentence for sentence in stood if sentence not in self.seen.doubles]
 

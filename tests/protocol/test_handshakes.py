@@ -97,7 +97,7 @@ async def test_a_router_speaks_with_a_leader_of_the_version_before() -> None:
     requests = [make_request(id=f"earlier-{number}") for number in range(1, 7)]
     requests += [msgspec.structs.replace(samples.REQUEST, deadline_ms=None, can_resume=False), make_request(id="request-8")]
     async with running_old_leader() as (leader, endpoint), running_fleet(endpoint) as fleet:
-        await until(lambda: [link for link in fleet.links.all() if link.is_serving])
+        await until(lambda: fleet.links.num_ready)
         (link,) = fleet.links.all()
         assert leader.offered == [2, 1] and link.unknown_version == "", "it refused our version, and was asked in its own"
         assert (link.revision, link.told.page_size) == ("r1", 16)

@@ -4,7 +4,8 @@
 file `marks/go`; `mute` is ready but serves nothing; `hang`
 never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
 rank, the others lose their peer; `exit-each CODE...` ends each rank with its own;
-`die-at INCARNATION` is ready, and in that incarnation ends with code 1 soon after;
+`draft-dies` is ready, and ends with code 5 soon after; `die-at INCARNATION` is ready, and in that incarnation ends with code 1
+soon after;
 `draft-fails RANK` is ready where nothing drafts, else ends with code 5 in one rank, and the others lose their peer;
 `stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
 `escape` is ready, and leaves a child that outlives it with its pipes open;
@@ -73,6 +74,9 @@ def main(words: list[str]) -> NoReturn:
         case ["stubborn"]:
             say_ready()
             signal.pause()
+        case ["draft-dies"]:
+            say_ready()
+            leave(5, "no memory for the draft")
         case ["die-at", incarnation]:
             say_ready()
             if spec["incarnation"] == int(incarnation):

@@ -52,6 +52,15 @@ def test_a_lookup_is_taken_where_a_draft_beside_it_has_a_dear_row() -> None:
     assert choose_depths(offers, costs, 3, 10).taken == [[0], [], [0]]
 
 
+def test_of_an_offer_whose_next_level_is_too_dear_nothing_behind_it_is_taken() -> None:
+    """Its sibling on the first level would be free, but what an offer gets are its first proposals."""
+    tree = Offer([0.9, 0.5, 0.4], True, [0, 1, 0])
+    costs = StepCosts(1.0, lambda count: 0.0, 0.01, draft_row_s=5.0)
+    taken = choose_depths([Offer([0.95, 0.94], True, [0, 1]), tree], costs, 2, 10).taken
+    assert all(nodes == list(range(len(nodes))) for nodes in taken)
+    assert sum(map(len, taken)) == 2
+
+
 def test_passes_and_further_rows_are_told_apart() -> None:
     cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
     for rows in (0, 0, 63, 63, 0):

@@ -207,6 +207,31 @@ async def test_ranks_that_end_are_reported(tmp_path: Path) -> None:
     assert report.failed == [(1, "rank 0 ended with code 1: out of memory", False)]
 
 
+class Busy(Report):
+    """It is still told that ranks are ready when they have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+
+    async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
+        self.told.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_lost_draft_is_told_also_by_a_pod_that_is_told_to_end(tmp_path: Path) -> None:
+    """Another pod lost its peer and said so first: without this word the next start drafts again."""
+    report = Busy()
+    async with pod_of(tmp_path, report, "draft-dies") as pod:
+        pod.start(launch(1))
+        await report.told.wait()
+        await until(lambda: [rank.alive for rank in pod.ranks()] == [False])
+        assert report.failed == []
+        pod.stop()
+        await until(lambda: pod.doing == "idle")
+    assert report.failed == [(1, "rank 0 ended with code 5: no memory for the draft", False)]
+
+
 def no_model() -> Path:
     raise ModelError("no such model")
 

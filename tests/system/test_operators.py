@@ -146,9 +146,11 @@ async def test_one_of_two_acts_and_the_other_takes_over_when_it_dies(server: Fak
     await until(lambda: len(server.of("statefulsets")) == 2)
     assert holder(server) == "second" and made < set(server.of("statefulsets"))
     assert server.of("leases")[LEASE]["spec"]["leaseTransitions"] == 2
-    acting = await second.metrics()
-    assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_status_writes_total"] >= 1
-    assert acting["phalanx_operator_actions_total"] >= 1 and acting["phalanx_operator_api_calls_total"] > 0
+    async with asyncio.timeout(10):
+        while (acting := await second.metrics())["phalanx_operator_status_writes_total"] < 1:  # after the group was made
+            await asyncio.sleep(0.05)
+    assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_actions_total"] >= 1
+    assert acting["phalanx_operator_api_calls_total"] > 0
     assert acting["process_resident_memory_bytes"] > 0
 
 

@@ -127,10 +127,10 @@ def _within(
     """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
     fixed_s = costs.plain_s + longest * costs.pass_s
     depths, tokens, count, behind_s = [0] * len(offers), float(decodes), 0, 0.0
-    levels, rows = [0] * len(offers), 0
+    levels, rows, ended = [0] * len(offers), 0, set[int]()
     speed = tokens / fixed_s
     for chance, _, at, passes in ordered:
-        if passes > longest:
+        if passes > longest or at in ended:
             continue
         deeper = max(0, passes - levels[at])
         seconds = fixed_s + costs.extra_s(count + 1) + max(0, rows + deeper - longest) * costs.draft_row_s
@@ -139,6 +139,7 @@ def _within(
             break
         if more <= speed or seconds + behind_s > costs.limit_s:
             if passes and costs.draft_row_s:
+                ended.add(at)  # what an offer gets are its first proposals
                 continue  # one that is looked up has no row
             break
         own_s = 0.0 if depths[at] else offers[at].behind_s
