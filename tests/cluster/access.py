@@ -4,15 +4,18 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from images import build
+from images.steps import ROOT
 from tests.cluster import claims, images, lifecycle, namespaces, network, node
 from tests.cluster.config import NODES, ClusterFiles, cluster_files, node_named
 from tests.cluster.programs import installed
 from tools.errors import Failed, Missing
+from tools.shell import output
 
 KUBECTL_LIMIT_S = 180.0
 
@@ -108,9 +111,9 @@ class Cluster:
         namespaces.kill([namespaces.Process(pid, name)])
 
     def repair(self) -> None:
-        """Nothing; everything of the cluster runs again."""
-        programs = installed()
-        lifecycle.up(self._ours("repair"), programs, [programs.images])
+        """Nothing; everything of the cluster runs again. What is started is no child of this process."""
+        self._ours("repair")
+        output(sys.executable, "-m", "tests.cluster", "up", cwd=ROOT)
 
     def _ours(self, what: str) -> ClusterFiles:
         if self.files is None:

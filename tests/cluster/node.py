@@ -14,6 +14,8 @@ from tests.cluster.programs import Programs
 from tools.errors import Failed
 from tools.shell import output
 
+ANSWERS = "Start streaming server"
+"""What containerd says last before it answers a kubelet. Its socket is there earlier, and a kubelet that asks then ends."""
 DAEMONS = ("containerd", "kubelet", "kube-proxy")
 START_LIMIT_S = 30.0
 READY_LIMIT_S = 90.0
@@ -93,8 +95,7 @@ def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
     command: tuple[str | Path, ...] = (*inside(files, node), programs.bin / "containerd", "-c", toml)
     containerd = daemons.start("containerd", *command, log=files.logs / f"{node.name}-containerd.log", env=programs.environment())
     what = f"containerd of {node.name} (were its store at fault: delete {store})"
-    socket = Path(f"/proc/{init_pid(files, node)}/root{node_files.SOCKET}")
-    daemons.wait_until(what, socket.exists, START_LIMIT_S, containerd)
+    daemons.wait_until(what, lambda: ANSWERS in containerd.log.read_text(), START_LIMIT_S, containerd)
 
 
 def join(files: ClusterFiles, programs: Programs, node: Node) -> daemons.Daemon:

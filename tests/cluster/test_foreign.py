@@ -1,4 +1,7 @@
-"""What we write for other projects is what their own CRDs take, by the API server with strict validation."""
+"""What we write for other projects is what their own CRDs take, by the API server with strict validation.
+
+One service has an operator that writes it.
+"""
 
 import copy
 import subprocess
@@ -11,12 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
+from tests.cluster.scenes import Scene
 from tests.cluster.written import written
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
+MONITORING = ("ServiceMonitor", "PrometheusRule")
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +72,31 @@ def test_a_field_that_is_not_theirs_is_refused(foreign: Cluster, name: str) -> N
     body["spec"]["nonsense"] = 1
     with pytest.raises(Failed, match="nonsense"):
         ask(foreign, body)
+
+
+def monitoring(scene: Scene) -> dict[str, dict[str, Any]]:
+    """What Prometheus's operator would read in the namespace, by kind."""
+    kinds = ",".join(f"{kind.lower()}s.monitoring.coreos.com" for kind in MONITORING)
+    return {one["kind"]: one for one in scene.get(kinds)["items"]}
+
+
+@pytest.mark.slow
+def test_the_operator_makes_what_monitors_a_service_and_it_goes_with_the_service(foreign: Cluster, scene: Scene) -> None:
+    scene.restart_operator()  # one that missed the kinds looks for them again after ten minutes
+    scene.apply(scene.manifest(replicas=0))
+    svc.wait_for(lambda: set(monitoring(scene)) == set(MONITORING), 120, "both are made")
+    service, found = scene.get("infsvc", "chat"), monitoring(scene)
+    for body in found.values():
+        (owner,) = body["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("InferenceService", service["metadata"]["uid"], True)
+    monitor = found["ServiceMonitor"]["spec"]
+    (endpoint,) = monitor["endpoints"]
+    chosen = [f"{label}={value}" for label, value in monitor["selector"]["matchLabels"].items()]
+    ports = [{port["name"] for port in one["spec"]["ports"]} for one in scene.get("services", "-l", *chosen)["items"]]
+    assert len(ports) == 2 and all(endpoint["port"] in names for names in ports), "of routers and groups"
+    scene.patch({"monitoring": {"serviceMonitor": "Off"}})
+    svc.wait_for(lambda: not monitoring(scene), 60, "nobody wants them")
+    scene.patch({"monitoring": {"serviceMonitor": "Auto"}})
+    svc.wait_for(lambda: set(monitoring(scene)) == set(MONITORING), 60, "both are made again")
+    scene.gone()
+    svc.wait_for(lambda: not monitoring(scene), 120, "they go with the service")

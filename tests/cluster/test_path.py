@@ -69,12 +69,13 @@ class Chat:
 
     def busiest(self) -> str:
         """The group that runs most requests now, by its leader's metrics."""
-        leaders = [pod for pod in self.pods().values() if pod["metadata"]["name"].endswith("-0")]
-        pages = {
-            p["metadata"]["name"]: httpx.get(f"http://{p['status']['podIP']}:8000/metrics", timeout=10).text for p in leaders
-        }
-        leader = max(pages, key=lambda name: svc.metric(pages[name], "vllm:num_requests_running"))
-        return str(leader).removesuffix("-0")
+        leaders = [name for name in self.pods() if name.endswith("-0")]
+        return max((name.removesuffix("-0") for name in leaders), key=self.running)
+
+    def running(self, group: str) -> float:
+        """Requests that a group runs now, by its leader's metrics."""
+        leader = self.get("pod", f"{group}-0")["status"]["podIP"]
+        return svc.metric(httpx.get(f"http://{leader}:8000/metrics", timeout=10).text, "vllm:num_requests_running")
 
     def moved(self) -> float:
         return self.router_metric("phalanx_router_moves_total")

@@ -14,6 +14,7 @@ from tests.cluster import claims
 from tests.cluster import service as svc
 from tests.cluster.clients import Streams, Told
 from tests.cluster.scenes import Scene
+from tests.cluster.watching import always, is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TOKENS = 300
@@ -28,12 +29,27 @@ def four(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
+def early(scene: Scene, pods: int) -> str:
+    """What the status says of a spec that it has seen, before so many pods are ready; empty where it may say so."""
+    found = scene.get("infsvc", "chat")
+    status = found["status"]
+    if status.get("observedGeneration") != found["metadata"]["generation"]:
+        return ""
+    told = {one["type"]: (one["status"], one["reason"]) for one in status["conditions"]}
+    progress, ready = told["Progressing"], sum(map(is_ready, scene.pods().values()))  # the pods after the status
+    if ready >= pods or (told["Ready"][0] == "False" and progress[0] == "True" and progress[1] != "Complete"):
+        return ""
+    return f"with {ready} of {pods} pods ready: Ready {told['Ready']}, Progressing {progress}"
+
+
 def test_s1_scaling_out_adds_whole_groups_and_touches_no_pod(four: Scene) -> None:
     before = four.uids()
-    four.scale(4)
-    svc.wait_for(lambda: four.condition("Progressing") == ("True", "Scaling"), 30, "it progresses")
-    assert four.condition("Ready")[0] == "False"
-    four.wait_ready(4, 600)
+    with always(lambda: early(four, 16)) as wrong:
+        four.scale(4)
+        svc.wait_for(lambda: four.condition("Progressing") == ("True", "Scaling"), 30, "it progresses")
+        assert four.condition("Ready")[0] == "False"
+        four.wait_ready(4, 600)
+    assert wrong == []
     after = four.uids()
     assert len(after) == 16
     assert {name: after[name] for name in before} == before
@@ -41,7 +57,10 @@ def test_s1_scaling_out_adds_whole_groups_and_touches_no_pod(four: Scene) -> Non
 
 
 def test_s2_scaling_in_restarts_no_pod_that_stays(four: Scene) -> None:
+    four.scale(4)
+    four.wait_ready(4, 600)
     before = {name: four.fingerprints(name) for name in four.groups()}
+    assert len(before) == 4
     four.scale(2)
     four.wait_ready(2, 300)
     left = four.groups()
@@ -69,14 +88,33 @@ def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene:
     scene.wait_ready(2, 400)
     struck, other = sorted(scene.groups())
     incarnations = {name: scene.incarnation(name) for name in (struck, other)}
+    stay = [f"{struck}-0", f"{struck}-1"]
+    ranks = {name: epochs(scene, name) for name in stay}
+    assert all(map(len, ranks.values())), ranks
     calm = scene.fingerprints(other)
     scene.kubectl("delete", "pod", f"{struck}-2", "--wait=false", "--grace-period=1")
     svc.wait_for(lambda: scene.incarnation(struck) > incarnations[struck], 120, "all ranks of the group start anew")
     scene.wait_ready(2, 300)
-    assert scene.incarnation(struck) > incarnations[struck], "no rank of the former incarnation is left"
+    assert scene.incarnation(struck) > incarnations[struck]
+    for name in stay:
+        now = epochs(scene, name)
+        assert now and not now & ranks[name], "no rank of the former incarnation is left"
     assert (scene.fingerprints(other), scene.incarnation(other)) == (calm, incarnations[other])
     told = {group["name"]: group for group in scene.status()["groups"]}
     assert told[struck]["restarts"] == 0, "a pod that was deleted is no fault of the group"
+
+
+RANKS = """
+import pathlib
+for one in pathlib.Path("/proc").iterdir():
+    if one.name.isdigit() and b"phalanx_runtime.rank" in (one / "cmdline").read_bytes().split(b"\\0"):
+        print(one.name, (one / "stat").read_text().rpartition(")")[2].split()[19])
+"""
+
+
+def epochs(scene: Scene, pod: str) -> set[str]:
+    """Process id and time of the start of each rank of a pod."""
+    return set(scene.kubectl("exec", pod, "-c", "runtime", "--", "python3", "-c", RANKS).splitlines())
 
 
 SCRATCH = "scratch-disks"
@@ -103,7 +141,9 @@ def scratch(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     scene.cluster.kubectl("delete", "storageclass", SCRATCH)
 
 
-@pytest.mark.parametrize(("how", "operated"), [("foreground", False), ("background", False), ("foreground", True)])
+@pytest.mark.parametrize(
+    ("how", "operated"), [(how, operated) for operated in (False, True) for how in ("foreground", "background")]
+)
 def test_s7_deletion_leaves_nothing_even_without_an_operator(
     scene: Scene, scratch: dict[str, Any], how: str, operated: bool
 ) -> None:

@@ -17,12 +17,12 @@ from tests.cluster import claims, tiny_model
 from tests.cluster import service as svc
 from tests.cluster.config import API_IP
 from tests.cluster.scenes import Scene
+from tests.cluster.sources import NAME, URI, fetching
 from tests.runtime.hub import HubServer, running_hub
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "filled-cache.yaml"
-NAME, URI = "org/tiny", "hf://org/tiny"
 FILLING, FILLED = "filling", "filled"
 """Two claims on one folder: the Job's, and the groups', which nobody may write to."""
 WRITE = "open('/var/cache/phalanx-models/mine', 'w')"
@@ -97,17 +97,6 @@ def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed
     for name in pods:
         with pytest.raises(Failed, match="Read-only file system"):
             claimed.kubectl("exec", name, "-c", "runtime", "--", "python3", "-c", WRITE)
-
-
-def fetching(scene: Scene, hub: HubServer, cache: dict[str, Any], replicas: int, pods: int, **spec: Any) -> dict[str, Any]:
-    """A service whose pods fetch the tiny model from this source into this cache."""
-    hub.large.add("model.safetensors")
-    hub.add(NAME, {path.name: path.read_bytes() for path in (tiny_model.folder() / tiny_model.NAME).iterdir()})
-    made = scene.manifest(replicas=replicas, pods=pods, **spec)
-    made["spec"]["model"] = {"uri": URI, "cache": cache}
-    (runtime,) = [c for c in made["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
-    runtime.setdefault("env", []).append({"name": "HF_ENDPOINT", "value": hub.endpoint})
-    return made
 
 
 def test_pods_that_may_all_write_to_one_claim_fetch_the_model_once(scene: Scene, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,9 +15,12 @@ import pytest
 
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
+from tests.cluster.config import API_IP
 from tests.cluster.rule_cases import TARGETS
 from tests.cluster.scenes import Scene
+from tests.cluster.sources import NAME, fetching
 from tests.cluster.watching import writes
+from tests.runtime.hub import HubServer, running_hub
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -48,19 +52,37 @@ def test_s44_an_over_long_name_is_refused_naming_the_field(scene: Scene) -> None
 
 
 @pytest.fixture
-def with_broken(scene: Scene) -> Iterator[Scene]:
-    """A namespace whose scenario makes a service `broken`, which is gone afterwards whatever happens."""
-    yield scene
-    scene.gone("broken")
+def hub(scene: Scene, tmp_path: Path) -> Iterator[HubServer]:
+    """A source that knows who may have its model, beside a claim to keep it. The service `broken` is gone afterwards."""
+    if scene.cluster.files is None:
+        pytest.skip("the folder and the source are of this machine")
+    tmp_path.chmod(0o777)  # pods run as nobody
+    scene.cluster.claim(scene.namespace, "fetched", tmp_path, access="ReadWriteMany")
+    with running_hub(API_IP) as server:
+        server.private[NAME] = "right"
+        yield server
+        scene.gone("broken")
 
 
-def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(with_broken: Scene) -> None:
-    """Its model is not there, which ends each start at once."""
-    scene = with_broken
+def secret(scene: Scene, name: str, **texts: str) -> None:
+    """Nothing; the namespace has such a Secret."""
+    scene.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": texts})
+
+
+def asked(scene: Scene, name: str, key: str = "") -> int:
+    """The status of the answer to a request, with this API key if there is one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"model": "tiny", "prompt": "who asks", "max_tokens": 4}
+    return httpx.post(f"{scene.address(name)}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+
+def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene, hub: HubServer) -> None:
+    """Its credentials are wrong, which ends each start at once. With the right ones it serves; with keys, who has one."""
     scene.apply(scene.manifest(replicas=1, pods=1))
     scene.wait_ready(1, 300)
-    broken = scene.manifest(name="broken", pods=1)
-    broken["spec"]["model"] = {"uri": "file:///opt/no-such-model"}
+    secret(scene, "hub", token="wrong")
+    broken = fetching(scene, hub, {"type": "Shared", "claimName": "fetched"}, replicas=1, pods=1, name="broken")
+    broken["spec"]["model"]["secretRef"] = {"name": "hub"}
     scene.apply(broken)
     svc.wait_for(lambda: scene.status("broken").get("groups"), 60, "the broken one is tried")
     time.sleep(10)
@@ -68,7 +90,16 @@ def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(with_broken:
     died = svc.wait_for(lambda: deaths(scene, "broken") or None, 180, "it dies")
     svc.wait_for(lambda: deaths(scene, "broken") > died, 120, "it dies again")
     assert scene.get("infsvc", "chat")["metadata"]["resourceVersion"] == before
-    svc.wait_for(lambda: "no such file" in said(scene, "broken"), 120, "the status says why")  # while it starts it is not known
+    told = ("False", "AuthFailed")
+    svc.wait_for(lambda: scene.condition("ModelCached", "broken") == told, 120, "the status says why")  # not while it starts
+    secret(scene, "hub", token="right")
+    svc.wait_for(lambda: scene.condition("Ready", "broken")[0] == "True", 400, "it serves with the right ones")
+    assert scene.condition("ModelCached", "broken") == ("True", "Cached")
+    assert asked(scene, "broken") == 200, "anybody may ask"
+    secret(scene, "clients", keys="alice sk-alice\n")
+    scene.patch({"router": {"apiKeys": {"name": "clients"}}}, "broken")
+    svc.wait_for(lambda: asked(scene, "broken") == 401, 120, "who has no key may not ask any more")
+    assert (asked(scene, "broken", "sk-alice"), asked(scene, "broken", "sk-bob")) == (200, 401)
 
 
 def said(scene: Scene, name: str) -> str:
