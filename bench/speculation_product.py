@@ -133,7 +133,7 @@ def served(folder: Path, build: Build, pods: Sequence[int], limits: Limits, rule
 
     def work(runner: ModelRunner) -> tuple[list[list[int]], Watched]:
         watched = Watched(runner)
-        return [answer.tokens for answer in serve(watched, requests(), limits, rules)], watched
+        return [answer.tokens for answer in serve(watched, requests(), limits, rules, runner.fitting)], watched
 
     return on_ranks(folder, pods, build, work)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.plan import StepPlan
@@ -120,6 +121,12 @@ class Workload:
         self.found: set[bytes] = set()
         """Keys of pages that whoever follows the changes takes to be found."""
         self.next_change = 0
+        self.undisturbed = {key for request in self.requests.values() for key in self.keys_of(request)}
+        """Keys of pages of prompts and of the tokens that follow them: what proposals are not."""
+
+    def keys_of(self, request: wire.Request) -> list[bytes]:
+        tokens = [*request.prompt, *(expected_output(request, self.scheduler.limits.max_model_len) if request.prompt else [])]
+        return PrefixKeys(root_key("", tenant=request.tenant), self.shape.page_size).extend(tokens)
 
     def run(self) -> "Workload":
         for step in range(10_000):
@@ -179,7 +186,7 @@ class Workload:
         self.next_change += len(changes.changes)
         for is_added, key in changes.changes:
             (self.found.add if is_added else self.found.remove)(key)
-        assert self.found == set(pool.keys())
+        assert self.found == set(pool.keys()) <= self.undisturbed
 
     def turn(self, step: int) -> None:
         """One plan, if there is one. Plans are committed late, when as many are in flight as may be."""

@@ -164,7 +164,10 @@ async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(tmp_path: Path, rank: int) -> None:
-    """In the leader's pod or another: all ranks of the next start are told why nothing drafts."""
+    """In the leader's pod or another: all ranks of the start that is ready are told why nothing drafts.
+
+    It is the second, or the third where a pod tells of its lost peer long before the other one tells of the draft.
+    """
     folder = make_model(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -174,8 +177,9 @@ async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(t
         served(make_settings(folder, *flags), *words) as leader,
         served(make_settings(folder, *flags, "--node-rank", "1"), *words) as member,
     ):
-        assert (await leader.ready())["incarnation"] == (await member.ready())["incarnation"] == 2
-        told = [mark_of(folder, 2, one)["speculative_missing"] for one in range(2)]
+        incarnation = (await leader.ready())["incarnation"]
+        assert (await member.ready())["incarnation"] == incarnation in (2, 3)
+        told = [mark_of(folder, incarnation, one)["speculative_missing"] for one in range(2)]
         assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
 
 

@@ -1,4 +1,4 @@
-"""The program with a draft answers as without, counts what became of it, and serves without a draft that it cannot load."""
+"""The program with a draft, or an exit, answers as without, counts what became of it, and serves without one that cannot load."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ import pytest
 from bench.programs import Program, free_port, running, serving
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from tests.cluster.service import metric, stream_all
-from tests.runtime.drafts import save_draft
+from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.test_drafting import other_words
 from tests.system.test_hung_rank import BODIES, incarnation, model, readiness, runtime, wait_until
 from tests.system.test_openai import router_flags
@@ -19,6 +19,14 @@ from tests.system.test_openai import router_flags
 __all__ = ["model"]
 pytestmark = pytest.mark.system
 BY_DRAFT = "--dtype float64 --speculative-control fixed --speculative-method draft --speculative-draft-model".split()
+BY_EXIT = "--dtype float64 --speculative-control fixed --speculative-method self_draft --speculative-exit".split()
+
+
+@pytest.fixture(scope="module")
+def first_layers(model: Path) -> tuple[Path, Path]:
+    """A model whose first layers know much of what it will say, and their exit."""
+    target = save_target(model.parent / "target", max_position_embeddings=2048)
+    return target, save_exit(target, model.parent / "exit.safetensors")
 
 
 def texts_of(program: Program) -> list[str]:
@@ -54,6 +62,7 @@ def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(mode
             < told(program, "vllm:spec_decode_num_draft_tokens_total")
         )
         assert told(program, "phalanx_speculation_lost") == 0
+        assert told(program, "phalanx_speculation_draft_seconds_total") > 0
     with runtime("without", model, *BY_DRAFT, str(broken)) as program:
         assert texts_of(program) == texts
         assert told(program, "phalanx_speculation_lost") == 1
@@ -63,12 +72,34 @@ def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(mode
             wait_until(lambda: "cannot be loaded" in draft_lost(router, (model.parent / "token").read_text()))
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_service_drafts_by_its_first_layers_through_an_exit(model: Path, first_layers: tuple[Path, Path], ranks: str) -> None:
+    target, through = first_layers
+    with runtime("plain", target, "--dtype", "float64") as plain:
+        texts = texts_of(plain)
+    with runtime("through", target, *BY_EXIT, str(through), "-tp", ranks) as program:
+        assert texts_of(program) == texts
+        proposed = told(program, "vllm:spec_decode_num_draft_tokens_total")
+        assert 0.2 * proposed < told(program, "vllm:spec_decode_num_accepted_tokens_total") < 0.95 * proposed
+        assert told(program, "phalanx_speculation_draft_seconds_total") > 0
+
+
+def test_a_program_with_an_exit_of_another_model_is_never_ready_and_says_why(
+    model: Path, first_layers: tuple[Path, Path]
+) -> None:
+    refused(model, "was fitted to the model", *BY_EXIT, str(first_layers[1]))
+
+
 def test_a_program_whose_draft_has_other_tokens_is_never_ready_and_says_why(model: Path) -> None:
+    other = other_words(save_draft(model, model.parent / "other"))
+    refused(model, "has another vocabulary than the model: token 300 is '<hello>' in ", *BY_DRAFT, str(other))
+
+
+def refused(model: Path, why: str, *flags: str) -> None:
     """At /readyz, which is what `Ready` and `status.groups` tell, and in its log; and start after start."""
-    other, port = other_words(save_draft(model, model.parent / "other")), free_port()
-    flags = ["--kv-cache-memory-bytes", "8000000", "--port", str(port), "--host", "127.0.0.1", *BY_DRAFT, str(other)]
-    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(model), *flags]
-    why = "has another vocabulary than the model: token 300 is '<hello>' in "
+    port = free_port()
+    where = ["--kv-cache-memory-bytes", "8000000", "--port", str(port), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(model), *where, *flags]
     with serving("refused", command, port, "/healthz", model.parent, ready_s=60) as program:
         seen = set[tuple[int, bool]]()
 

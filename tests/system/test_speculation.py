@@ -6,7 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.programs import Program, running
 from tests.system.test_hung_rank import model, runtime, wait_until
+from tests.system.test_openai import router_flags
 
 __all__ = ["model"]
 pytestmark = pytest.mark.system
@@ -87,3 +89,31 @@ def test_a_stop_string_that_ends_inside_an_accepted_run_ends_the_text_there(mode
         counts = counts_of(ours.base_url)
     assert counts["num_accepted_tokens_total"] == counts["num_draft_tokens_total"] > 5 * counts["num_drafts_total"]
     assert (len(stop) - 1) % 7, "no run ends with it"
+
+
+def test_a_request_may_speculate_where_the_service_does_not_and_not_where_it_does(model: Path) -> None:
+    """Asked at the router, which passes it on."""
+    token = model.parent / "token"
+    for name, flags, asked in [("without", (), "ngram"), ("with", (*FLAGS, "3"), "none")]:
+        with (
+            runtime(name, model, *flags) as ours,
+            running("router", "phalanx_router", router_flags([ours], token), token.parent) as door,
+        ):
+
+            def drafts(fields: dict[str, Any], ours: Program = ours, door: Program = door) -> float:
+                """For how many more steps something was proposed, once a request is answered."""
+                before = counts_of(ours.base_url)["num_drafts_total"]
+                body = {
+                    "model": "tiny",
+                    "prompt": 20 * "ab",
+                    "temperature": 0,
+                    "logit_bias": FEW,
+                    "max_tokens": 40,
+                    "ignore_eos": True,
+                }
+                answer = httpx.post(f"{door.base_url}/v1/completions", json={**body, **fields}, timeout=60)
+                assert answer.status_code == 200, answer.text
+                return counts_of(ours.base_url)["num_drafts_total"] - before
+
+            usual, own = drafts({}), drafts({"speculative": {"method": asked}})
+            assert (usual > 0, own > 0) == (bool(flags), not flags)
