@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster import killing, tiny_model
 from tests.cluster import service as svc
-from tests.cluster import tiny_model
 from tests.cluster.clients import LAST, Streams, Told
 from tests.cluster.fixtures import Cluster
 from tests.cluster.test_path import Chat
@@ -23,7 +23,7 @@ NUM_STREAMS, TOKENS = 64, 600
 FADED_S = 40
 """All groups share the processors of one machine, so whichever ran beside others was slow; routers forget it while it is idle,
 and the next streams go to all groups alike."""
-LEADER_OF_ALL = "phalanx.dev/component=group"
+GROUPS, ROUTER = "phalanx.dev/component=group", "phalanx.dev/component=router"
 STOP_A_RANK = """
 import os, signal, pathlib
 for entry in pathlib.Path("/proc").iterdir():
@@ -48,6 +48,10 @@ class Fleet(Chat):
 
     def apply(self, manifest: dict[str, Any]) -> None:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+    def replays(self) -> float:
+        """Streams that went on in another group from what the router knew of them."""
+        return self.router_metric("phalanx_router_replays_total")
 
     def responses(self) -> dict[str, float]:
         """The router's own count of its answers, by status."""
@@ -93,43 +97,57 @@ def assert_whole(told: list[Told]) -> None:
     assert [(one.finish, one.usage, len(one.tokens)) for one in told] == [("length", TOKENS, TOKENS)] * NUM_STREAMS
 
 
-def strike(fleet: Fleet, undisturbed: list[Told], act: Callable[[], object]) -> None:
-    """Runs the streams, strikes when all are between a quarter and three, and compares."""
+def outlive(fleet: Fleet, undisturbed: list[Told], act: Callable[[], object]) -> None:
+    """Runs the streams, acts when all are between a quarter and three, and compares."""
     time.sleep(FADED_S)
-    before = fleet.responses()
     streams = Streams(fleet.url, bodies(), act)
     told = streams.run()
     assert streams.spread is not None and streams.spread[1] <= LAST, streams.spread
     assert_whole(told)
     different = [i for i, (one, other) in enumerate(zip(told, undisturbed, strict=True)) if one.tokens != other.tokens]
     assert not different, f"{len(different)} streams differ: {different}"
+
+
+def strike(fleet: Fleet, undisturbed: list[Told], act: Callable[[], object]) -> None:
+    """The same, and by its own count the router answered nothing but 200."""
+    before = fleet.responses()
+    outlive(fleet, undisturbed, act)
     after = fleet.responses()
     assert {status for status, count in after.items() if count > before.get(status, 0.0)} == {"200"}
 
 
-def kill(fleet: Fleet, pod: str) -> None:
-    fleet.kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false")
-
-
-def test_a_leader_killed(fleet: Fleet, undisturbed: list[Told]) -> None:
-    over = fleet.taken_over()
-    strike(fleet, undisturbed, lambda: kill(fleet, f"{fleet.busiest()}-0"))
-    assert fleet.taken_over() > over
+@pytest.mark.parametrize("pod", ["0", "1"], ids=["leader", "worker"])
+def test_a_pod_killed(fleet: Fleet, undisturbed: list[Told], pod: str) -> None:
+    """Its programs have no moment left, so nothing moves."""
+    replays = fleet.replays()
+    strike(fleet, undisturbed, lambda: killing.kill(fleet.cluster, fleet.namespace, f"{fleet.busiest()}-{pod}", "phalanx"))
+    assert fleet.replays() > replays
     fleet.wait_ready(3)
 
 
-def test_a_worker_killed(fleet: Fleet, undisturbed: list[Told]) -> None:
+@pytest.mark.parametrize("pod", ["0", "1"], ids=["leader", "worker"])
+def test_a_pod_deleted_at_once(fleet: Fleet, undisturbed: list[Told], pod: str) -> None:
+    """It still hears that it is to end, and has a second or two."""
     over = fleet.taken_over()
-    strike(fleet, undisturbed, lambda: kill(fleet, f"{fleet.busiest()}-1"))
+    delete = ("--grace-period=0", "--force", "--wait=false")
+    strike(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", f"{fleet.busiest()}-{pod}", *delete))
     assert fleet.taken_over() > over
     fleet.wait_ready(3)
 
 
 def test_a_rank_stopped(fleet: Fleet, undisturbed: list[Told]) -> None:
-    over = fleet.taken_over()
+    replays = fleet.replays()
     stop = ("-c", "runtime", "--", "python3", "-c", STOP_A_RANK)
     strike(fleet, undisturbed, lambda: fleet.kubectl("exec", f"{fleet.busiest()}-1", *stop))
-    assert fleet.taken_over() > over
+    assert fleet.replays() > replays
+    fleet.wait_ready(3)
+
+
+def test_a_router_that_is_deleted_serves_its_streams_to_their_end(fleet: Fleet, undisturbed: list[Told]) -> None:
+    """It is the only one; its successor has the next request."""
+    (former,) = fleet.pods(ROUTER)
+    outlive(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", former, "--wait=false"))
+    svc.wait_for(lambda: former not in fleet.pods(ROUTER), 60, "nothing holds it any longer")
     fleet.wait_ready(3)
 
 
@@ -141,12 +159,13 @@ def test_a_statefulset_deleted(fleet: Fleet, undisturbed: list[Told]) -> None:
 
 
 def test_a_node_drained(fleet: Fleet, undisturbed: list[Told]) -> None:
-    node = fleet.pods()[f"{fleet.groups()[0]}-0"]["spec"]["nodeName"]
+    moved, node = fleet.moved(), fleet.pods()[f"{fleet.groups()[0]}-0"]["spec"]["nodeName"]
     flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=240s")
-    ours = ("--pod-selector", LEADER_OF_ALL)  # the rest of the cluster stays where it is
+    ours = ("--pod-selector", GROUPS)  # the rest of the cluster stays where it is
     try:
         strike(fleet, undisturbed, lambda: fleet.cluster.kubectl("drain", node, *flags, *ours))
         assert not [pod for pod in fleet.pods().values() if pod["spec"]["nodeName"] == node]
+        assert fleet.moved() > moved
     finally:
         fleet.cluster.kubectl("uncordon", node)
     fleet.wait_ready(3)
@@ -194,10 +213,11 @@ def test_a_loaded_group_is_empty_within_ten_seconds_of_the_write(fleet: Fleet, u
 
 
 def test_a_rollout_that_keeps_the_weights(fleet: Fleet, undisturbed: list[Told]) -> None:
-    before = set(fleet.groups())
+    before, moved = set(fleet.groups()), fleet.moved()
     manifest = fleet.manifest(tiny_model.NAME)
     manifest["spec"]["podTemplate"]["metadata"] = {"annotations": {"example.com/round": "2"}}
     strike(fleet, undisturbed, lambda: fleet.apply(manifest))
+    assert fleet.moved() > moved
     fleet.wait_ready(3)
     assert not before & set(fleet.groups())
 

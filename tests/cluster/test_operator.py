@@ -2,16 +2,17 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from images import build
+from tests.cluster import killing, tiny_model
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
-from tests.cluster import tiny_model
 from tests.cluster.fixtures import Cluster
 from tests.cluster.scenes import Scene
 from tests.cluster.watching import always, falls, writes
@@ -50,21 +51,6 @@ def router_objects(*args, **kwargs):
     return made
 '''
 
-KILL = """
-import os, pathlib, signal, time
-found = [int(one.name) for one in pathlib.Path("/proc").iterdir() if one.name.isdigit()]
-others = [pid for pid in found if pid not in (1, os.getpid())]
-programs = [pid for pid in others if b"phalanx-operator" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
-(program,) = programs
-if os.fork():
-    raise SystemExit(0)
-os.closerange(0, 3)
-time.sleep(1)
-os.kill(program, signal.SIGKILL)
-"""
-"""In an operator's container, after a second, for whatever runs in it ends too. The program hears nothing of it; the container
-begins again in its pod."""
-
 
 class Operated(Scene):
     """A service, and the operator that minds it."""
@@ -91,17 +77,6 @@ class Operated(Scene):
         """What an operator's pod says of itself."""
         of = ("-n", installation.NAMESPACE, "get", "pod", operator, "-o", "jsonpath={.status.podIP}")
         return httpx.get(f"http://{self.cluster.kubectl(*of)}:8080/metrics", timeout=10).text
-
-    def kill_operator(self, operator: str) -> None:
-        """SIGKILL to the program, which gives nothing back; its container has begun again."""
-        before = self.starts(operator)
-        self.cluster.kubectl("-n", installation.NAMESPACE, "exec", operator, "--", "/usr/bin/python3", "-c", KILL)
-        svc.wait_for(lambda: self.starts(operator) > before, 30, "it was killed")
-
-    def starts(self, operator: str) -> int:
-        """How often the container of an operator's pod began again."""
-        of = ("-n", installation.NAMESPACE, "get", "pod", operator, "-o", "jsonpath={.status.containerStatuses[0].restartCount}")
-        return int(self.cluster.kubectl(*of))
 
     def operator_deployment(self, *words: str) -> None:
         self.cluster.kubectl("-n", installation.NAMESPACE, *words)
@@ -153,7 +128,7 @@ def test_s43_when_the_leader_dies_one_acts_again_and_nothing_flaps(operated: Ope
     with always(look):
         began = time.monotonic()
         if how == "killed":
-            operated.kill_operator(leader)
+            killing.kill(operated.cluster, installation.NAMESPACE, leader, "phalanx-operator")
         else:
             operated.operator_deployment("delete", "pod", leader, "--grace-period=0", "--force")
         operated.scale(3)
@@ -182,55 +157,77 @@ def assert_a_new_service_works(operated: Operated) -> None:
     assert pod["metadata"]["labels"].get("phalanx.dev/renderer") == "next"
 
 
-def assert_only_routers_roll(operated: Operated, before: dict[str, tuple[str, int]]) -> None:
-    """Requests go on meanwhile: those that are open when a router leaves end there."""
-    old = set(operated.everything("router"))
-
-    def look() -> str:
-        now = operated.everything("group")
-        return "" if now == before else f"pods of groups were {before} and are {now}"
-
-    with always(look) as wrong, operated.traffic(tokens=200) as traffic:
-        svc.wait_for(lambda: not old & set(operated.everything("router")), ROUTERS_S, "the routers are new")
-        time.sleep(CALM_S)
-    assert wrong == [] and traffic.failed == []
-    routers = operated.pods("phalanx.dev/service=chat,phalanx.dev/component=router").values()
-    assert {pod["metadata"]["labels"].get("phalanx.dev/renderer") for pod in routers} == {"next"}
-
-
-def test_s30_an_upgrade_whose_renderer_changed_moves_no_pod_and_a_new_service_works(
-    operated: Operated, cluster: Cluster, tmp_path: Path
-) -> None:
-    if cluster.files is None:
+@contextmanager
+def upgraded(operated: Operated, folder: Path, changes: Mapping[str, str]) -> Iterator[None]:
+    """Once an operator leads whose renderers go on so; those of this version are back afterwards."""
+    if operated.cluster.files is None:
         pytest.skip("an image is made for the cluster of this machine")
 
     def change(packages: Path) -> None:
-        for module, more in (("pods", RENDERER), ("router", ROUTERS)):
+        for module, more in changes.items():
             path = packages / f"phalanx_operator/render/{module}.py"
             path.write_text(path.read_text() + more)
 
-    archive = tmp_path / "next.tar"
-    image = build.write_changed_archive("operator", "next", change, archive)
-    cluster.load_image(archive)
+    archive = folder / "next.tar"
+    image = build.write_changed_archive("operator", "next-" + "-".join(changes), change, archive)
+    operated.cluster.load_image(archive)
     svc.wait_for(lambda: both_ready(operated), 60, "two operators are ready")
-    before, former = operated.everything("group"), set(operated.operators())
-    deployment = "deployment/phalanx-operator"
+    former, deployment = set(operated.operators()), "deployment/phalanx-operator"
     try:
         operated.operator_deployment("set", "env", deployment, "PHALANX_OPERATOR_WORKERS=3")
         operated.operator_deployment("set", "image", deployment, f"operator={image}")
         operated.operator_deployment("rollout", "status", deployment, "--timeout=120s")
         svc.wait_for(lambda: operated.leader() not in former | {""}, 60, "an operator of the next version leads")
-        assert_only_routers_roll(operated, before)
-        assert_a_new_service_works(operated)
-        operated.gone("second")
-        operated.scale(3)
-        operated.wait_ready(3)
-        now = operated.everything("group")
-        assert {name: now.get(name) for name in before} == before
-        new = [pod for name, pod in operated.pods().items() if name not in before]
-        assert {pod["metadata"]["labels"].get("phalanx.dev/renderer") for pod in new} == {"next"}, "the new version renders so"
-        assert len(new) == 2
+        yield
+    finally:
+        operated.operator_deployment("set", "env", deployment, "PHALANX_OPERATOR_WORKERS-")
+        installation.install(operated.cluster)
+
+
+@contextmanager
+def unmoved(operated: Operated, which: str = "") -> Iterator[None]:
+    """No pod of the service, or of this component, is another one or begins again meanwhile, and no request fails."""
+    before = operated.everything(which)
+
+    def look() -> str:
+        now = operated.everything(which)
+        return "" if now == before else f"pods were {before} and are {now}"
+
+    with always(look) as wrong, operated.traffic(tokens=200) as traffic:
+        yield
+    assert wrong == [] and traffic.failed == []
+
+
+def test_s30_an_upgrade_whose_renderer_changed_moves_no_pod_and_a_new_service_works(operated: Operated, tmp_path: Path) -> None:
+    before = operated.everything()
+    try:
+        with upgraded(operated, tmp_path, {"pods": RENDERER}):
+            with unmoved(operated):
+                assert_a_new_service_works(operated)
+                time.sleep(CALM_S)
+            operated.gone("second")
+            operated.scale(3)
+            operated.wait_ready(3)
+            now = operated.everything()
+            assert {name: now.get(name) for name in before} == before, "since before the upgrade"
+            new = [pod for name, pod in operated.pods().items() if name not in before]
+            assert {pod["metadata"]["labels"].get("phalanx.dev/renderer") for pod in new} == {"next"}, (
+                "the new version renders so"
+            )
+            assert len(new) == 2
     finally:
         operated.kubectl("delete", "infsvc", "second", "--ignore-not-found", "--wait=false")
-        operated.operator_deployment("set", "env", deployment, "PHALANX_OPERATOR_WORKERS-")
-        installation.install(cluster)
+        operated.scale(2)
+        operated.wait_ready(2)
+
+
+def test_s30_an_upgrade_whose_routers_changed_rolls_them_and_moves_no_pod_of_a_group(operated: Operated, tmp_path: Path) -> None:
+    """Requests go on meanwhile: those that are open when a router leaves end there."""
+    before, old = operated.everything("group"), set(operated.everything("router"))
+    with upgraded(operated, tmp_path, {"pods": RENDERER, "router": ROUTERS}):
+        with unmoved(operated, "group"):
+            svc.wait_for(lambda: not old & set(operated.everything("router")), ROUTERS_S, "the routers are new")
+            time.sleep(CALM_S)
+        routers = operated.pods("phalanx.dev/service=chat,phalanx.dev/component=router").values()
+        assert {pod["metadata"]["labels"].get("phalanx.dev/renderer") for pod in routers} == {"next"}
+        assert operated.everything("group") == before

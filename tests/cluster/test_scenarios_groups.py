@@ -104,6 +104,22 @@ def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene:
     assert told[struck]["restarts"] == 0, "a pod that was deleted is no fault of the group"
 
 
+def test_a_group_comes_back_whole_while_no_operator_runs(scene: Scene) -> None:
+    """The service is that of the test before: two groups of three pods."""
+    struck, other = sorted(scene.groups())
+    before, calm = scene.incarnation(struck), scene.fingerprints(other)
+    scene.stop_operator()
+    try:
+        scene.kubectl("delete", "pod", f"{struck}-1", "--wait=false", "--grace-period=1")
+        svc.wait_for(lambda: scene.incarnation(struck) > before, 120, "all ranks of the group start anew")
+        svc.wait_for(lambda: sorted(scene.ready_groups()) == [struck, other], 120, "all pods are ready")
+        assert answers(scene)
+    finally:
+        scene.start_operator()
+    scene.wait_ready(2, 300)
+    assert scene.fingerprints(other) == calm
+
+
 RANKS = """
 import pathlib
 for one in pathlib.Path("/proc").iterdir():
