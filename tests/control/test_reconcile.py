@@ -7,7 +7,7 @@ import pytest
 from phalanx_api.conditions import find_condition
 from phalanx_operator.errors import Rejected, Retry
 from phalanx_operator.events import LONGEST_NOTE
-from phalanx_operator.kube import DEPLOYMENTS, EVENTS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
+from phalanx_operator.kube import DEPLOYMENTS, EVENTS, PODS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
 from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.reconcile import RESYNC_S, utc_now
 from phalanx_operator.render.objects import Images
@@ -312,6 +312,33 @@ async def test_events_tell_transitions_once() -> None:
     await world.settle()
     await world.look()
     assert sorted(world.notes()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [("", ("Normal", "GroupsNotReady")), ("ImagePullBackOff", ("Warning", "ImagePullFailed"))],
+    ids=["passes by itself", "somebody has to act"],
+)
+async def test_ready_is_told_as_it_comes_goes_and_comes_back_and_no_new_operator_tells_it_again(
+    trouble: str, told: tuple[str, str]
+) -> None:
+    world, well = World(), ("Normal", "Ready")
+    await world.settle()
+    first = world.notes()
+    await World(world.kube).settle()
+    assert first[-1] == well and world.notes() == first, "an operator that has just begun finds all as it was told"
+    world.cluster.start_pods(ready=False, reason=trouble)
+    for pod in world.kube.of(PODS).values():
+        pod["status"]["conditions"][0]["lastTransitionTime"] = world.now
+    await world.look()
+    await world.look()
+    assert world.notes() == [*first, told]
+    other = World(world.kube)
+    await other.look()
+    assert other.notes() == [*first, told]
+    await other.settle()
+    await other.look()
+    assert other.notes() == [*first, told, well]
 
 
 async def test_events_of_many_groups_leave_none_out() -> None:

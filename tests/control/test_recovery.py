@@ -213,8 +213,8 @@ def unready(world: World, since: str, uid: str = "") -> None:
         world.kube.put(PODS, {**pod, "metadata": metadata, "status": {"conditions": [condition]}})
 
 
-async def overdue_world() -> World:
-    world = World(parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
+async def overdue_world(kube: FakeKube | None = None) -> World:
+    world = World(kube, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
     await world.settle()
     unready(world, LONG_AGO)
     return world
