@@ -29,13 +29,15 @@ class FakeRouter:
     """Answers the operator. `answers` are given in order, each as soon as it is there; while there is none, the poll hangs."""
 
     answers: asyncio.Queue[RouterSummary | int | bytes] = field(default_factory=asyncio.Queue)
+    bodies: list[bytes] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     address: str = ""
 
     async def handle(self, request: web.Request) -> web.Response:
         self.tokens.append(request.headers.get("Authorization", ""))
-        self.asked.append(msgspec.json.decode(await request.read(), type=Asked))
+        self.bodies.append(await request.read())
+        self.asked.append(msgspec.json.decode(self.bodies[-1], type=Asked))
         answer = await self.answers.get()
         if isinstance(answer, int):
             return web.Response(status=answer)

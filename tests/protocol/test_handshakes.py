@@ -23,14 +23,17 @@ from phalanx_router import peer_wire
 from phalanx_router.endpoints import Endpoint
 from phalanx_router.fleet import Fleet
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.peers import Peers
 from tests.control.summaries import summary
 from tests.control.test_asking import Scene, scene
 from tests.control.worlds import World as Operated
-from tests.protocol import samples
+from tests.protocol import earlier, samples
 from tests.protocol.old_leader import KNOWN, RECORDED, OldLeader, recorded, running_old_leader
+from tests.protocol.old_peer import running_old_peer
 from tests.router.doors import FakeEngine, http_server, running_leader
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
 from tests.router.test_leader_link import dial, receive
+from tests.router.test_peers import make_run, say
 from tests.router.test_summary import running_router
 
 __all__ = ["scene"]
@@ -185,6 +188,17 @@ async def test_the_operator_takes_the_summary_of_a_router_of_the_version_before(
     assert fleet.queued == 4 and fleet.unknown_versions == ()
 
 
+async def test_a_router_of_the_version_before_understands_the_operator(scene: Scene) -> None:
+    more = {"canary": "r2", "canary_percent": 5, "routing": "RoundRobin", "fails_open": False, "for_good": ["group-a"]}
+    policy = msgspec.structs.replace(samples.ASKED.policy, wanted=False, **more)
+    scene.routers[0].answers.put_nowait(RECORDED["json"]["summary"].encode())
+    scene.asking.tell(("team", "chat"), scene.targets[:1], policy, 3.0)
+    await until(lambda: len(scene.routers[0].bodies) == 2)
+    first, second = (msgspec.json.decode(body, type=earlier.record("Asked")) for body in scene.routers[0].bodies)
+    assert (first.wait_s, second.wait_s) == (0.0, 3.0)
+    assert earlier.same_fields(second, samples.ASKED)
+
+
 @pytest.mark.parametrize("answer", [426, summary(version=9)], ids=["it refuses", "it answers in it"])
 async def test_the_operator_says_which_router_it_shares_no_version_with(scene: Scene, answer: RouterSummary | int) -> None:
     scene.routers[0].answers.put_nowait(answer)
@@ -244,3 +258,29 @@ async def test_a_router_refuses_a_peer_of_an_unknown_version(caplog: pytest.LogC
     end = await greeted(peer_wire.encode(peer_wire.Greeting("router-9", "life", 9, 8)))
     assert end is not None and end.rcvd is not None and end.rcvd.code == 4426
     assert any("router-9 9" in getattr(record, "why", "") for record in caplog.records)
+
+
+async def test_a_router_speaks_with_a_peer_of_the_version_before() -> None:
+    """The peer gets a journal from its begin to its end, and is asked for a stream that it has."""
+    run = make_run("request-9")
+    settings = make_settings().link
+    async with running_old_peer() as (old, endpoint):
+        peers = Peers(settings, lambda: [run])
+        task = asyncio.create_task(peers.run(Leaders(endpoint)))
+        await until(lambda: old.of("Changes"))
+        say(run, 3)
+        peers.grown(run)
+        await until(lambda: len(old.of("Changes")) == 2)
+        peers.closed(run, "length", False)
+        await until(lambda: len(old.of("Changes")) == 3)
+        assert await peers.ask(["request-1"]) == samples.PEER["told"].copies
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert all(earlier.same_fields(one, peer_wire.Greeting(settings.router, settings.instance)) for one in old.of("Greeting"))
+    assert [type(frame) for frame in old.heard[1]] == [earlier.record("Greeting"), earlier.record("Wanted")]
+    assert old.of("Wanted")[0].ids == ["request-1"]
+    begun, grown, ended = old.of("Changes")
+    ((number, copy),) = begun.begun
+    assert earlier.same_fields(copy.request, msgspec.structs.replace(run.stream.journal.replay(), delivered=[]))
+    assert (grown.numbers, grown.counts, grown.tokens) == ([number], [3], run.stream.journal.delivered)
+    assert [(one.number, one.finish, one.forgotten) for one in ended.ended] == [(number, "length", False)]
