@@ -5,7 +5,7 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.inference_service import InferenceService
 from phalanx_operator.decide.policy import policy_of
-from phalanx_operator.render import disruption, names
+from phalanx_operator.render import disruption, names, placement
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.revision import revision
 
@@ -71,6 +71,7 @@ def _pod(service: InferenceService, images: Images) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.timeout_seconds + GRACE_S,
         "securityContext": pod_security(),
+        "topologySpreadConstraints": [_spread(service)],
         "containers": [_container(service, images)],
         "volumes": [
             {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
@@ -78,6 +79,20 @@ def _pod(service: InferenceService, images: Images) -> Object:
             {"name": "tmp", "emptyDir": {}},
             *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
         ],
+    }
+
+
+def _spread(service: InferenceService) -> Object:
+    """Routers keep from one another's nodes where they can; those that an update replaces do not count.
+
+    It is there for one router too, so that another number of them rolls none.
+    """
+    return {
+        "maxSkew": 1,
+        "topologyKey": placement.HOST,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": _selector(service)},
+        "matchLabelKeys": ["pod-template-hash"],
     }
 
 
