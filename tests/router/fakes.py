@@ -365,7 +365,7 @@ async def running_world(
             stack.push_async_callback(leader.stop)
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
-        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw=draw)
+        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw, asyncio.get_running_loop().time)
         task = asyncio.create_task(fleet.run(source))
         try:
             world = World(fleet, list(leaders), source, registry)

@@ -13,11 +13,13 @@ from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.run import Run
 from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import SERVED, MoveScript, MovingLeader
+from tests.router.test_placing import reported
 
 PROMPT = list(range(1, 321))
 FULL = wire.Load(0, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0)
 TICKING = make_settings(tick_s=0.05)
 EMPTY = wire.Load(0, 0, 0, 100, 100)
+THIRD_FREE = wire.Load(0, 0, 0, 30, 100)
 LONG_PROMPTS = wire.Load(0, 4, 0, 700, 1000, context_tokens=3000, mean_output_tokens=200.0, running_prompt_tokens=9000)
 
 
@@ -116,6 +118,21 @@ async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
         assert await client == expected(PROMPT, 20)
         assert moved(world, "rescue") == 1
         assert [frame.mode for frame in source.frames if isinstance(frame, moves.MoveOut)] == ["stop"]
+
+
+async def test_a_group_that_just_gave_a_stream_away_gets_no_newcomer_at_once() -> None:
+    """Both tell the same all the time, and the draw is the first one's: only the router knows what left it."""
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        await asyncio.gather(*(reported(world, leader, THIRD_FREE) for leader in (source, target)))
+        run, client = await begin(world)
+        await source.tell(moves.AskRescue([run.handle], 0.5))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "rescue") == 1
+        source.release()
+        await hear(world.fleet, make_request(PROMPT, max_tokens=4, id="newcomer"))
+        assert [submit.request.id for submit in source.submitted] == ["request"]
+        assert [submit.request.id for submit in target.submitted] == ["request", "newcomer"]
 
 
 async def test_a_request_stays_where_it_is_when_nobody_has_room() -> None:

@@ -154,6 +154,14 @@ def test_hits_are_the_pages_that_a_group_holds_of_the_prompt() -> None:
     assert index.hits(PromptKeys(tokens, "", "")) == {"b": 4}
 
 
+def test_pages_of_another_size_are_other_pages() -> None:
+    index, tokens = PrefixIndex(), list(range(18))
+    large = KeySpace("hash", 8)
+    for group, space, told_in in (("small", SPACE, SPACE), ("large", large, large), ("mixed", large, SPACE)):
+        index.apply(group, space, wire.PageChanges(0, [(True, key) for key in keys_of(tokens, told_in)], is_snapshot=True))
+    assert index.hits(PromptKeys(tokens[:15], "", "")) == {"small": 12, "large": 8}
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=40))
 def test_hits_equal_a_walk_over_the_pages(changes: list[tuple[bool, int]]) -> None:
     """Groups tell a page only while all before it are found: grown and cut at the end, as `core.pages` evicts leaves first."""

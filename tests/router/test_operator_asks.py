@@ -6,9 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
+import pytest
 
+from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
+from phalanx_api.upkeep import RestartPolicy
+from phalanx_frontend.backend import BackendError
 from phalanx_operator.asking import Asking, Pace, Target
+from phalanx_operator.decide import recovery
 from phalanx_operator.decide.draining import why_over
 from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.snapshot import Draining
@@ -17,6 +22,7 @@ from phalanx_operator.store import Key
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.router.fakes import TOKEN, FakeLeader, Script, hear, make_request
+from tests.router.test_alone import POISON, leaders
 from tests.router.test_summary import Router, running_router
 
 KEY = ("team", "chat")
@@ -61,3 +67,25 @@ async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hea
         assert len((await stream).tokens) == 8
         await until(lambda: woken)
         await until(lambda: why_over(going, fleet(), 300, NOW) == "it holds no stream")
+
+
+async def test_deaths_under_one_request_cost_their_groups_nothing_and_another_death_does() -> None:
+    groups = leaders("abcd")
+    async with running_router(*groups) as router, asking(router, []) as (part, target):
+
+        def restarts() -> dict[str, recovery.Counted]:
+            seen = part.fleet(KEY, [target])
+            return {group.group: recovery.counted(make_group(group.group), seen, RestartPolicy(), NOW) for group in groups}
+
+        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
+        with pytest.raises(BackendError, match="3 groups died"):
+            await hear(router.fleet, make_request(POISON, max_tokens=60))
+        await router.until_ready(4)
+        died = {group.group: group.deaths or 1 for group in groups}
+        for group in groups:
+            await group.tell(wire.State(True, 2, deaths=died[group.group], death="pod 0: rank 0 ended"))
+        await until(lambda: {name: counted.note.deaths for name, counted in restarts().items()} == died)
+        assert sum(group.deaths for group in groups) == 3
+        assert {name: counted.recent for name, counted in restarts().items()} == {
+            group.group: 0 if group.deaths else 1 for group in groups
+        }

@@ -138,6 +138,22 @@ async def test_shedding_refuses_the_least_urgent_bands() -> None:
         assert ids(leader) == ["high", "middle"]
 
 
+async def test_a_fleet_that_stays_saturated_refuses_what_waits_and_nothing_that_has_begun() -> None:
+    leaders = [FakeLeader("a", Script(hold_at=2)), FakeLeader("b")]
+    settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(ttft_target_s=0.5))
+    async with running_world(*leaders, settings=settings) as world:
+        begun = start(world, "begun")
+        await world.until(lambda: leaders[0].steps == 2)
+        await asyncio.gather(*(reported(world, leader, FULL) for leader in leaders))
+        with pytest.raises(BackendError, match=r"every group is loaded.* 0\.5 s are the target") as caught:
+            await start(world, "newcomer")
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
+        leaders[0].release()
+        assert (await begun).tokens == expected([1, 2, 3], 16)
+        assert world.metric("phalanx_router_shed_total", why="overloaded") == 1
+
+
 async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group() -> None:
     stuck, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
     async with running_world(stuck, free, settings=make_settings(tick_s=0.05)) as world:
