@@ -1,20 +1,28 @@
 """Balancing any fleet: no overshoot, a potential that falls, an end between arrivals, no way back under noise, budgets kept."""
 
 import random
+from dataclasses import replace
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_operator.decide.policy import policy_of
 from phalanx_router.balance.balancer import Balancer
 from phalanx_router.balance.budget import BYTES_BURST_S, TOKENS_BURST_S
 from phalanx_router.balance.projection import EPSILON
+from phalanx_router.balance.records import Proposal
+from tests.control.builders import make_service
 from tests.router.balance.groups import FREE, PAGE, PAGES, World, group
 
 BYTES = group("any").page_bytes // PAGE
 """Of a token."""
 APART_S = 11.0
 """Beyond the dwell of a stream and the time in which it may not return: only the test of each move is left to protect."""
+SLOW = StepModel(fixed_s=0.01, token_s=1e-3, knee_tokens=0, context_s=1e-6, attention_s=0.0)
+"""So slow with prompts that requests go with their pages."""
 
 
 @st.composite
@@ -125,8 +133,47 @@ def test_budgets_are_kept_whatever_happens_to_moves(
         check([(at, context * BYTES) for at, keys, context in taken if key in keys], bytes_per_s, BYTES_BURST_S, largest * BYTES)
 
 
+@settings(max_examples=80, deadline=None)
+@given(worlds(), st.integers(2, 12), st.integers(1, 50), st.integers(10**6, 3 * 10**7), st.integers(0, 2**32))
+def test_two_routers_together_keep_the_budgets_of_their_service(
+    world: World, slots: int, percent: int, bytes_per_s: int, seed: int
+) -> None:
+    """Each moves streams of its own by what the operator grants it, and knows of no move of the other."""
+    world.fields = {name: {"model": SLOW} for name in world.names}
+    budgets = {"movesPerGroup": slots, "bandwidth": str(bytes_per_s), "liveTokensPercentPerSecond": percent}
+    granted = policy_of(make_service(rebalancing={"budgets": budgets}).spec, 2)
+    routers = [replace(world, balancer=Balancer(granted), mine=partial(is_of_router, number)) for number in range(2)]
+    rng = random.Random(seed)
+    under_way: dict[Proposal, World] = {}
+    spent: list[tuple[float, Proposal]] = []
+    for number in range(80):
+        now = number * 0.25
+        for router in routers:
+            begun = router.tick(now).proposals
+            under_way |= dict.fromkeys(begun, router)
+            spent += [(now, proposal) for proposal in begun]
+        for key in (view.key for view in world.views()):
+            assert sum(proposal.source == key for proposal in under_way) <= slots
+            assert sum(proposal.target == key for proposal in under_way) <= slots
+        for proposal in [proposal for proposal in under_way if rng.random() < 0.4]:
+            router = under_way.pop(proposal)
+            if rng.random() < 0.5:
+                router.obey(proposal, now)
+            else:
+                router.balancer.ended(proposal, False, now)
+    one_each = 2 * max(world.contexts.values())
+    check([(at, p.context) for at, p in spent], percent / 100 * sum(world.contexts.values()), TOKENS_BURST_S, one_each)
+    for key in (view.key for view in world.views()):
+        copied = [(at, p.context * BYTES) for at, p in spent if key in (p.source, p.target) and p.way != "recompute"]
+        check(copied, bytes_per_s, BYTES_BURST_S, one_each * BYTES)
+
+
+def is_of_router(number: int, stream: str) -> bool:
+    return int(stream[1:]) % 2 == number
+
+
 def check(taken: list[tuple[float, int]], rate: float, burst_s: float, one: int) -> None:
-    """No stretch of time has more than its rate, a burst, and one."""
+    """No stretch of time has more than its rate, a burst, and `one`: by a move of each router it may be exceeded."""
     for first, (start, _) in enumerate(taken):
         total = 0
         for end, amount in taken[first:]:

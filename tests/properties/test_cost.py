@@ -1,13 +1,15 @@
-"""The step-time function and its fit: monotone, never negative, found again from noisy steps, robust against pauses."""
+"""The step-time function and its fit: monotone, never negative, found again through noise, pauses and a change."""
 
 import random
 from dataclasses import astuple, replace
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, describe, hung_after_s
+from phalanx_router.route.speed import scaled
 
 MODELS = st.builds(
     StepModel,
@@ -95,6 +97,21 @@ def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
         errors.append(abs(model.predict(work) / truth.predict(work) - 1))
     assert sum(errors) / len(errors) < 0.08
     assert 0 < model.error < 0.1
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_the_fit_follows_a_machine_that_has_become_faster_or_slower(factor: float) -> None:
+    rng = random.Random(11)
+    first = StepModel(0.005, 0.0008, 32, 2e-7, 3e-8)
+    fit = StepFit()
+    for truth in (first, scaled(first, factor)):
+        for _ in range(800):
+            work = random_work(rng)
+            fit.add(work, truth.predict(work) * rng.uniform(0.95, 1.05))
+        model = fit.model()
+        assert model is not None
+        works = [random_work(rng) for _ in range(100)]
+        assert fmean(abs(model.predict(work) / truth.predict(work) - 1) for work in works) < 0.08
 
 
 def test_the_fit_tells_what_prompts_cost_beside_their_tokens() -> None:

@@ -37,7 +37,10 @@ def stream(name: str, group_name: str, context: int = 1000, /, **fields: object)
 
 @dataclass(slots=True)
 class World:
-    """Groups with streams that neither grow nor end. `noise` disturbs what is reported of a group, in pages."""
+    """Groups with streams that neither grow nor end. `noise` disturbs what is reported of a group, in pages.
+
+    mine: whether a stream belongs to the router whose balancer this is; others of the same fleet may have the rest.
+    """
 
     where: dict[str, str]
     contexts: dict[str, int]
@@ -47,6 +50,7 @@ class World:
     records: dict[str, StreamView] = field(default_factory=dict)
     fields: dict[str, dict[str, object]] = field(default_factory=dict)
     remember: bool = True
+    mine: Callable[[str], bool] = lambda stream: True
 
     def view(self, name: str, noise: int = 0) -> GroupView:
         mine = [self.contexts[s] for s, at in self.where.items() if at == name]
@@ -59,7 +63,8 @@ class World:
 
     def streams_of(self, key: str) -> list[StreamView]:
         name = key.split("/")[0]
-        return [self.records.get(s) or stream(s, name, self.contexts[s]) for s, at in self.where.items() if at == name]
+        own = [s for s, at in self.where.items() if at == name and self.mine(s)]
+        return [self.records.get(s) or stream(s, name, self.contexts[s]) for s in own]
 
     def tick(self, now: float) -> Decision:
         return self.balancer.tick(self.views(), self.streams_of, now)
