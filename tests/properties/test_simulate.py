@@ -20,7 +20,6 @@ from bench.simulate.jobs import Job
 from bench.simulate.machines import ANALYTIC
 from bench.simulate.plots import PANELS, WIDTH, picture
 from bench.simulate.scene import Policy
-from bench.simulate.shown import relations
 from bench.simulate.traffic import reasoning, shifted
 from bench.simulate.workloads import EVERYONE
 from bench.simulate.world import Setting, World
@@ -194,19 +193,3 @@ def test_a_seed_is_a_part_of_the_trace_from_time_0_on() -> None:
         assert part[0].at_s == 0 and len(part) == 100
         assert sorted(one.input_tokens for one in part) == list(range(1, 101))
         assert all(a.at_s <= b.at_s for a, b in pairwise(part))
-
-
-def of_goodput(*each: float) -> list[Figures]:
-    return [Figures(goodput, 0.1, 1.0, 0.1, 0.2, 3, 0, 0.0, 0, 0, 0, 0.0, 1.0) for goodput in each]
-
-
-def test_what_is_missed_by_less_than_seeds_differ_is_not_distinguishable() -> None:
-    """The difference is taken seed by seed: what makes both better or worse is no doubt about it."""
-    fresh = of_goodput(1.0, 0.9, 0.95, 0.99)
-    verdicts = []
-    for old in (of_goodput(1.0, 0.9, 0.95, 0.99), of_goodput(1.0, 0.89, 0.93, 0.99), of_goodput(0.99, 0.89, 0.94, 0.98)):
-        told = relations({"E": {"phalanx, reports 1 s": old, "phalanx, reports 0.05 s": fresh}})
-        assert [one.text[:2] for one in told] == ["E:", "of"] and told[1].verdict == "yes"
-        verdicts.append(told[0].verdict)
-    assert verdicts == ["yes", "not distinguishable", "NO"]
-    assert relations({"E": {"phalanx, reports 1 s": fresh}})[0].text.startswith("of"), "the other was not played"
