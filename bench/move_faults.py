@@ -31,11 +31,13 @@ WITHOUT_PAGES = frozenset({"propose", "decode", "release"})
 
 @dataclass(slots=True)
 class Result:
-    """Runs of one cell. `struck`: those whose move got to the step. `wrong`: seed and what was wrong."""
+    """Runs of one cell. `struck`: those whose move got to the step. `resumed`: streams that the next router found. `wrong`: seed
+    and what was wrong."""
 
     cell: str
     runs: int = 0
     struck: int = 0
+    resumed: int = 0
     wrong: list[tuple[int, list[str]]] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
 
@@ -55,6 +57,7 @@ def run_cell(cell: Cell, count: int, first_seed: int = 0, machines: Machines | N
         outcome = run_virtual(World(seed, cell, machines=machines, leave_share=leave_share).run(hows[seed % len(hows)]))
         result.runs += 1
         result.struck += outcome.has_struck
+        result.resumed += outcome.resumed
         result.ends.update(outcome.ends)
         if outcome.wrong:
             result.wrong.append((seed, outcome.wrong))
@@ -71,7 +74,8 @@ def _run(asked: tuple[Cell, int, int]) -> Result:
 def _show(result: Result) -> None:
     ends = ", ".join(f"{count} {end}" for end, count in result.ends.most_common())
     struck = f"{result.struck:5} of {result.runs:5} struck"
-    print(f"{result.cell:36} {struck}, {len(result.wrong):3} wrong; moves: {ends}", flush=True)
+    resumed = f"; {result.resumed} resumed" if result.resumed else ""
+    print(f"{result.cell:36} {struck}, {len(result.wrong):3} wrong; moves: {ends}{resumed}", flush=True)
     for seed, wrong in result.wrong[:3]:
         print(f"    seed {seed}: {wrong[:3]}")
 

@@ -1,4 +1,4 @@
-"""A client of a router in virtual time: it goes on at the next router when one dies, from the tokens that it has."""
+"""A client of a router in virtual time: it goes on at the next router when one dies, by the stream's name or its own tokens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +7,7 @@ from contextlib import aclosing
 import msgspec
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Delta
+from phalanx_frontend.backend import BackendError, Begun, Delta
 from phalanx_router.fleet import Fleet
 from tests.runtime.fake_runner import next_token
 
@@ -16,14 +16,19 @@ PATIENCE_S = 45.0
 
 
 class Client:
-    """One request, of which the client wants so many tokens. `wrong` gets a sentence for each thing that must not be."""
+    """One request, of which the client wants so many tokens. `wrong` gets a sentence for each thing that must not be.
+
+    num_resumed: how often a router found its stream.
+    """
 
     def __init__(self, request: wire.Request, count: int, router: Callable[[], Fleet | None], wrong: list[str]) -> None:
         self.request = request
+        self.num_resumed = 0
         self._count = count
         self._router = router
         self._wrong = wrong
         self._got: list[int] = []
+        self._was_cut = False
         self._has_left = False
         self._inner: asyncio.Task[None] | None = None
 
@@ -34,6 +39,7 @@ class Client:
 
     def cut(self) -> None:
         """The connection to the router ends."""
+        self._was_cut = True
         if self._inner is not None:
             self._inner.cancel()
 
@@ -62,8 +68,7 @@ class Client:
         fleet = self._router()
         if fleet is None or fleet.links.assets() is None:
             return False
-        request = msgspec.structs.replace(self.request, delivered=list(self._got))
-        task = self._inner = asyncio.create_task(self._consume(fleet, request))
+        task = self._inner = asyncio.create_task(self._consume(fleet))
         try:
             await asyncio.wait([task])
         finally:
@@ -71,23 +76,41 @@ class Client:
         if task.cancelled():
             return False
         error = task.exception()
-        if isinstance(error, BackendError) and error.code == "no_group_ready" and not self._got:
+        code = error.code if isinstance(error, BackendError) else ""
+        if code == "groups_silent" or (code == "no_group_ready" and not self._got):
             return False
         if error is not None:
             self._say(f"failed: {error!r}")
         return True
 
-    async def _consume(self, fleet: Fleet, request: wire.Request) -> None:
-        stream = fleet.generate(request)
+    async def _consume(self, fleet: Fleet) -> None:
+        begun = await self._begun(fleet)
+        if begun.finish is not None:
+            return
+        at = len(begun.request.delivered)
+        stream = fleet.generate(begun.request)
         assert isinstance(stream, AsyncGenerator), "it can be closed early"
         async with aclosing(stream):
             async for item in stream:
                 if isinstance(item, Delta):
-                    if item.index != len(self._got):
-                        self._say(f"index {item.index} after {len(self._got)} tokens")
-                    self._got += item.tokens
+                    if item.index != at:
+                        self._say(f"index {item.index} after {at} tokens")
+                    self._got += item.tokens[max(0, len(self._got) - at) :]
+                    at += len(item.tokens)
                     if len(self._got) >= self._count:
                         return
+
+    async def _begun(self, fleet: Fleet) -> Begun:
+        """The stream as it is to go on: as it was found, if it may be resumed; else from the tokens that are here."""
+        mine = msgspec.structs.replace(self.request, delivered=list(self._got))
+        if not (self._was_cut and mine.can_resume):
+            return Begun(mine)
+        found = (await fleet.find([mine.id], mine.tenant)).get(mine.id)
+        if found is None:
+            return Begun(mine)
+        self.num_resumed += 1
+        self._got += found.request.delivered[len(self._got) :]
+        return found
 
     def _say(self, what: str) -> None:
         self._wrong.append(f"{self.request.id}: {what}")

@@ -1,6 +1,7 @@
 """A router, groups and clients in virtual time, and a fault at one step of a move.
 
-The router is the real `phalanx_router.fleet`. A client of a router that dies goes on at the next one, from its tokens.
+The router is the real `phalanx_router.fleet`. A client of a router that dies goes on at the next one: in some of the runs by the
+name of its stream, which a leader may have kept, in the others from its tokens.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from bench.virtual.clients import Client
@@ -37,6 +39,8 @@ WHO: tuple[Who, ...] = get_args(Who)
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 COUNT, ENDLESS = 30, 3000
 """Tokens that clients want; what one of them asked for who then leaves."""
+RESUME_SHARE = 0.3
+"""Runs whose requests may be resumed."""
 SOON_S = 1.0
 REST_S, RESTS = 2.0, 12
 """After the last stream all must come to rest, within the longest hang and the longest lease; a request that nobody wants would
@@ -62,11 +66,13 @@ class Cell:
 
 @dataclass(slots=True)
 class Outcome:
-    """One run. `wrong`: what must not be; empty is good. `has_struck`: whether the move got to the step."""
+    """One run. `wrong`: what must not be; empty is good. `has_struck`: whether the move got to the step. `resumed`: streams that
+    the next router found."""
 
     wrong: list[str] = field(default_factory=list)
     has_struck: bool = False
     ends: list[str] = field(default_factory=list)
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,8 @@ class World:
         self.shape = shape or Shape(num_pages, flights=self.chance.choice((1, 1, 2)), num_ranks=self.chance.choice((1, 2)))
         self.groups: dict[str, Group] = {}
         self._leave_share = leave_share
+        # Of a chance of its own: all else in the run of a seed is as it was.
+        self._may_resume = random.Random(f"{seed} resumes").random() < RESUME_SHARE
         self._is_salted = self.chance.random() < 0.5
         self._machines = machines or Machines()
         self.router = Process("router")
@@ -247,7 +255,8 @@ class World:
         await self._until(lambda: self.fleet is not None and self.fleet.links.num_ready == 2)
         for number in range(3):
             prompt = [self.chance.randrange(VOCAB) for _ in range(self.chance.randint(1, 30))]
-            request = make_request(prompt, ENDLESS if number == 2 else COUNT, seed=number)
+            asked = make_request(prompt, ENDLESS if number == 2 else COUNT, seed=number)
+            request = replace(asked, can_resume=self._may_resume)
             client = self.clients[request.id] = Client(request, COUNT, lambda: self.fleet, self.outcome.wrong)
             self._tasks.append(asyncio.create_task(client.run()))
         await self._move(how)
@@ -309,6 +318,7 @@ class World:
             wrong.append("the router did not come back")
         elif fleet.runs or fleet.moving.board.open():
             wrong.append("the router holds streams or moves")
+        self.outcome.resumed = sum(client.num_resumed for client in self.clients.values())
         salts = {group.runner.salt for group in self.groups.values()}
         wrong += [odd for client in self.clients.values() if (odd := client.odd(salts)) is not None]
         wrong += [f"a client failed: {error!r}" for task in self._tasks if (error := task.exception()) is not None]

@@ -28,6 +28,14 @@ def test_no_index_is_lost_no_stream_hangs_no_page_leaks_whatever_fails_at(step: 
     check_step(step, 1)
 
 
+def test_a_stream_whose_router_dies_during_a_move_is_found_where_it_is() -> None:
+    """A leader lets it go on, and the next router adopts it there, wherever the move stood."""
+    results = [run_cell(cell, 4) for cell in cells(" / router / killed")]
+    assert len(results) == len(STEPS)
+    assert {result.cell: result.wrong for result in results if result.wrong} == {}
+    assert [result.cell for result in results if not result.resumed] == []
+
+
 @pytest.mark.parametrize("worse", WORSE)
 def test_a_machine_with_a_mistake_is_found(worse: str) -> None:
     machines, cell, leave_share = WORSE[worse]
