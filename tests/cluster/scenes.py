@@ -144,20 +144,30 @@ class Scene(Chat):
         """Groups of which every pod is ready."""
         return [name for name, pods in self.by_group().items() if pods and all(is_ready(pod) for pod in pods.values())]
 
+    def held_devices(self) -> list[tuple[str, str, int]]:
+        """Namespace, node and devices of each pod that has some or is about to."""
+        found = []
+        for pod in json.loads(self.cluster.kubectl("get", "pods", "-A", "-o", "json"))["items"]:
+            node = pod["spec"].get("nodeName", "")
+            if node and pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                limits = (one.get("resources", {}).get("limits", {}) for one in pod["spec"]["containers"])
+                devices = sum(int(limit.get(GPU_RESOURCE, "0")) for limit in limits)
+                found += [(pod["metadata"]["namespace"], node, devices)] if devices else []
+        return found
+
     def free_devices(self) -> dict[str, int]:
         """Devices of each node that no pod has or is about to have."""
         left = {}
         for node in json.loads(self.cluster.kubectl("get", "nodes", "-o", "json"))["items"]:
             left[node["metadata"]["name"]] = int(node["status"]["allocatable"].get(GPU_RESOURCE, "0"))
-        for pod in json.loads(self.cluster.kubectl("get", "pods", "-A", "-o", "json"))["items"]:
-            node = pod["spec"].get("nodeName", "")
-            if node in left and pod["status"].get("phase") not in ("Succeeded", "Failed"):
-                limits = (one.get("resources", {}).get("limits", {}) for one in pod["spec"]["containers"])
-                left[node] -= sum(int(limit.get(GPU_RESOURCE, "0")) for limit in limits)
+        for _, name, devices in self.held_devices():
+            if name in left:  # the pods of a node that was deleted stay for a while
+                left[name] -= devices
         return left
 
     def leave(self, devices: int) -> None:
         """Nothing; pods of this scenario hold all devices but so many. Every other scenario's are waited for first."""
+        svc.wait_for(lambda: {one[0] for one in self.held_devices()} <= {self.namespace}, 180, "other scenarios are over")
         svc.wait_for(lambda: sum(self.free_devices().values()) >= devices, 180, f"{devices} devices are free")
         left = devices
         for node, free in sorted(self.free_devices().items()):

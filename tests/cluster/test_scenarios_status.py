@@ -97,8 +97,11 @@ def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene
     assert scene.condition("ModelCached", "broken") == ("True", "Cached")
     assert asked(scene, "broken") == 200, "anybody may ask"
     secret(scene, "clients", keys="alice sk-alice\n")
+    routers = "phalanx.dev/component=router,phalanx.dev/service=broken"
+    former = set(scene.pods(routers))
     scene.patch({"router": {"apiKeys": {"name": "clients"}}}, "broken")
     svc.wait_for(lambda: asked(scene, "broken") == 401, 120, "who has no key may not ask any more")
+    svc.wait_for(lambda: not former & set(scene.pods(routers)), 120, "no router is left that asks for none")
     assert (asked(scene, "broken", "sk-alice"), asked(scene, "broken", "sk-bob")) == (200, 401)
 
 
