@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from websockets.asyncio.server import ServerConnection, serve
-from websockets.exceptions import ConnectionClosed
+from websockets.asyncio.server import ServerConnection
 
 from phalanx_api import wire
 from phalanx_api.versions import CLOSE_WRONG_VERSION, LINK
 from phalanx_router.endpoints import Endpoint
+from tests.protocol.door import heard
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("version_1.json").read_text())
 BEAT_S = 0.05
@@ -92,12 +92,5 @@ async def running_old_leader() -> AsyncIterator[tuple[OldLeader, Endpoint]]:
     """The leader, and where it listens."""
     leader = OldLeader()
 
-    async def handle(connection: ServerConnection) -> None:
-        try:
-            await leader.serve(connection)
-        except ConnectionClosed:
-            pass  # the router went
-
-    async with serve(handle, "127.0.0.1", 0, compression=None, ping_interval=None) as server:
-        port = next(iter(server.sockets)).getsockname()[1]
+    async with heard(leader.serve) as port:
         yield leader, Endpoint("group-a", f"127.0.0.1:{port}", "group-a")

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from websockets.asyncio.server import ServerConnection, serve
-from websockets.exceptions import ConnectionClosed
+from websockets.asyncio.server import ServerConnection
 
 from phalanx_router.endpoints import Endpoint
+from tests.protocol.door import heard
 from tests.protocol.earlier import peer_reader, record
 from tests.protocol.old_leader import recorded
 
@@ -38,12 +38,5 @@ async def running_old_peer() -> AsyncIterator[tuple[OldPeer, Endpoint]]:
     """The router, and where it listens."""
     peer = OldPeer()
 
-    async def handle(connection: ServerConnection) -> None:
-        try:
-            await peer.serve(connection)
-        except ConnectionClosed:
-            pass  # the other router went
-
-    async with serve(handle, "127.0.0.1", 0, compression=None, ping_interval=None) as server:
-        port = next(iter(server.sockets)).getsockname()[1]
+    async with heard(peer.serve) as port:
         yield peer, Endpoint("router-1", f"127.0.0.1:{port}", "router-1")
