@@ -1,6 +1,5 @@
 """The KubeClient over HTTP, on the official client's sessions: kubeconfig or ServiceAccount, TLS, tokens that are renewed."""
 
-import asyncio
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,9 +20,10 @@ WATCH_S = 300
 """How long the API server keeps a watch before it ends it; then the next one goes on from the last version."""
 SILENCE_S = 150
 """Bookmarks come each minute: a watch that is silent for longer is dead, whatever its socket says."""
+_PATIENCE = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
-_PARTIAL = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the latter for errors
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the latter for errors
 
 
 async def connect() -> Any:
@@ -60,26 +60,26 @@ class HttpKube:
 
     async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
         """See KubeClient."""
-        return await self._json("GET", resource.path(namespace, name), accept=_PARTIAL if metadata_only else "application/json")
+        return await self._json("GET", resource.path(namespace, name), accept=_METADATA if metadata_only else "application/json")
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         """See KubeClient. Unknown fields are refused, for they come from the user's overlay."""
         query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
-        return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body)
+        return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body, accept=_METADATA)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
         """See KubeClient. Fields that the operator applies are the operator's, so it takes them by force."""
         metadata = body["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": labels.MANAGER, "force": "true"}
-        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY)
+        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY, accept=_whole_if(subresource))
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
         """See KubeClient."""
         path, query = resource.path(namespace, name, subresource), {"fieldManager": labels.MANAGER}
-        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE)
+        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE, accept=_whole_if(subresource))
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         """See KubeClient."""
@@ -112,13 +112,16 @@ class HttpKube:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(WATCH_S),
         } | ({"labelSelector": selector} if selector else {})
-        response = await self._send("GET", resource.path(namespace), query=query, timeout_s=WATCH_S + self._silence_s)
+        patience = aiohttp.ClientTimeout(connect=REQUEST_TIMEOUT_S, sock_read=self._silence_s)
+        response = await self._send("GET", resource.path(namespace), query=query, timeout=patience)
         try:
-            async for event in _events(response.content, self._silence_s, self._read_event):
+            async for event in _events(response.content, self._read_event):
                 yield event
+        except TimeoutError as error:
+            raise Retry(f"watch of {resource.plural}: nothing heard") from error
         # The latter two: a line that was cut off. A DecodeError need not be a ValueError.
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
-            raise Retry(f"watch of {resource.plural}: {str(error) or 'nothing heard'}") from error
+        except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
+            raise Retry(f"watch of {resource.plural}: {error}") from error
         finally:
             response.close()
 
@@ -133,7 +136,7 @@ class HttpKube:
         accept: str = "application/json",
     ) -> Json:
         response = await self._send(
-            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout_s=REQUEST_TIMEOUT_S
+            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout=_PATIENCE
         )
         try:
             answer: Json = msgspec.json.decode(await response.read())
@@ -150,7 +153,7 @@ class HttpKube:
         body: Json | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
-        timeout_s: float,
+        timeout: aiohttp.ClientTimeout,
     ) -> Any:
         """The response, its body not read yet. Raises: a KubeError unless the status is a success."""
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
@@ -162,7 +165,7 @@ class HttpKube:
                 url,
                 headers=headers,
                 data=None if body is None else msgspec.json.encode(body),
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                timeout=timeout,
                 proxy=self._client.configuration.proxy,
                 proxy_headers=self._client.configuration.proxy_headers,
                 server_hostname=self._client.configuration.tls_server_name,
@@ -175,6 +178,11 @@ class HttpKube:
         raise failure(response.status, f"{method} {path}", text)
 
 
+def _whole_if(subresource: str | None) -> str:
+    """What a write is to answer: all of the object only where it is asked for through a subresource."""
+    return "application/json" if subresource else _METADATA
+
+
 def _session(rest: Any) -> Any:
     """The official client's own session, with its TLS. That client's `request` encodes bodies with json.dumps, which takes ten
     times as long as msgspec."""
@@ -183,12 +191,11 @@ def _session(rest: Any) -> Any:
     return rest.pool_manager
 
 
-async def _events(content: aiohttp.StreamReader, silence_s: float, read: Callable[[bytes], Json]) -> AsyncIterator[Json]:
-    """The events of a watch. Raises: TimeoutError after a silence; a KubeError that the server sent in-band."""
+async def _events(content: aiohttp.StreamReader, read: Callable[[bytes], Json]) -> AsyncIterator[Json]:
+    """The events of a watch. Raises: a KubeError that the server sent in-band."""
     begun = b""
     while True:
-        async with asyncio.timeout(silence_s):
-            chunk = await content.readany()  # where much happens, many events come at once
+        chunk = await content.readany()  # where much happens, many events come at once
         *lines, begun = (begun + chunk).split(b"\n")
         lines += [] if chunk or not begun else [begun]  # cut off, mostly
         for line in lines:

@@ -83,17 +83,17 @@ class KubeClient(Protocol):
         ...
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        """The object as made, or as it would be. Raises: Conflict when one of that name is there."""
+        """The metadata of the object as made, or as it would be. Raises: Conflict when one of that name is there."""
         ...
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """The object after server-side apply with the operator as field manager."""
+        """The object after server-side apply by the operator: its metadata, or all of it where a subresource is applied."""
         ...
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
-        """The object after a merge patch. Raises: Conflict when the patch names another resourceVersion or UID."""
+        """What `apply` answers, after a merge patch. Raises: Conflict when the patch names another resourceVersion or UID."""
         ...
 
     async def replace(self, resource: Resource, body: Json) -> Json:

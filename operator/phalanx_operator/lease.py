@@ -136,7 +136,8 @@ class Lease:
         if body is None:
             metadata = {"name": NAME, "namespace": self._namespace}
             lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": self._spec({})}
-            self._ours = await self._client.create(LEASES, lease)
+            made = await self._client.create(LEASES, lease)
+            self._ours = lease | {"metadata": made["metadata"]}
         else:
             await self._write(body)
         return answer

@@ -7,9 +7,10 @@ the same. Nobody else's object of the same name is ever written to, because a wr
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from phalanx_api.inference_service import InferenceService
 from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
@@ -62,9 +63,10 @@ class Owned:
         Raises: Retry while it is one of a former service of this name, which is still being cleared away; Rejected when it is
         somebody else's; another KubeError when the call fails.
         """
-        if is_missing or self._is_due(service, body, _digest(body)):
+        digest = _digest(body)
+        if is_missing or self._is_due(service, body, digest):
             made = await self._apply(service, body)
-            self._remember(service, body, _digest(body), made["metadata"]["uid"])
+            self._remember(service, body, digest, made["metadata"]["uid"])
 
     async def make_once(self, service: InferenceService, body: Json, drawn: Callable[[], Json]) -> bool:
         """Whether it was made now, as drawn: where it is there it stays as it is. `body` is what is known of it beforehand.
@@ -161,4 +163,4 @@ def _identity(service: InferenceService, body: Json) -> tuple[Key, tuple[str, st
 
 
 def _digest(body: Json) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(body, order="deterministic")).hexdigest()

@@ -163,7 +163,7 @@ class FakeApi:
         where = (call.plural, call.namespace, name)
         there = self.objects.get(where)
         if request.method == "GET":
-            return web.json_response(there) if there else _failure(404, "not found")
+            return _asked(request, there) if there else _failure(404, "not found")
         if "dryRun" not in request.query:
             self.writes.append((request.method, where, sent))
         match request.method:
@@ -178,8 +178,14 @@ class FakeApi:
             case "DELETE":
                 return web.json_response(self.put(call.plural, there, "DELETED")) if there else _failure(404, "not found")
         if "dryRun" in request.query:
-            return web.json_response(sent)
-        return web.json_response(self.put(call.plural, _merged(there, sent) if request.method == "PATCH" and there else sent))
+            return _asked(request, sent)
+        return _asked(request, self.put(call.plural, _merged(there, sent) if request.method == "PATCH" and there else sent))
+
+
+def _asked(request: web.Request, body: Json) -> web.Response:
+    """As much of an object as the client asks for."""
+    is_whole = "as=PartialObjectMetadata" not in request.headers.get("Accept", "")
+    return web.json_response(body if is_whole else {"metadata": body["metadata"]})
 
 
 def _is_bound_to_another(wanted: Json, there: Json | None) -> bool:

@@ -91,7 +91,7 @@ class FakeKube:
         self._record("try" if dry_run else "create", resource, metadata["name"], write=not dry_run)
         if (resource.plural, metadata["namespace"], metadata["name"]) in self.objects:
             raise Conflict(f"{metadata['name']} exists")
-        return body if dry_run else self.put(resource, body)
+        return _metadata(body if dry_run else self.put(resource, body))
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
         if _has_null(body):
@@ -105,7 +105,8 @@ class FakeKube:
             raise Gone("no such object")
         former = self.objects.get(where, {"metadata": {}})
         _refuse_others(former["metadata"], metadata)
-        return self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
+        made = self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
+        return made if subresource else _metadata(made)
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
@@ -122,7 +123,8 @@ class FakeKube:
             # As the API server: a 0 through /scale loses its owner, and nothing that is written there afterwards has one.
             is_lost = patch["spec"]["replicas"] == 0 or metadata.get("managedFields") == []
             metadata["managedFields"] = [] if is_lost else [written_by("phalanx-operator")]
-        return self.put(resource, body | {"metadata": metadata, "spec": body["spec"] | patch.get("spec", {})})
+        made = self.put(resource, body | {"metadata": metadata, "spec": body["spec"] | patch.get("spec", {})})
+        return made if subresource else _metadata(made)
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         metadata = body["metadata"]
@@ -240,6 +242,11 @@ def _refuse_others(there: Json, wanted: Json) -> None:
         raise Conflict("uid mismatch")
     if there and "resourceVersion" in wanted and there["resourceVersion"] != wanted["resourceVersion"]:
         raise Conflict("the object has been modified")
+
+
+def _metadata(body: Json) -> Json:
+    """What most writes answer."""
+    return {"metadata": body["metadata"]}
 
 
 def _has_null(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -87,10 +87,26 @@ async def test_each_call_asks_what_the_api_server_expects(served: Served) -> Non
     assert server.auth == "bearer t0ken"
 
 
-async def test_whose_an_object_is_can_be_asked_without_reading_it(served: Served) -> None:
+@pytest.mark.parametrize(
+    ("ask", "is_whole"),
+    [
+        (lambda kube: kube.get(PODS, "ns", "n"), True),
+        (lambda kube: kube.get(PODS, "ns", "n", metadata_only=True), False),
+        (lambda kube: kube.create(DEPLOYMENTS, BODY), False),
+        (lambda kube: kube.apply(DEPLOYMENTS, BODY), False),
+        (lambda kube: kube.apply(SERVICES_OF_OURS, BODY, subresource="status"), True),
+        (lambda kube: kube.merge(PODS, "ns", "n", {}), False),
+        (lambda kube: kube.merge(SERVICES_OF_OURS, "ns", "n", {}, subresource="scale"), True),
+        (lambda kube: kube.replace(DEPLOYMENTS, BODY), True),
+    ],
+    ids=["get", "get metadata", "create", "apply", "apply status", "merge", "merge scale", "replace"],
+)
+async def test_no_more_of_an_object_is_asked_for_than_is_read(
+    served: Served, ask: Callable[[HttpKube], Awaitable[Any]], is_whole: bool
+) -> None:
     server, kube = served
-    await kube.get(PODS, "ns", "n", metadata_only=True)
-    assert "PartialObjectMetadata" in server.accept
+    await ask(kube)
+    assert ("PartialObjectMetadata" not in server.accept) is is_whole
 
 
 async def test_lists_come_in_pages(served: Served) -> None:
