@@ -1,11 +1,11 @@
 """Forced moves at random indexes, by a real router over real engines: no index is missing or doubled, tokens are equal.
 
-    python -m bench.router_moves MODEL [--moves 10000] [--groups 2] [--streams 8] [--dtype float64] [--json FILE]
+    python -m bench.router_moves [MODEL] [--moves 10000] [--groups 2] [--streams 8] [--dtype float64] [--json FILE]
 
 A router in this process has a link to each engine. Greedy and seeded streams, streams with a JSON schema and siblings (n = 2) run
 once undisturbed; then again and again, while each is moved after every few tokens to another group, stopped or copied ahead or
 without its pages, until so many moves are done. Exits 1 when a token differs, a stream is lost, or a page is left in the end.
-A tiny model does, for instance that of `tests.runtime.tiny`; float64 leaves no near-ties.
+Without a model it is a tiny random one; float64 leaves no near-ties.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from phalanx_router.moves.records import How, Over, Proposal
 from phalanx_router.run import FleetSettings, Run
 
 TOKEN = "of the bench"
-PROMPT_TOKENS, OUTPUT_TOKENS = 60, 300
+PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT = 60, 300, 2048
 MEAN_STAY = 8
 """Tokens that a stream draws in a group, in the mean."""
 HOWS: tuple[How, ...] = ("stop", "precopy", "stop", "precopy", "recompute")
@@ -227,7 +227,7 @@ async def bench(addresses: Sequence[str], count: int, at_once: int, rounds: int,
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 1 when anything was wrong."""
     asked = argparse.ArgumentParser(prog="python -m bench.router_moves", description=(__doc__ or "").splitlines()[0])
-    asked.add_argument("model", type=Path, help="a model folder")
+    asked.add_argument("model", type=Path, nargs="?", help="a model folder (default: a tiny random one)")
     asked.add_argument("--moves", type=int, default=10_000)
     asked.add_argument("--groups", type=int, default=2)
     asked.add_argument("--streams", type=int, default=8, help="at once")
@@ -236,7 +236,12 @@ def main(argv: list[str] | None = None) -> int:
     asked.add_argument("--seed", type=int, default=0)
     asked.add_argument("--json", type=Path, default=None, help="write the figures here too")
     args = asked.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, engines(args.model, args.groups, args.dtype, Path(folder)) as programs:
+    from tests.runtime.tiny import save_tiny
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = args.model or save_tiny(folder / "tiny", max_position_embeddings=CONTEXT)
+        programs = stack.enter_context(engines(model, args.groups, args.dtype, folder))
         addresses = [program.base_url.removeprefix("http://") for program in programs]
         report = asyncio.run(bench(addresses, args.moves, args.streams, args.rounds, args.seed))
     for name, value in report.figures().items():
