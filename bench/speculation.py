@@ -246,7 +246,7 @@ def main() -> None:
     method: Method = args.method
     runner, ready = load(args, method)
     limits = Limits(min(2048, ready.max_model_len), MOST_REQUESTS, args.budget)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    clock = runner.clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
     drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
     sampling = sampling_of(json.loads(args.sampling))

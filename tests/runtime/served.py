@@ -31,8 +31,8 @@ class Served:
 
 class Watched:
     """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight. `lost`: why
-    its ranks can draft no more. `num_mixed`: plans that draw for requests with proposals and for some without. `num_chunks`: rows
-    of plans that compute tokens of a request and draw nothing."""
+    its ranks can draft no more. `draft_times`: seconds that steps spent in drafts. `num_mixed`: plans that draw for requests with
+    proposals and for some without. `num_chunks`: rows of plans that compute tokens of a request and draw nothing."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
@@ -42,6 +42,7 @@ class Watched:
         self.num_branched = self.num_undrafted = 0
         """Accepted proposals that were not the first of their place; and places of drafts that got no token."""
         self.num_mixed = self.num_chunks = 0
+        self.draft_times = set[float]()
         self.lost = ""
         self.num_in_flight = self.most_in_flight = 0
         self._plans: deque[StepPlan] = deque()
@@ -69,6 +70,7 @@ class Watched:
     def finish(self) -> StepResult:
         self.num_in_flight -= 1
         result = self._inner.finish()
+        self.draft_times.add(result.draft_s)
         self.lost = self.lost or result.lost
         plan = self._plans.popleft()
         self.num_accepted += sum(run - 1 for run in result.runs)

@@ -1,5 +1,7 @@
 """Tokens with drafts are those without, by a draft model and by the target's first layers. In float64: no excuse."""
 
+import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,17 @@ def plain(folder: Path) -> list[Served]:
 def assert_path_taken(watched: Watched) -> None:
     share = watched.num_accepted / max(1, watched.num_proposed)
     assert watched.num_proposed > 20 and 0.1 <= share <= 0.95, f"{share:.0%} of {watched.num_proposed} proposals were accepted"
+
+
+@methods
+def test_time_in_drafts_is_told_by_the_clock_that_steps_are(folder: Path, drafts: dict[str, dict[str, Any]], method: str) -> None:
+    def work(runner: ModelRunner) -> set[float]:
+        runner.clock = partial(next, itertools.count(0.0, 0.25))
+        watched = Watched(runner)
+        serve(watched, requests()[:2], ROOMY, rules(method))
+        return watched.draft_times
+
+    assert on_ranks(folder, [1], Build(torch.float64, num_pages=200, speculative=drafts[method]), work) == {0.25}
 
 
 @methods

@@ -5,6 +5,7 @@ With several stages a plan is in each of them in turn, so that as many plans are
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -65,6 +66,8 @@ class ModelRunner:
         sampler: Sampler,
         proposer: Proposer | None = None,
     ) -> None:
+        self.clock: Callable[[], float] = time.perf_counter
+        """What time in drafts is told by: the clock that whoever drives this runner tells steps by."""
         self._model = model
         self._caches = caches
         self._builder = builder
@@ -226,12 +229,12 @@ class ModelRunner:
         """The plan with what the ranks of the first stage drafted for it."""
         if self._proposer is None:
             return filled(plan, nothing(plan)) if num_drafted(plan) else plan
-        began = time.perf_counter()
+        began = self.clock()
         if self._followed is not None:
             self._followed.follow(plan)
         rows = self._sampler.rows if self._followed is None else self._followed.rows
         drafted = self._proposer.propose(plan, self._builder, rows) if plan.rows else []
-        draft_s = time.perf_counter() - began
+        draft_s = self.clock() - began
         plan = filled(plan, drafted) if drafted else plan
         self._latest = _Drafts(draft_s, grown_shapes(plan), undrafted(plan))
         if self._followed is not None:
