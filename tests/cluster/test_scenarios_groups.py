@@ -29,11 +29,12 @@ def four(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
-def early(scene: Scene, pods: int) -> str:
-    """What the status says of a spec that it has seen, before so many pods are ready; empty where it may say so."""
+def early(scene: Scene, groups: int) -> str:
+    """What the status says of a spec that wants so many groups and that it has seen, before all pods are ready; empty where it
+    may say so."""
     found = scene.get("infsvc", "chat")
-    status = found["status"]
-    if status.get("observedGeneration") != found["metadata"]["generation"]:
+    status, pods = found["status"], 4 * groups
+    if found["spec"]["replicas"] != groups or status.get("observedGeneration") != found["metadata"]["generation"]:
         return ""
     told = {one["type"]: (one["status"], one["reason"]) for one in status["conditions"]}
     progress, ready = told["Progressing"], sum(map(is_ready, scene.pods().values()))  # the pods after the status
@@ -44,7 +45,7 @@ def early(scene: Scene, pods: int) -> str:
 
 def test_s1_scaling_out_adds_whole_groups_and_touches_no_pod(four: Scene) -> None:
     before = four.uids()
-    with always(lambda: early(four, 16)) as wrong:
+    with always(lambda: early(four, 4)) as wrong:
         four.scale(4)
         svc.wait_for(lambda: four.condition("Progressing") == ("True", "Scaling"), 30, "it progresses")
         assert four.condition("Ready")[0] == "False"
