@@ -219,6 +219,7 @@ class Bench:
             "us_per_token": spent / tokens * 1e6,
             "tokens_per_event": tokens / max(1, read.events),
             "tokens_per_s": tokens / took,
+            "tokens_per_s_per_core": tokens / spent,
         }
 
     def whole(self) -> dict[str, float]:
