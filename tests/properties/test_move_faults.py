@@ -3,11 +3,13 @@
 `tests/system/test_move_faults.py` runs each cell more often.
 """
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from bench.move_faults import cells, run_cell
+from bench.move_faults import cells, main, run_cell
 from bench.virtual.world import STEPS
 from tests.properties.worse_machines import WORSE
 
@@ -40,3 +42,11 @@ def test_a_stream_whose_router_dies_during_a_move_is_found_where_it_is() -> None
 def test_a_machine_with_a_mistake_is_found(worse: str) -> None:
     machines, cell, leave_share = WORSE[worse]
     assert any(run_cell(cell, 8, 1000 * i, machines, leave_share).wrong for i in range(8))
+
+
+def test_results_can_be_written_down(tmp_path: Path) -> None:
+    told = tmp_path / "results.json"
+    assert main(["--runs", "2", "--only", "freeze / source / killed", "--json", str(told)]) == 0
+    (result,) = json.loads(told.read_text())
+    assert (result["cell"], result["struck"], result["wrong"]) == ("freeze / source / killed", 2, [])
+    assert sum(result["ends"].values()) >= 2
