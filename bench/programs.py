@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +42,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(name: str, module: str, arguments: list[str], folder: Path, ready_s: float = 300.0) -> Iterator[Program]:
+def running(
+    name: str, module: str, arguments: list[str], folder: Path, ready_s: float = 300.0, before: Sequence[str] = ()
+) -> Iterator[Program]:
     """`python -m module arguments --host --port`, once its /readyz says 200; ended with all its children afterwards.
+
+    before: a command that starts the command behind it in its own place, such as `nice -n 10`.
 
     Raises RuntimeError with the end of its log when it leaves or is not ready in time.
     """
     port = free_port()
-    command = [sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [*before, sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with serving(name, command, port, "/readyz", folder, ready_s) as program:
         yield program
 

@@ -1,10 +1,14 @@
 """bench.relief reads what programs show, sums it up and judges it."""
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.client import Answer
-from bench.relief import GAP, LONGEST_OUTPUT, MOVES, PREEMPTIONS, RATE, TPOT, TTFT, Round, bodies, joined, judge, parser
+from bench.figures import median_of
+from bench.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, bodies, parser
+from bench.relief_claims import GAP, RATE, TPOT, TTFT, Round, at_least, at_most, joined, judge
 from phalanx_router.metrics import RouterMetrics
 
 
@@ -52,16 +56,34 @@ def one(first_s: float, gap_s: float, preempted: float = 0.0) -> Round:
 def test_with_skew_moves_have_to_lower_preemptions_and_gaps(on: list[Round], met: list[bool]) -> None:
     claims = judge("skewed", {"Off": [one(1.0, 1.0, 2.0), one(1.0, 1.2, 2.0)], "Migrate": on})
     assert [claim.what for claim in claims] == ["preemptions", GAP] and [claim.is_met for claim in claims] == met
-    assert claims[0].ratio is None and claims[1].ratio is not None and claims[1].ratio.num_pairs == 2
+    assert claims[0].ratio is None and claims[1].ratio is not None and claims[1].ratio.count == 2
+
+
+def pairs_of(ratios: list[float]) -> dict[str, list[Round]]:
+    """Rounds with these ratios of both times."""
+    return {"Off": [one(1.0, 1.0)] * len(ratios), "Migrate": [one(ratio, ratio) for ratio in ratios]}
 
 
 @pytest.mark.parametrize(
-    ("on", "met"),
-    [(one(1.04, 1.04), [True, True, True]), (one(1.06, 1.0), [False, True, True]), (one(1.0, 1.06), [True, False, True])],
+    ("ratios", "met"),
+    [
+        ([1.0, 1.01, 1.02, 1.03, 1.04, 1.04, 1.04], True),
+        ([1.06, 1.07, 1.08, 1.1, 1.1, 1.1, 1.2], False),
+        ([0.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.06], None),
+        ([1.0] * 5, None),
+    ],
 )
-def test_an_even_load_has_to_stay_as_it_is(on: Round, met: list[bool]) -> None:
-    claims = judge("even", {"Off": [one(1.0, 1.0)], "Migrate": [on]})
-    assert [claim.what for claim in claims] == [TTFT, TPOT, RATE] and [claim.is_met for claim in claims] == met
+def test_an_even_load_has_to_stay_as_it_is_with_the_whole_interval(ratios: list[float], met: bool | None) -> None:
+    claims = judge("even", pairs_of(ratios))
+    assert [claim.what for claim in claims] == [TTFT, TPOT, RATE] and [claim.is_met for claim in claims[:2]] == [met, met]
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=20), st.floats(0.6, 1.6))
+def test_bounds_from_above_and_below_mirror_each_other(ratios: list[float], bound: float) -> None:
+    """A ratio is at most a bound exactly when its inverse is at least the bound's."""
+    above, below = median_of(ratios), median_of([1 / ratio for ratio in ratios])
+    assume(all(abs(edge - bound) > 1e-9 for edge in (above.low, above.high)))
+    assert at_most(bound, above) == at_least(1 / bound, below)
 
 
 def test_the_command_line_has_defaults() -> None:
