@@ -39,7 +39,7 @@ PROMPT_TOKENS, MEDIAN_OUTPUT, SPREAD = 64, 150.0, 1.0
 LONGEST_OUTPUT = 800
 EVEN_OUTPUT = 128
 BEGIN_S = 0.6
-"""Clients of an even load begin within so many seconds, about as long as a request takes: so they never go on together."""
+"""Clients of an even load begin within so many seconds, about as long as a request takes, and not all at once."""
 CONTEXT = 2048
 YIELDING = 10
 """By how much engines are nicer than routers and clients."""

@@ -1,8 +1,10 @@
 """What is claimed of moves, and judged: two modes that had the same rounds of requests in turn.
 
-skewed    fewer preemptions, and a lower P99 of the longest gap between tokens, both of all rounds together
-even      P99 TTFT, P99 TPOT and tokens per second within 5 % of no moves, by the median of the pairs of rounds: the whole
-          interval has to be, and where it holds the bound it is not distinguishable
+skewed    fewer preemptions, and a lower P99 of the longest gap between tokens
+even      P99 TTFT, P99 TPOT and tokens per second within 5 % of no moves
+
+By the median of the ratios of pairs of rounds: its whole interval has to be so, and where it holds the bound it is not
+distinguishable. What all rounds had together stands beside and is not judged: a few rounds may make all the difference.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from bench.figures import Median, median_of, percentile, table
 MODES = ("Off", "Migrate")
 NEAR = 0.05
 """How far an even load may be from what it is without moves."""
-GAP, TTFT, TPOT, RATE = "longest gap p99, ms", "ttft p99, ms", "tpot p99, ms", "tokens/s"
+PREEMPTIONS, GAP, TTFT, TPOT, RATE = "preemptions", "longest gap p99, ms", "ttft p99, ms", "tpot p99, ms", "tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Round:
         return {
             "requests": len(self.answers),
             "failed": len(self.answers) - len(whole),
-            "preemptions": self.preemptions,
+            PREEMPTIONS: self.preemptions,
             GAP: 1e3 * percentile([max(answer.gaps_s, default=0.0) for answer in whole], 99),
             TTFT: 1e3 * percentile([answer.ttft_s for answer in whole], 99),
             TPOT: 1e3 * percentile(tpots, 99),
@@ -54,7 +56,7 @@ class Claim:
     what: str
     off: float
     on: float
-    ratio: Median | None
+    ratio: Median
     bound: str
     is_met: bool | None
 
@@ -68,23 +70,28 @@ def joined(rounds: Sequence[Round]) -> Round:
 
 
 def judge(load: str, played: Played) -> list[Claim]:
-    """What is claimed of this load. Preemptions have no ratio: a round may have none."""
+    """What is claimed of this load. Preemptions are compared with one more of each: a round may have none."""
     off, on = (joined(played[mode]).figures() for mode in MODES)
 
-    def ratio(name: str) -> Median:
+    def ratio(name: str, more: float = 0.0) -> Median:
         pairs = zip(*(played[mode] for mode in MODES), strict=True)
-        return median_of([ours.figures()[name] / theirs.figures()[name] for theirs, ours in pairs])
+        return median_of([(more + ours.figures()[name]) / (more + theirs.figures()[name]) for theirs, ours in pairs])
+
+    def claim(name: str, found: Median, bound: str, is_met: bool | None) -> Claim:
+        return Claim(name, off[name], on[name], found, bound, is_met)
 
     if load == "skewed":
-        fewer = on["preemptions"] < off["preemptions"]
-        lower = on[GAP] < off[GAP]
-        return [
-            Claim("preemptions", off["preemptions"], on["preemptions"], None, "fewer", fewer),
-            Claim(GAP, off[GAP], on[GAP], ratio(GAP), "lower", lower),
-        ]
-    ratios = {name: ratio(name) for name in (TTFT, TPOT, RATE)}
-    met = {name: at_most(1 + NEAR, ratios[name]) for name in (TTFT, TPOT)} | {RATE: at_least(1 - NEAR, ratios[RATE])}
-    return [Claim(name, off[name], on[name], ratios[name], f"{NEAR:.0%}", met[name]) for name in ratios]
+        fewer, gap = ratio(PREEMPTIONS, more=1.0), ratio(GAP)
+        return [claim(PREEMPTIONS, fewer, "fewer", lower(fewer)), claim(GAP, gap, "lower", lower(gap))]
+    ttft, tpot, rate, near = ratio(TTFT), ratio(TPOT), ratio(RATE), f"{NEAR:.0%}"
+    times = [claim(name, found, near, at_most(1 + NEAR, found)) for name, found in ((TTFT, ttft), (TPOT, tpot))]
+    return [*times, claim(RATE, rate, near, at_least(1 - NEAR, rate))]
+
+
+def lower(ratio: Median) -> bool | None:
+    """Whether it is less than 1; None where its interval holds 1."""
+    reaches = at_least(1.0, ratio)
+    return None if reaches is None else not reaches
 
 
 def at_most(bound: float, ratio: Median) -> bool | None:
@@ -104,6 +111,6 @@ def show(load: str, played: Played, claims: Sequence[Claim]) -> None:
     print(table([load, *MODES], [[name, *(f"{figures[mode].get(name, 0.0):.1f}" for mode in MODES)] for name in names]))
     rows = []
     for claim in claims:
-        pairs = [f"{claim.ratio.middle:.3f}", f"{claim.ratio.low:.3f} to {claim.ratio.high:.3f}"] if claim.ratio else ["", ""]
+        pairs = [f"{claim.ratio.middle:.3f}", f"{claim.ratio.low:.3f} to {claim.ratio.high:.3f}"]
         rows.append([claim.what, f"{claim.off:.1f}", f"{claim.on:.1f}", *pairs, claim.bound, VERDICTS[claim.is_met]])
     print(table(["judged", *MODES, "median of pairs", "95 % interval", "bound", "holds"], rows) + "\n", flush=True)
