@@ -10,6 +10,7 @@ A round copies the pages that became full during the round before. Little left, 
 Going on is always safe: the router delivers a token only in the epoch of its journal, so what two groups compute comes once.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,6 +68,11 @@ class MovesOut:
     def deadline(self) -> float | None:
         """When `tick` has something to do at the latest; None without moves."""
         return min((out.deadline for out in self._moves.values()), default=None)
+
+    @property
+    def handles(self) -> Collection[int]:
+        """The requests that are on their way out."""
+        return self._of.keys()
 
     def is_moving(self, handle: int) -> bool:
         """Whether this request is on its way out."""

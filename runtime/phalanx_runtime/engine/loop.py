@@ -235,7 +235,7 @@ class EngineLoop:
 
     def _forget(self, handle: int) -> None:
         if self._moving is not None:
-            self._moving.ended(handle, "ended", "nobody wants it any more", self._clock())
+            self._moving.unwanted(handle, self._clock())
         self._scheduler.abort(handle)
         self._queued.pop(handle, None)
         if self._compiling is not None:

@@ -119,13 +119,17 @@ class Moving:
         self._step = step
         self._step_s += STEP_FOLLOW * (wall_s - self._step_s)
         for handle in ended:
-            self.ended(handle, "ended", "it ended by itself", now)
+            self._ended(handle, "it ended by itself", now)
         self._ask_rescue(now)
 
-    def ended(self, handle: int, code: str, why: str, now: float) -> None:
-        """A request is gone: it ended, or nobody wants it."""
+    def unwanted(self, handle: int, now: float) -> None:
+        """Nobody wants this request here any more: another group has it, or its client left."""
+        self._rescue.left(handle, now)
+        self._ended(handle, "nobody wants it any more", now)
+
+    def _ended(self, handle: int, why: str, now: float) -> None:
         if self._out.is_moving(handle):
-            self._act(self._out.ended(handle, code, why), now)
+            self._act(self._out.ended(handle, "ended", why), now)
 
     def turn(self, now: float) -> None:
         """Does what is due. Called between steps, before the next is planned."""
@@ -144,8 +148,7 @@ class Moving:
         pressure = self._scheduler.pressure(self._pages_per_s)
         if pressure is None:
             return
-        handles = [one for one in self._rescue.victims(pressure, now) if not self._out.is_moving(one)]
-        if handles:
+        if handles := self._rescue.victims(pressure, self._out.handles, now):
             self._tell(moves.AskRescue(handles, pressure.steps_to_full * pressure.step_s))
 
     def _move_out(self, asked: moves.MoveOut, now: float) -> None:
