@@ -1,15 +1,17 @@
 """What moving running requests is worth: real engines with few pages, and the same requests with moves off and on in turn.
 
     python -m bench.relief                              both loads: with skew and even, each round once in each mode
-    python -m bench.relief --loads skewed --rounds 12
-    python -m bench.relief --loads even --requests 144 --rounds 200
+    python -m bench.relief --loads skewed
+    python -m bench.relief --loads even --rounds 60
 
 Two routers have a link to every group, one with mode Off and one with mode Migrate; each gets the load in its rounds. Each engine
 has one processor, as a pod with such a limit has it: with a thread for each processor they would wait for one another's threads.
-It gives way to routers and clients, who have processors of their own elsewhere.
+It gives way to routers and clients, who have processors of their own elsewhere. A step takes 10 to 30 ms on two cores: balancing
+thinks in seconds, and with steps of 2 ms most requests would be over before it begins.
 
-With skew lengths of outputs are log-normal, and the first group also serves clients of its own, of whom no router knows. An even
-load is of equal requests from clients that begin one after the other; the first of each does not count: groups are empty then.
+With skew lengths of outputs are log-normal, and the first group also serves clients of its own, of whom no router knows; alone
+they always fit. An even load is of equal requests from clients that begin one after the other; the first of each does not count:
+groups are empty then.
 Shown: preemptions of the engines, the longest gap of each stream, times to the first token and between tokens, moves by why and
 how they ended. What is judged: `bench.relief_claims`. Exits 1 when a request failed, or something judged is not so.
 """
@@ -26,6 +28,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -38,9 +41,11 @@ LOADS = ("skewed", "even")
 PROMPT_TOKENS, MEDIAN_OUTPUT, SPREAD = 64, 150.0, 1.0
 LONGEST_OUTPUT = 800
 EVEN_OUTPUT = 128
-BEGIN_S = 0.6
+BEGIN_S = 2.0
 """Clients of an even load begin within so many seconds, about as long as a request takes, and not all at once."""
 CONTEXT = 2048
+PAGES_BYTES = 13_200_000
+"""201 pages of 16 tokens; the longest request fills 54 of them."""
 YIELDING = 10
 """By how much engines are nicer than routers and clients."""
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:{[^}]*})? (\S+)$", re.M)
@@ -138,8 +143,8 @@ def running_fleet(args: argparse.Namespace, folder: Path) -> Iterator[Fleet]:
     token = folder / "token"
     token.write_text("of the bench")
     flags = ["--token-file", str(token), "--kv-cache-memory-bytes", str(args.kv_cache_memory_bytes)]
-    flags += ["--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--no-enable-prefix-caching"]
-    model = str(args.model or tiny(folder / "tiny"))
+    flags += ["--max-num-seqs", "32", "--max-num-batched-tokens", "256"]
+    model = str(args.model or small(folder / "small"))
     processors = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         engines = []
@@ -157,11 +162,12 @@ def running_fleet(args: argparse.Namespace, folder: Path) -> Iterator[Fleet]:
         yield Fleet(engines, routers)
 
 
-def tiny(folder: Path) -> Path:
-    """A random model that computes a step in a moment, and whose requests are long beside the pages."""
+def small(folder: Path) -> Path:
+    """A random model of 12 million weights that keeps 4 KiB for each token."""
     from tests.runtime.tiny import save_tiny
 
-    return save_tiny(folder, max_position_embeddings=CONTEXT)
+    wide = partial(save_tiny, hidden_size=512, intermediate_size=1536, num_attention_heads=8, head_dim=64)
+    return wide(folder, num_hidden_layers=4, max_position_embeddings=CONTEXT)
 
 
 async def until_served(fleet: Fleet) -> None:
@@ -190,15 +196,15 @@ async def measure(args: argparse.Namespace, fleet: Fleet) -> dict[str, Played]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m bench.relief", description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--model", type=Path, help="a model folder (default: a tiny random one)")
+    made.add_argument("--model", type=Path, help="a model folder (default: a small random one)")
     made.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     made.add_argument("--groups", type=int, default=4)
-    made.add_argument("--rounds", type=int, default=6, help="of each load in each mode")
-    made.add_argument("--requests", type=int, default=80, help="requests of a round")
-    made.add_argument("--clients", type=int, default=16, help="requests of a round that run at once")
-    made.add_argument("--own-clients", type=int, default=4, help="clients of the first engine itself, in skewed rounds")
+    made.add_argument("--rounds", type=int, default=20, help="of each load in each mode")
+    made.add_argument("--requests", type=int, default=160, help="requests of a round")
+    made.add_argument("--clients", type=int, default=36, help="requests of a round that run at once")
+    made.add_argument("--own-clients", type=int, default=3, help="clients of the first engine itself, in skewed rounds")
     made.add_argument("--own-requests", type=int, default=20, help="their requests in a round")
-    made.add_argument("--kv-cache-memory-bytes", type=int, default=1_300_000, help="of each engine")
+    made.add_argument("--kv-cache-memory-bytes", type=int, default=PAGES_BYTES, help="of each engine")
     made.add_argument("--timeout-s", type=float, default=120.0, help="a request that takes longer has failed")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--json", type=Path, default=None)

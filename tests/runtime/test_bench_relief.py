@@ -89,4 +89,4 @@ def test_bounds_from_above_and_below_mirror_each_other(ratios: list[float], boun
 
 def test_the_command_line_has_defaults() -> None:
     args = parser().parse_args([])
-    assert (args.groups, args.rounds, args.loads, args.model) == (4, 6, ["skewed", "even"], None)
+    assert (args.groups, args.rounds, args.loads, args.model) == (4, 20, ["skewed", "even"], None)
