@@ -6,8 +6,8 @@
 
 Two routers have a link to every group, one with mode Off and one with mode Migrate; each gets the load in its rounds. Each engine
 has one processor, as a pod with such a limit has it: with a thread for each processor they would wait for one another's threads.
-It gives way to routers and clients, who have processors of their own elsewhere. A step takes 10 to 30 ms on two cores: balancing
-thinks in seconds, and with steps of 2 ms most requests would be over before it begins.
+It gives way to routers and clients, who have processors of their own elsewhere. The model is large enough for requests to live
+for seconds: a request is offered once a second, and a group that it left is barred for ten.
 
 With skew lengths of outputs are log-normal, and the first group also serves clients of its own, of whom no router knows; alone
 they always fit. An even load is of equal requests from clients that begin one after the other; the first of each does not count:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.client import Answer
 from bench.figures import median_of
-from bench.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, bodies, parser
+from bench.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, PROMPT_TOKENS, bodies, parser
 from bench.relief_claims import GAP, RATE, TPOT, TTFT, Round, at_least, at_most, joined, judge
 from phalanx_router.metrics import RouterMetrics
 
@@ -21,6 +21,13 @@ def test_both_modes_get_the_same_requests() -> None:
     assert {body["max_tokens"] for body in bodies(3, 20, even=True)} == {128}
     drawn = [body["max_tokens"] for body in bodies(3, 200, even=False)]
     assert len(set(drawn)) > 50 and all(isinstance(count, int) and 16 <= count <= LONGEST_OUTPUT for count in drawn)
+
+
+def test_the_first_group_s_own_requests_always_fit_alone() -> None:
+    args, page_bytes = parser().parse_args([]), 16 * 4096
+    longest = -(-(PROMPT_TOKENS + LONGEST_OUTPUT) // 16)
+    assert (longest, args.kv_cache_memory_bytes // page_bytes) == (54, 201)
+    assert args.own_clients * longest < 201
 
 
 def test_what_programs_show_is_found() -> None:
