@@ -172,7 +172,7 @@ class Reconciler:
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         unexposed = self.hands.unexposed(key)
-        left_s = await self._write(snapshot, exposed.told(todo.status, unexposed, snapshot, now), done)
+        left_s = await self._write(snapshot, exposed.with_exposure_condition(todo.status, unexposed, snapshot, now), done)
         return min(todo.again_s, left_s, EXPOSE_AGAIN_S if unexposed else RESYNC_S, self.hands.left_s(key) or RESYNC_S)
 
     async def _followed(

@@ -37,9 +37,9 @@ class BalanceMetrics:
     def show(self, hotspots: list[Hotspot], is_saturated: bool) -> None:
         """Shows what a tick found."""
         now = {(hotspot.group, hotspot.cause) for hotspot in hotspots}
-        for labels in self._shown - now:
-            self._hotspot.remove(*labels)
-        for labels in now - self._shown:
-            self._hotspot.labels(*labels).set(1)
+        for shown in self._shown - now:
+            self._hotspot.remove(*shown)
+        for shown in now - self._shown:
+            self._hotspot.labels(*shown).set(1)
         self._shown = {(group, str(cause)) for group, cause in now}
         self._saturated.set(is_saturated)

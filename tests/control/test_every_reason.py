@@ -52,13 +52,13 @@ def whole(
 
 
 def placed(group: ObservedGroup, turn: Turn = FREE) -> Conditions:
-    return capacity.told(Status(), make_snapshot(group), turn, "", LATER).conditions
+    return capacity.with_capacity_condition(Status(), make_snapshot(group), turn, "", LATER).conditions
 
 
 def kept(group: ObservedGroup, death: str = "") -> Conditions:
     """What is said of the cache while the last start of the group ended so."""
     model = make_service(model={"uri": "hf://org/x", "cache": {"type": "Shared", "claimName": "models"}}).spec.model
-    return caching.told(Status(), model, make_snapshot(group), dying(death), NOW).conditions
+    return caching.with_model_cached_condition(Status(), model, make_snapshot(group), dying(death), NOW).conditions
 
 
 def dying(death: str) -> Fleet:
@@ -71,11 +71,11 @@ def scaled(fleet: Fleet, mode: str = "Internal", *, suspend: bool = False, write
     former = Status(autoscaling=AutoscalingStatus(desired=1, last_scale_time=NOW))
     seen = make_snapshot(WELL, status=former, replicas_writer=writer)
     _, scaling = autoscaler.scaling(service, seen, fleet, Mind(), NOW, 0.0)
-    return autoscaler.told(seen.status, service, scaling, seen, NOW).conditions
+    return autoscaler.with_scaling_conditions(seen.status, service, scaling, seen, NOW).conditions
 
 
 def balances(fleet: Fleet) -> Conditions:
-    return balanced.told(Status(), fleet, make_snapshot(WELL), NOW).conditions
+    return balanced.with_balanced_condition(Status(), fleet, make_snapshot(WELL), NOW).conditions
 
 
 def hot(cause: Cause) -> Fleet:
@@ -86,25 +86,29 @@ def agrees(*fleets: Fleet) -> Conditions:
     """What is said of versions once these were heard, one after another."""
     found = Status()
     for fleet in fleets:
-        found = versions.told(found, fleet, make_snapshot(WELL, status=found), NOW)
+        found = versions.with_compatible_condition(found, fleet, make_snapshot(WELL, status=found), NOW)
     return found.conditions
 
 
 def proposes(*seen: Any) -> Conditions:
     engine = make_service(engine={"speculative": {"method": "NGram"}}).spec.engine
-    return speculating.told(Status(), engine, make_snapshot(WELL), "new", fleet_of(summary(*seen)), NOW).conditions
+    return speculating.with_speculating_condition(
+        Status(), engine, make_snapshot(WELL), "new", fleet_of(summary(*seen)), NOW
+    ).conditions
 
 
 def gone_back() -> Conditions:
     note = RollbackStatus(revision="new", to="old", message="late", since=NOW)
     seen = make_snapshot(OLD)
     good = status(seen, make_desired(1, "old"), suspended=False, now=NOW)
-    return rollback.told(good, note, "", seen, NOW).conditions
+    return rollback.with_rollback_condition(good, note, "", seen, NOW).conditions
 
 
 def shut_out() -> Conditions:
     seen = make_snapshot(WELL)
-    return exposed.told(status(seen, make_desired(1), suspended=False, now=NOW), "no such kind", seen, NOW).conditions
+    return exposed.with_exposure_condition(
+        status(seen, make_desired(1), suspended=False, now=NOW), "no such kind", seen, NOW
+    ).conditions
 
 
 HEARD, STRANGERS = Fleet(asked=1, answered=1), Fleet(asked=1, answered=1, unknown_versions=("group a: speaks 9",))

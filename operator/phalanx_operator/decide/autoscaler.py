@@ -82,7 +82,9 @@ def scaling(
     return mind, Scaling(decision, decision.groups if writes else None, active, reason, message, status)
 
 
-def told(status: Status, service: InferenceService, said: Scaling | None, snapshot: Snapshot, now: str) -> Status:
+def with_scaling_conditions(
+    status: Status, service: InferenceService, said: Scaling | None, snapshot: Snapshot, now: str
+) -> Status:
     """The status with what the autoscaler says."""
     if service.spec.autoscaling is None:
         conditions = drop_condition(status.conditions, "ScalingActive")

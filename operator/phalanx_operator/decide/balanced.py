@@ -50,7 +50,7 @@ def _since(hotspot: Hotspot, former: HotspotStatus | None, now: str) -> str:
     return (moment - datetime.timedelta(seconds=min(hotspot.since_s, 1e6))).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def told(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
+def with_balanced_condition(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
     """The status with what routers say of balance."""
     rebalancing = rebalancing_status(fleet, snapshot.status.rebalancing, now)
     conditions = _set_balanced(status.conditions, fleet, rebalancing, snapshot.generation, now)

@@ -18,7 +18,7 @@ _MISSING = re.compile(r"there is no ")
 _CLAIM = re.compile(r"persistentvolumeclaim|unbound immediate|volume node affinity", re.IGNORECASE)
 
 
-def told(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet, now: str) -> Status:
+def with_model_cached_condition(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet, now: str) -> Status:
     """The status with what is known of the cache."""
     if model.cache is None or model.cache.type == "None":
         return status.model_copy(update={"conditions": drop_condition(status.conditions, "ModelCached")})

@@ -15,7 +15,7 @@ MISSING_S = 10.0
 """For how long a pod may be missing: the controller of StatefulSets makes one within a moment, if it may."""
 
 
-def told(status: Status, snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> Status:
+def with_capacity_condition(status: Status, snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> Status:
     """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if so;
     `ungated`: why what places pods together could not be made, if so."""
     reason, message = _verdict(snapshot, waits, ungated, now)

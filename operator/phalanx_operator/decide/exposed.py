@@ -6,7 +6,7 @@ from phalanx_operator.decide.overrule import overruled
 from phalanx_operator.decide.snapshot import Snapshot
 
 
-def told(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:
+def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:
     """The status with why the Ingress or HTTPRoute could not be made; unchanged where it could, or none is wanted.
 
     The service serves in the cluster all the same, so only what says that all is as asked for says so no more.

@@ -255,14 +255,14 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     snapshot, fleet = seen.snapshot, seen.fleet
     said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)
     said = said.model_copy(update={"recovery": past, "gang": seen.gang})
-    said = capacity.told(said, snapshot, waits, seen.ungated, now)
-    said = caching.told(said, service.spec.model, snapshot, fleet, now)
-    said = sourced.told(said, service.spec.model, snapshot, fleet)
-    said = balanced.told(said, fleet, snapshot, now)
-    said = versions.told(said, fleet, snapshot, now)
-    said = speculating.told(said, service.spec.engine, snapshot, desired.revision, fleet, now)
-    said = rollback.told(said, seen.back, seen.no_way_back, snapshot, now)
-    return autoscaler.told(said, service, seen.scaling, snapshot, now)
+    said = capacity.with_capacity_condition(said, snapshot, waits, seen.ungated, now)
+    said = caching.with_model_cached_condition(said, service.spec.model, snapshot, fleet, now)
+    said = sourced.with_model_status(said, service.spec.model, snapshot, fleet)
+    said = balanced.with_balanced_condition(said, fleet, snapshot, now)
+    said = versions.with_compatible_condition(said, fleet, snapshot, now)
+    said = speculating.with_speculating_condition(said, service.spec.engine, snapshot, desired.revision, fleet, now)
+    said = rollback.with_rollback_condition(said, seen.back, seen.no_way_back, snapshot, now)
+    return autoscaler.with_scaling_conditions(said, service, seen.scaling, snapshot, now)
 
 
 def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, most_s: float, now: str) -> float:

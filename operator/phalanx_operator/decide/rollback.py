@@ -60,7 +60,7 @@ def is_whole(snapshot: Snapshot, desired: Desired) -> bool:
     return len(here) == desired.replicas > 0 and all(group.available and group.revision == desired.revision for group in here)
 
 
-def told(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snapshot, now: str) -> Status:
+def with_rollback_condition(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snapshot, now: str) -> Status:
     """The status of a service whose newest revision is given up: of that one, whatever is rolled out now; unchanged else.
     `lacks`: why groups do not become those of the one before, if so."""
     if note is None:

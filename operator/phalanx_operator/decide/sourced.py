@@ -7,7 +7,7 @@ from phalanx_operator.decide.groups import live, staying
 from phalanx_operator.decide.snapshot import Snapshot
 
 
-def told(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet) -> Status:
+def with_model_status(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet) -> Status:
     """The status with what groups and nodes say of the model."""
     versions = _versions(snapshot, fleet)
     resolved = versions[-1] if versions else snapshot.status.model.resolved_revision

@@ -11,7 +11,9 @@ from phalanx_operator.decide.groups import live
 from phalanx_operator.decide.snapshot import Snapshot
 
 
-def told(status: Status, engine: Engine, snapshot: Snapshot, revision: str, fleet: Fleet, now: str) -> Status:
+def with_speculating_condition(
+    status: Status, engine: Engine, snapshot: Snapshot, revision: str, fleet: Fleet, now: str
+) -> Status:
     """The status with what ready groups of this revision say of their drafts. While no router is heard, it stays as it was."""
     conditions = status.conditions
     is_asked = engine.speculative is not None and engine.speculative.method != "None"

@@ -9,7 +9,7 @@ from phalanx_operator.decide.fleet import Fleet
 from phalanx_operator.decide.snapshot import Snapshot
 
 
-def told(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
+def with_compatible_condition(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
     """The status with what is known of versions. While no router is heard, that is what was last known."""
     unknown = fleet.unknown_versions
     if not unknown and (find_condition(status.conditions, "Compatible") is None or not fleet.all_heard or not fleet.answered):

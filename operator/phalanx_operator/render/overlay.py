@@ -20,14 +20,14 @@ _LIST_KEYS = {
 def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     """`base` with the overlay laid over it. Neither is changed; lists without a key are replaced."""
     result = dict(base)
-    for field, value in overlay.items():
-        former = base.get(field)
+    for key, value in overlay.items():
+        former = base.get(key)
         if isinstance(former, dict) and isinstance(value, dict):
-            result[field] = merged(former, value)
-        elif isinstance(former, list) and isinstance(value, list) and field in _LIST_KEYS:
-            result[field] = _merged_by(_LIST_KEYS[field], former, value)
+            result[key] = merged(former, value)
+        elif isinstance(former, list) and isinstance(value, list) and key in _LIST_KEYS:
+            result[key] = _merged_by(_LIST_KEYS[key], former, value)
         else:
-            result[field] = value
+            result[key] = value
     return result
 
 

@@ -39,7 +39,7 @@ def locate_exit(
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:
         case "hf":
-            folder = _from_hub(Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work), rest, cache_dir)
+            folder = _exit_from_hub(Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work), rest, cache_dir)
         case "s3":
             folder = s3.download(s3.store_of(os.environ), bucket.address(scheme, rest, SUFFIX), cache_dir, work).dir
         case "gs":
@@ -52,7 +52,7 @@ def locate_exit(
     return _only_file(folder)
 
 
-def _from_hub(hub: Hub, rest: str, cache_dir: Path) -> Path:
+def _exit_from_hub(hub: Hub, rest: str, cache_dir: Path) -> Path:
     parts = rest.strip("/").split("/", 2)
     file = parts[2] if len(parts) == 3 else None
     if len(parts) < 2 or (file is not None and not file.endswith(SUFFIX)):
