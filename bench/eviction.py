@@ -20,8 +20,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bench.figures import table
-from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.kv.page_pool import PagePool
 
 LEAST_OF_BEST = 0.98
 LEAST_SPEED = 100_000

@@ -27,9 +27,9 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient, Follower
 from phalanx_runtime.engine.move_relay import MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
-from phalanx_runtime.server.gateway import EngineGateway, Sink
-from phalanx_runtime.server.link import LinkDoor
-from phalanx_runtime.server.open_link import LinkSettings
+from phalanx_runtime.server.link.connection import LinkSettings
+from phalanx_runtime.server.link.endpoint import LinkDoor
+from phalanx_runtime.server.link.gateway import EngineGateway, Sink
 
 FIRST_ID, SPELLED = 32, 64
 """Ids of plain characters in the tokenizer of `bench.door`, and how many of them are used."""

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
-from phalanx_api.versions import LINK
+from phalanx_api.wire.versions import LINK
 
 WAIT_S = 60.0
 Said = TypeVar("Said", bound=msgspec.Struct)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 

@@ -13,11 +13,11 @@ import torch
 
 from bench.figures import table
 from phalanx_api.moves import PageAddress
-from phalanx_runtime.core.copying import Came, ComeFailed, Expect, Report, Send, SendFailed
-from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.rank.page_door import PageDoor, Secret
-from phalanx_runtime.rank.page_memory import open_pages
-from phalanx_runtime.rank.page_wire import KEY_BYTES
+from phalanx_runtime.core.migration.page_orders import Came, ComeFailed, Expect, Report, Send, SendFailed
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.memory.page_memory import open_pages
+from phalanx_runtime.rank.transfer.page_wire import KEY_BYTES
+from phalanx_runtime.rank.transfer.server import PageDoor, Secret
 
 SHAPES = {"8 layers, 4 x 64": (8, 4, 64), "30 layers, 3 x 64": (30, 3, 64), "32 layers, 8 x 128": (32, 8, 128)}
 PAGE_SIZE = 16

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.one_rank import load_alone
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, Path, StepPlan
+from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 
 Clock = Callable[[], float]

@@ -31,12 +31,12 @@ from phalanx_api import wire
 from phalanx_api.seeds import mix
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import Delta
-from phalanx_router.endpoints import StaticLeaders
-from phalanx_router.fleet import Fleet
-from phalanx_router.link import LinkSettings
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import StaticLeaders
+from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.moves.records import How, Over, Proposal
-from phalanx_router.run import FleetSettings, Run
+from phalanx_router.session import FleetSettings, Run
 
 TOKEN = "of the bench"
 PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT = 60, 300, 2048

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.rank.runner import ModelRunner
 
 

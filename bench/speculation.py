@@ -35,9 +35,9 @@ from bench.speculation_prompts import KINDS, kinds_for
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 

@@ -28,8 +28,8 @@ from bench.mover import Stream
 from phalanx_api import moves, wire
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, running_field

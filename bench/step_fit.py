@@ -22,7 +22,7 @@ import torch
 from bench.one_rank import load_alone
 from bench.step_grid import Bounds, Point, fit, make_grid, report
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, StepPlan, StepResult
+from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.rank_spec import RankReady
 
 SAMPLING = wire.Sampling(max_tokens=1 << 20, seed=1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import httpx
 
 from bench.chaos.look import Sample, View, double, standing, unled_s
-from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
-from phalanx_operator.offers import POD_GROUPS
+from phalanx_operator.kube.client import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
+from phalanx_operator.observe.api_discovery import POD_GROUPS
 from tests.cluster.access import Cluster
 from tests.cluster.api import Api
 from tests.cluster.config import NODES

@@ -9,8 +9,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx_operator.errors import KubeError
-from phalanx_operator.informer import SELECTOR
-from phalanx_operator.kube import LEASES, PODS, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube.client import LEASES, PODS, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube.informer import SELECTOR
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster
 from tests.cluster.config import NODES

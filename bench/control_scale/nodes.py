@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, Histogram, RouterSummary
-from phalanx_api.versions import SUMMARY
+from phalanx_api.wire.versions import SUMMARY
 from phalanx_operator.errors import Conflict, Gone, KubeError
-from phalanx_operator.kube import LEASES, NODES, PODS, Json, KubeClient
+from phalanx_operator.kube.client import LEASES, NODES, PODS, Json, KubeClient
 
 PREFIX = "fake-"
 LABEL = "phalanx.dev/fake"

@@ -2,7 +2,7 @@
 
     free = total - held by requests alone - blocks (held or idle) * pages of a block        idle blocks count as free
 
-The rules are those of `phalanx_runtime.core.pages`, at the grain of the trace's blocks: a request shares the blocks that its
+The rules are those of `core.kv.page_pool`, at the grain of the trace's blocks: a request shares the blocks that its
 prompt begins with, publishes its own full ones, and needs its whole context in pages to start.
 """
 

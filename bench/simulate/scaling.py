@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService, parse
+from phalanx_api.spec.inference_service import InferenceService, parse
 from phalanx_api.status import Status
 from phalanx_api.summary import BalancePolicy, RouterSummary
-from phalanx_operator.decide import autoscaler, plan
-from phalanx_operator.decide.actions import Action, CreateGroup, DeleteGroup, DrainGroup, KeepGroup, Plan, SetReplicas
-from phalanx_operator.decide.autoscaler import Mind
-from phalanx_operator.decide.draining import is_awaited
-from phalanx_operator.decide.fleet import Heard, merge
+from phalanx_operator.decide import plan
+from phalanx_operator.decide.groups.drain import is_awaited
 from phalanx_operator.decide.plan import Seen
-from phalanx_operator.decide.policy import Granted
-from phalanx_operator.decide.scale import TICK_S
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, ReplicasWriter, Snapshot
+from phalanx_operator.decide.scaling import autoscaler
+from phalanx_operator.decide.scaling.autoscaler import Mind
+from phalanx_operator.decide.scaling.scale import TICK_S
+from phalanx_operator.decide.state.actions import Action, CreateGroup, DeleteGroup, DrainGroup, KeepGroup, Plan, SetReplicas
+from phalanx_operator.decide.state.fleet import Heard, merge
+from phalanx_operator.decide.state.policy import Granted
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, ReplicasWriter, Snapshot
 
 EPOCH = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 LONG_AGO_S = -3600.0

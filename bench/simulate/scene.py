@@ -8,7 +8,7 @@ from typing import Protocol
 from bench.simulate.engine import Engine
 from bench.simulate.jobs import Job
 from phalanx_api import wire
-from phalanx_router.balance.records import Way
+from phalanx_router.balancing.records import Way
 
 NOTHING = wire.Load(0, 0, 0, 0, 1)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Begun, Delta
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
 from tests.runtime.fake_runner import next_token
 
 PATIENCE_S = 45.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx_api.moves import MoveOut, PageAddress
-from phalanx_runtime.core.copying import Came, ComeFailed, Expecting, Forgotten, Refused, Report, SendFailed, Sent
+from phalanx_runtime.core.migration.page_orders import Came, ComeFailed, Expecting, Forgotten, Refused, Report, SendFailed, Sent
 
 if TYPE_CHECKING:
     from bench.virtual.group import Group

@@ -15,9 +15,9 @@ from bench.virtual.leader import Leader
 from bench.virtual.net import Network, Process
 from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.moving import MoveLimits
-from phalanx_runtime.core.plan import StepPlan, StepResult
-from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.migration.records import MoveLimits
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.engine.moving import Moving
 from tests.runtime.fake_runner import FakeRunner

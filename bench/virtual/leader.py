@@ -10,8 +10,8 @@ from bench.virtual.net import Socket
 from phalanx_api import wire
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.meter import Meter
-from phalanx_runtime.server.link import LinkDoor
-from phalanx_runtime.server.open_link import LinkSettings
+from phalanx_runtime.server.link.connection import LinkSettings
+from phalanx_runtime.server.link.endpoint import LinkDoor
 
 ORPHAN_S = 3.0
 TOKEN = "service"

@@ -105,7 +105,7 @@ class _Pipe:
 
 
 class Socket:
-    """One side of a connection. Implements `phalanx_router.link_dial.Connection`."""
+    """One side of a connection. Implements `phalanx_router.links.connection.Connection`."""
 
     def __init__(self, net: "Network", outward: _Pipe, inward: _Pipe) -> None:
         self._net = net
@@ -200,7 +200,7 @@ class Network:
 
 
 class DialFrom:
-    """Implements `phalanx_router.link_dial.Dial`."""
+    """Implements `phalanx_router.links.connection.Dial`."""
 
     def __init__(self, net: Network, process: Process) -> None:
         self._net, self._process = net, process

@@ -1,6 +1,6 @@
 """A router, groups and clients in virtual time, and a fault at one step of a move.
 
-The router is the real `phalanx_router.fleet`. A client of a router that dies goes on at the next one: in some of the runs by the
+The router is a real `phalanx_router.backend`. A client of a router that dies goes on at the next one: in some runs by the
 name of its stream, which a leader may have kept, in the others from its tokens.
 """
 
@@ -19,17 +19,17 @@ from bench.virtual.group import Group, Shape
 from bench.virtual.leader import TOKEN
 from bench.virtual.net import GOES, Fate, Network, Process
 from phalanx_api import wire
-from phalanx_router.endpoints import Endpoint, Leaders
-from phalanx_router.fleet import Fleet
-from phalanx_router.link import LinkSettings
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import Endpoint, Leaders
+from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.moves.board import Board
 from phalanx_router.moves.machine import Move
 from phalanx_router.moves.records import How, MoveSettings, Over, Proposal
-from phalanx_router.run import FleetSettings, Run
-from phalanx_runtime.core.moving import MoveLimits
-from phalanx_runtime.core.moving_source import MovesOut
-from phalanx_runtime.core.moving_target import MovesIn
+from phalanx_router.session import FleetSettings, Run
+from phalanx_runtime.core.migration.records import MoveLimits
+from phalanx_runtime.core.migration.source import MovesOut
+from phalanx_runtime.core.migration.target import MovesIn
 from tests.runtime.fake_runner import VOCAB, make_request
 
 Who = Literal["source", "target", "router"]

@@ -3,8 +3,8 @@
 import copy
 from typing import Any
 
-from phalanx_api import inference_service as api
 from phalanx_api.schema import OPTIONAL, structural
+from phalanx_api.spec import inference_service as api
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"

@@ -69,7 +69,7 @@ class Hotspot(msgspec.Struct, frozen=True):
 class GroupSummary(msgspec.Struct, frozen=True):
     """One group as a router sees it. `streams` are this router's own; all else is of the whole group.
 
-    `pressure`, `backlog_s`, `speed` are those of `phalanx_router.route.view`, `itl_s` its `step_s`; `step_model` is
+    `pressure`, `backlog_s`, `speed` are those of `phalanx_router.routing.view`, `itl_s` its `step_s`; `step_model` is
     `cost.StepModel` in order. `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
     `excused`: deaths for which a request of this router is to blame, under which other groups died too.
     `draft_lost`: why its ranks draft no more. `model_version`: as `wire.Served.version`.

@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phalanx_api import inference_service as api
 from phalanx_api import labels
+from phalanx_api.spec import inference_service as api
 from phalanx_kubectl import show
 from phalanx_kubectl.gauges import RouterLoad, merged, read_router
 from phalanx_kubectl.transport import Json, Kubectl, Refused, ask_json

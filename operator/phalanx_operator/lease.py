@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx_api import labels
-from phalanx_operator.decide.lease import Held, Take, Wait, claim
+from phalanx_operator.decide.leadership import Held, Take, Wait, claim
 from phalanx_operator.errors import Conflict, Gone, KubeError
-from phalanx_operator.kube import LEASES, Json, KubeClient
+from phalanx_operator.kube.client import LEASES, Json, KubeClient
 
 log = logging.getLogger(__name__)
 NAME = labels.LEASE

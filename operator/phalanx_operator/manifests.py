@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from phalanx_api import inference_service as api
-from phalanx_api.inference_service import FieldError, InferenceService
-from phalanx_operator.kube import Json
+from phalanx_api.spec import inference_service as api
+from phalanx_api.spec.inference_service import FieldError, InferenceService
+from phalanx_operator.kube.client import Json
+from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
-from phalanx_operator.store import Key
 
 
 @dataclass(frozen=True, slots=True)

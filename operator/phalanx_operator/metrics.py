@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from phalanx_api.status import Status
-from phalanx_operator.decide.scale import Decision
-from phalanx_operator.store import Key
+from phalanx_operator.decide.scaling.scale import Decision
+from phalanx_operator.kube.store import Key
 
 
 class Metrics:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from phalanx_operator.decide.clock import age_s
-from phalanx_operator.decide.groups import live
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.state.clock import age_s
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import ObservedGroup
 from phalanx_operator.errors import KubeError
-from phalanx_operator.kube import CORE_EVENTS, Json, KubeClient
-from phalanx_operator.store import Key
+from phalanx_operator.kube.client import CORE_EVENTS, Json, KubeClient
+from phalanx_operator.kube.store import Key
 
 log = logging.getLogger(__name__)
 ASK_AGAIN_S = 10.0

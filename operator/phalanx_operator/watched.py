@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from phalanx_operator.kube import Json
+from phalanx_operator.kube.client import Json
 
 
 class _Owner(TypedDict, total=False):

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import orjson
 
-from phalanx_frontend.formats import ChoiceFormat, Envelope, Head, Piece, Usage, token_fields
-from phalanx_frontend.logprobs import chat_logprobs, prompt_logprobs
-from phalanx_frontend.reply import Reply
 from phalanx_frontend.shown import Echo, ShownToken
+from phalanx_frontend.stream.formats import ChoiceFormat, Envelope, Head, Piece, Usage, token_fields
+from phalanx_frontend.stream.logprobs import chat_logprobs, prompt_logprobs
+from phalanx_frontend.stream.reply import Reply
 
 
 class MakeChoice(Protocol):

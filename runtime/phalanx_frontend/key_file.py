@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx_frontend.keys import ApiKeys, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.api_keys import ApiKeys, KeysUnreadable, gather_keys
 
 log = logging.getLogger(__name__)
 

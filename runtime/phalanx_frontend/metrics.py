@@ -1,6 +1,6 @@
 """What the door measures, in the caller's registry, under the caller's prefix: requests as this door's clients see them.
 
-vLLM's names are the engine's alone (`phalanx_runtime.server.metrics`), so that no sum over a service counts a request twice.
+vLLM's names are the engine's alone (`phalanx_runtime.server.http.metrics`), so that no sum over a service counts a request twice.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from phalanx_frontend.fields import Text, TokenIds
-from phalanx_frontend.schemas import CommonRequest, GenerationRequest
+from phalanx_frontend.openai.schemas import CommonRequest, GenerationRequest
 
 MAX_BATCH = 256
 """Entries of one batch: more would hold one connection for very long, and one client could fill the queue at once."""

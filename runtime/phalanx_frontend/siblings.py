@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from phalanx_frontend.backend import Delta, KeepAlive
-from phalanx_frontend.reply import StreamBroken
+from phalanx_frontend.stream.reply import StreamBroken
 
 Item = Delta | KeepAlive
 

@@ -9,17 +9,17 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from phalanx_frontend.app import DoorVitals, create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.key_file import KeyFile
-from phalanx_frontend.keys import ApiKey, ApiKeys
-from phalanx_router.endpoints import LeaderSource
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
 from phalanx_router.group_gauges import GroupGauges
+from phalanx_router.links.endpoints import LeaderSource
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.peer_door import PeerDoor
-from phalanx_router.peers import Peers
-from phalanx_router.run import FleetSettings
-from phalanx_router.summary_door import BesideTheDoor, SummaryDoor
-from phalanx_router.summing import Summing
+from phalanx_router.operator_endpoint import BesideTheDoor, SummaryDoor
+from phalanx_router.resume.peer_endpoint import PeerDoor
+from phalanx_router.resume.peers import Peers
+from phalanx_router.session import FleetSettings
+from phalanx_router.summary import Summing
 from phalanx_router.vitals import FleetVitals
 
 

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from phalanx_api.summary import Hotspot
-from phalanx_router.balance.records import Rung
+from phalanx_router.balancing.records import Rung
 
 
 class BalanceMetrics:

@@ -7,9 +7,9 @@ refusal the next connection offers our oldest version, and the one after that ou
 from websockets.exceptions import ConnectionClosed
 
 from phalanx_api import wire
-from phalanx_api.versions import CLOSE_WRONG_VERSION, LINK
-from phalanx_router.link_dial import Connection
+from phalanx_api.wire.versions import CLOSE_WRONG_VERSION, LINK
 from phalanx_router.link_end import LinkBroken, explain
+from phalanx_router.links.connection import Connection
 
 
 class Greeter:

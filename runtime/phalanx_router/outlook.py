@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from phalanx_api import wire
-from phalanx_router.link import LeaderLink
-from phalanx_router.route.look import Lookout
-from phalanx_router.route.prefixes import KeySpace, PrefixIndex, PromptKeys
-from phalanx_router.route.view import GroupView
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.routing.look import Lookout
+from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
+from phalanx_router.routing.view import GroupView
 
 
 class Outlook:

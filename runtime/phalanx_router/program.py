@@ -16,12 +16,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
-from phalanx_router.endpoints import LeaderSource, StaticLeaders, router_selector, selector
-from phalanx_router.fleet import Fleet
-from phalanx_router.link import LinkSettings
-from phalanx_router.link_dial import MAX_FRAME_BYTES
-from phalanx_router.route.admit import QueueBounds
-from phalanx_router.run import FleetSettings
+from phalanx_router.backend import Fleet
+from phalanx_router.links.connection import MAX_FRAME_BYTES
+from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, router_selector, selector
+from phalanx_router.links.leader_link import LinkSettings
+from phalanx_router.routing.admit import QueueBounds
+from phalanx_router.session import FleetSettings
 from phalanx_router.settings import Settings, read_settings
 
 log = logging.getLogger("phalanx_router")
@@ -164,7 +164,11 @@ async def make_source(settings: Settings) -> LeaderSource:
     """Where this router learns of leaders."""
     if settings.leaders:
         return StaticLeaders(settings.leaders)
-    from phalanx_router.watch import NoCluster, WatchedLeaders, make_api  # a second of imports that a fixed list does not need
+    from phalanx_router.links.leader_watch import (  # a second of imports that a fixed list does not need
+        NoCluster,
+        WatchedLeaders,
+        make_api,
+    )
 
     try:
         return WatchedLeaders(await make_api(), settings.namespace, selector(settings.service))
@@ -177,6 +181,6 @@ async def make_peers(settings: Settings) -> LeaderSource | None:
     """Where this router learns of the others; None when it is alone."""
     if settings.leaders:
         return StaticLeaders(settings.peers) if settings.peers else None
-    from phalanx_router.watch import WatchedLeaders, make_api
+    from phalanx_router.links.leader_watch import WatchedLeaders, make_api
 
     return WatchedLeaders(await make_api(), settings.namespace, router_selector(settings.service))

@@ -10,8 +10,8 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.key_file import KeyFile
-from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
 
 
 @dataclass(frozen=True, slots=True)

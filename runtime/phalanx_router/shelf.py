@@ -5,8 +5,8 @@ Each is kept for `keep_s`, packed; all together within `max_bytes`, beyond which
 
 from collections.abc import Callable
 
-from phalanx_router import peer_wire
-from phalanx_router.peer_wire import Copy
+from phalanx_router.resume import peer_wire
+from phalanx_router.resume.peer_wire import Copy
 
 ENTRY_BYTES = 256
 """What a copy takes beside its packed bytes, about."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from phalanx_api.account import MemoryAccount
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.vitals import Health, Totals, Vitals
-from phalanx_router.link import LeaderLink
-from phalanx_router.links import Links
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.links.link_pool import Links
 
 
 class FleetVitals:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(settings: ConvertSettings) -> int:
-    from phalanx_runtime.checkpoint.convert import convert
+    from phalanx_runtime.checkpoint.gguf.convert import convert
 
     try:
         convert(settings.gguf, settings.folder)

@@ -11,8 +11,8 @@ import msgspec
 from phalanx_api.account import MemoryAccount
 from phalanx_api.speculation import CHAIN, Method, Tree
 from phalanx_api.wire import Served
-from phalanx_runtime.core.eviction.protocol import PolicyName
-from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
+from phalanx_runtime.core.kv.eviction.protocol import PolicyName
+from phalanx_runtime.core.scheduling.policies import PolicyName as SchedulingPolicy
 
 EXIT_ASKED = 0
 """The rank was asked to leave, or its parent is gone."""

@@ -13,10 +13,10 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
 from phalanx_api.speculation import METHODS, TREE_SHAPES, Method, TreeShape
-from phalanx_frontend.keys import ApiKey, KeysUnreadable, gather_keys
-from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.policy import POLICY_NAMES as SCHEDULING_POLICIES
-from phalanx_runtime.core.policy import PolicyName as SchedulingPolicy
+from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
+from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.scheduling.policies import POLICY_NAMES as SCHEDULING_POLICIES
+from phalanx_runtime.core.scheduling.policies import PolicyName as SchedulingPolicy
 from phalanx_runtime.fetch_spec import FetchSettings, add_fetch_flags, fetch_settings
 from phalanx_runtime.fit_spec import FitSettings, add_flags, fit_settings
 from phalanx_runtime.flag_types import depth, milliseconds, natural, port, positive, seconds, share, widths

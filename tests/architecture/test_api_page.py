@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from phalanx_api import inference_service as api
 from phalanx_api.crd import definition
+from phalanx_api.spec import inference_service as api
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "api.md"
 Node = dict[str, Any]

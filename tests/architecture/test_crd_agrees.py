@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx_api.inference_service import InferenceService, parse
+from phalanx_api.spec.inference_service import InferenceService, parse
 from phalanx_operator.__main__ import crd_text
-from phalanx_operator.kube import RESOURCES
+from phalanx_operator.kube.client import RESOURCES
 from phalanx_operator.render.revision import revision
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -15,7 +15,7 @@ HOMES = {
 }
 PURE = [
     *("phalanx_api", "phalanx_operator.decide", "phalanx_operator.render"),
-    *("phalanx_runtime.core", "phalanx_router.route", "phalanx_router.moves", "phalanx_router.balance"),
+    *("phalanx_runtime.core", "phalanx_router.routing", "phalanx_router.moves", "phalanx_router.balancing"),
 ]
 EFFECTS = [
     *("asyncio", "threading", "time", "random", "secrets", "socket", "os", "logging", "subprocess"),
@@ -23,7 +23,7 @@ EFFECTS = [
 ]
 DOORS = {  # the only modules that may import this library directly
     "kopf": ["phalanx_operator"],
-    "kubernetes": ["phalanx_operator", "phalanx_router.endpoints", "phalanx_router.watch"],
+    "kubernetes": ["phalanx_operator", "phalanx_router.links.endpoints", "phalanx_router.links.leader_watch"],
     "fastapi": ["phalanx_frontend", "phalanx_runtime.server"],
     "zmq": ["phalanx_runtime.engine"],
     "torch": [f"phalanx_runtime.{part}" for part in ("rank", "model", "collective", "fitting")],

@@ -5,10 +5,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService, Spec, parse
+from phalanx_api.spec.inference_service import InferenceService, Spec, parse
 from phalanx_api.status import Status
-from phalanx_operator.decide.groups import Desired
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.state.groups import Desired
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 from phalanx_operator.render.names import group_names
 
 NOW = "2026-01-02T03:04:05Z"

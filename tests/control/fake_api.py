@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from phalanx_api import inference_service as api
+from phalanx_api.spec import inference_service as api
 
 Json = dict[str, Any]
 Where = tuple[str, str, str]

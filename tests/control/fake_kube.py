@@ -10,12 +10,12 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, RouterSummary
-from phalanx_operator.asking import Target
-from phalanx_operator.decide.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
 from phalanx_operator.errors import Conflict, Gone
-from phalanx_operator.kube import CORE_EVENTS, DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
-from phalanx_operator.observe import Children
-from phalanx_operator.store import Key
+from phalanx_operator.kube.client import CORE_EVENTS, DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.kube.store import Key
+from phalanx_operator.observe.observe import Children
+from phalanx_operator.routers import Target
 from phalanx_operator.watched import read_event
 from tests.control.builders import pod_body
 

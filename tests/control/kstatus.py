@@ -1,6 +1,6 @@
 """What tools that wait for objects (`kpt live`, Flux, Argo CD's likes) make of a service, by the generic rules of kstatus."""
 
-from phalanx_operator.kube import Json
+from phalanx_operator.kube.client import Json
 
 
 def kstatus(service: Json) -> str:

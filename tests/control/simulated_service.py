@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
-from phalanx_operator.decide.demand import Ability, Load, Targets, busy_groups, most_streams
-from phalanx_operator.decide.fleet import Fleet, Heard, merge
-from phalanx_operator.decide.scale import Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.scaling.demand import Ability, Load, Targets, busy_groups, most_streams
+from phalanx_operator.decide.scaling.scale import Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
 
 MODEL = StepModel(fixed_s=0.02, token_s=1.2e-4, knee_tokens=0, context_s=7e-8, attention_s=1e-9)
 CAPACITY_PAGES, PAGE = 12_500, 16

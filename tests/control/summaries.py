@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary
-from phalanx_operator.decide.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
 from tests.control.simulated_service import CAPACITY_PAGES, MODEL, PAGE, SHAPE, replace_window
 
 NUMBERS = [MODEL.fixed_s, MODEL.token_s, float(MODEL.knee_tokens), MODEL.context_s, MODEL.attention_s]

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from phalanx_operator.decide import admission
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.groups import admission
+from phalanx_operator.decide.state.snapshot import ObservedGroup
 from phalanx_operator.errors import Denied
-from phalanx_operator.kube import EVENTS, PODS
-from phalanx_operator.store import Key
-from phalanx_operator.turns import CALLED_S, LONGEST_S, TOLD_S
+from phalanx_operator.kube.client import EVENTS, PODS
+from phalanx_operator.kube.store import Key
+from phalanx_operator.loop.placement_queue import CALLED_S, LONGEST_S, TOLD_S
 from tests.control.builders import NOW, make_group
 from tests.control.worlds import World
 

@@ -12,10 +12,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
-from phalanx_operator.asking import Asking, Pace, Target, address_of
 from phalanx_operator.decide import plan
-from phalanx_operator.kube import SECRETS
-from phalanx_operator.store import Key
+from phalanx_operator.kube.client import SECRETS
+from phalanx_operator.kube.store import Key
+from phalanx_operator.routers import Asking, Pace, Target, address_of
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group, summary
 

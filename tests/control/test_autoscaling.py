@@ -9,12 +9,12 @@ import yaml
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import MAX_HISTORY
 from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
-from phalanx_operator.asking import Pace
-from phalanx_operator.decide import autoscaler, scale
-from phalanx_operator.decide import demand as scale_demand
-from phalanx_operator.decide.policy import Granted, policy_of
+from phalanx_operator.decide.scaling import autoscaler, scale
+from phalanx_operator.decide.scaling import demand as scale_demand
+from phalanx_operator.decide.state.policy import Granted, policy_of
 from phalanx_operator.errors import Conflict
-from phalanx_operator.kube import SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.routers import Pace
 from tests.control.builders import NOW, make_service
 from tests.control.fake_kube import written_by
 from tests.control.simulated_service import rate_for

@@ -7,10 +7,10 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
-from phalanx_operator.decide import caching
-from phalanx_operator.decide.fleet import Fleet, SeenGroup
-from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
-from phalanx_operator.decide.status import status
+from phalanx_operator.decide.conditions import model as caching
+from phalanx_operator.decide.conditions.status import status
+from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making

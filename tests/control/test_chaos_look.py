@@ -7,8 +7,8 @@ import pytest
 from bench.chaos.look import Lie, Sample, View, double, lies, orphans, standing, unled_s, unsettled
 from bench.chaos.traffic import lines_of, refusal_of
 from bench.chaos.watch import OFTEN, others
-from phalanx_operator.kube import DEPLOYMENTS, EVENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS
-from phalanx_operator.offers import POD_GROUPS
+from phalanx_operator.kube.client import DEPLOYMENTS, EVENTS, PODS, RESOURCES, SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.observe.api_discovery import POD_GROUPS
 from phalanx_operator.render.gangs import NATIVE_API
 from tests.control.worlds import World
 from tools.errors import Failed

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
-from phalanx_operator.decide.fleet import BACKLOG_BOUND_S, Heard, merge, middle_model
+from phalanx_operator.decide.scaling.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
+from phalanx_operator.decide.state.fleet import BACKLOG_BOUND_S, Heard, merge, middle_model
 from tests.control.simulated_service import (
     ABILITY,
     MODEL,

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from phalanx_api.crd import schema
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import Status
-from phalanx_operator.decide import autoscaler, plan, rollback
-from phalanx_operator.decide.autoscaler import Mind
+from phalanx_operator.decide import plan
+from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.plan import Seen
-from phalanx_operator.decide.policy import policy_of
+from phalanx_operator.decide.scaling import autoscaler
+from phalanx_operator.decide.scaling.autoscaler import Mind
 from phalanx_operator.decide.schedule import bounds
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedNode, Restarts
+from phalanx_operator.decide.state.policy import policy_of
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedNode, Restarts
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.names import group_names
 from phalanx_operator.render.pods import Making

@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.http_kube import HttpKube, failure, settle_proxy
-from phalanx_operator.kube import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
+from phalanx_operator.kube.client import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
+from phalanx_operator.kube.http import HttpKube, failure, settle_proxy
 from phalanx_operator.watched import read_event
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}

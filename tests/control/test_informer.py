@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx_operator.errors import Denied, Gone, KubeError, Retry
-from phalanx_operator.informer import Informer, silence_s
-from phalanx_operator.kube import PODS, SERVICES
-from phalanx_operator.observe import trim_name
-from phalanx_operator.store import Key, Store
+from phalanx_operator.kube.client import PODS, SERVICES
+from phalanx_operator.kube.informer import Informer, silence_s
+from phalanx_operator.kube.store import Key, Store
+from phalanx_operator.observe.observe import trim_name
 from tests.control.fake_kube import FakeKube
 
 

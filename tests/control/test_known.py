@@ -3,8 +3,8 @@
 import pytest
 
 from phalanx_operator.errors import Conflict
-from phalanx_operator.known import FRESH_S, Known
-from phalanx_operator.kube import SERVICES_OF_OURS, Json
+from phalanx_operator.kube.client import SERVICES_OF_OURS, Json
+from phalanx_operator.observe.service_cache import FRESH_S, Known
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import KEY, World
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx_operator.decide.lost import to_end, why_lost
-from phalanx_operator.decide.snapshot import ObservedNode
+from phalanx_operator.decide.groups.lost_nodes import to_end, why_lost
+from phalanx_operator.decide.state.snapshot import ObservedNode
 from tests.control.builders import NOW, make_group
 from tests.control.worlds import World
 

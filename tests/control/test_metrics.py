@@ -11,9 +11,9 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from phalanx_api.summary import Hotspot
 from phalanx_operator.errors import Denied, Gone
-from phalanx_operator.loop import Loop
+from phalanx_operator.kube.store import Key
+from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import Metrics
-from phalanx_operator.store import Key
 from tests.control.simulated_service import rate_for
 from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World

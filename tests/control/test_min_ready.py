@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_api.upkeep import Rollout
-from phalanx_operator.decide import progress
-from phalanx_operator.decide.groups import live, staying
-from phalanx_operator.decide.rollout import next_step, run_to_end
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedPod
-from phalanx_operator.decide.status import status
-from phalanx_operator.kube import PODS
+from phalanx_api.spec.lifecycle import Rollout
+from phalanx_operator.decide.conditions.status import status
+from phalanx_operator.decide.groups import progress
+from phalanx_operator.decide.groups.rollout import next_step, run_to_end
+from phalanx_operator.decide.state.groups import live, staying
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod
+from phalanx_operator.kube.client import PODS
 from tests.control.builders import NOW, make_desired, make_group, make_snapshot
 from tests.control.conftest import Check
 from tests.control.summaries import fleet_of, group, summary

@@ -4,12 +4,12 @@ import re
 
 from prometheus_client import CollectorRegistry
 
+from phalanx_operator.apply.owned import APPLY_AGAIN_S
+from phalanx_operator.apply.shared_objects import MONITOR_AGAIN_S
 from phalanx_operator.errors import Denied, Retry
-from phalanx_operator.kube import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS
-from phalanx_operator.owned import APPLY_AGAIN_S
+from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS
 from phalanx_operator.render import monitoring, router, services
 from phalanx_operator.render.objects import Images
-from phalanx_operator.shared import MONITOR_AGAIN_S
 from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
 from tests.control.builders import make_service

@@ -8,17 +8,17 @@ import pytest
 import yaml
 
 from phalanx_api import labels
-from phalanx_operator.kube import NETWORK_POLICIES
-from phalanx_operator.owned import APPLY_AGAIN_S
+from phalanx_operator.apply.owned import APPLY_AGAIN_S
+from phalanx_operator.kube.client import NETWORK_POLICIES
 from phalanx_operator.render import network, pods, router
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making
-from phalanx_router.endpoints import Metadata, Pod, PodStatus, leaders_of
+from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, leaders_of
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.rank.group import place_of
-from phalanx_runtime.server.pod import Launch
+from phalanx_runtime.rank.process.group import place_of
 from phalanx_runtime.server.serve import make_rank_specs
+from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.control.builders import make_service
 from tests.control.sockets import ROOT, ZMQ, calls, programs, schemes
@@ -121,30 +121,30 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
 OPENED = {
     ("phalanx_runtime.server.serve", "uvicorn.Config"): "http of a pod",
     ("phalanx_router.program", "uvicorn.Config"): "http of a router",
-    ("phalanx_runtime.server.rendezvous", "asyncio.start_server"): "rendezvous",
+    ("phalanx_runtime.server.supervision.rendezvous", "asyncio.start_server"): "rendezvous",
     ("phalanx_runtime.collective.connect", "listen"): "ranks",
     ("phalanx_runtime.collective.connect", "socket.create_server"): "ranks",
     ("phalanx_runtime.collective.library", "TCPStore"): "free ports of ranks",
     ("phalanx_runtime.collective.library", "ProcessGroupGloo"): "free ports of ranks",
     ("phalanx_runtime.collective.library", "ProcessGroupNCCL"): "free ports of ranks",
-    ("phalanx_runtime.rank.page_door", "listen"): "pages of moves",
+    ("phalanx_runtime.rank.transfer.server", "listen"): "pages of moves",
 }
 DIALLED = {
-    ("phalanx_runtime.server.rendezvous", "asyncio.open_connection"): "rendezvous",
+    ("phalanx_runtime.server.supervision.rendezvous", "asyncio.open_connection"): "rendezvous",
     ("phalanx_runtime.collective.connect", "socket.create_connection"): "ranks",
-    ("phalanx_runtime.rank.group", "connect"): "ranks",
-    ("phalanx_runtime.rank.page_door", "socket.create_connection"): "pages of moves",
-    ("phalanx_runtime.rank.page_sender", "socket.create_connection"): "pages of moves",
-    ("phalanx_router.link_dial", "connect"): "http of a pod",
-    ("phalanx_router.peers", "connect"): "http of a router",
+    ("phalanx_runtime.rank.process.group", "connect"): "ranks",
+    ("phalanx_runtime.rank.transfer.server", "socket.create_connection"): "pages of moves",
+    ("phalanx_runtime.rank.transfer.sender", "socket.create_connection"): "pages of moves",
+    ("phalanx_router.links.connection", "connect"): "http of a pod",
+    ("phalanx_router.resume.peers", "connect"): "http of a router",
     ("phalanx_operator.app", "aiohttp.ClientSession"): "http of a router",
 }
 SOURCES = "phalanx_runtime.checkpoint"
 OUTWARD = {
     (SOURCES, "httpx.Client"),
     (SOURCES, "httpx.get"),
-    ("phalanx_router.watch", "client.ApiClient"),
-    ("phalanx_operator.http_kube", "ApiClient"),
+    ("phalanx_router.links.leader_watch", "client.ApiClient"),
+    ("phalanx_operator.kube.http", "ApiClient"),
     ("phalanx_operator.app", "connect"),
     ("phalanx_operator.app", "kopf.operator"),
 }
@@ -152,7 +152,7 @@ OUTWARD = {
 WITHIN = {
     ("phalanx_runtime.engine.client", "self._context.socket"),
     ("phalanx_runtime.engine.client", "socket.bind"),
-    ("phalanx_runtime.server.supervisor", "self._client.bind"),
+    ("phalanx_runtime.server.supervision.supervisor", "self._client.bind"),
     ("phalanx_runtime.engine.channel", "self._context.socket"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
 }
@@ -160,15 +160,15 @@ WITHIN = {
 UNHELD = {("phalanx_operator.probes", "web.TCPSite")}
 """The operator's own door, for the kubelet and Prometheus: the policies are of services, so they hold no pod of it."""
 ADDRESSES = {
-    ("phalanx_router.link_dial", "ws"): "http of a pod",
-    ("phalanx_router.peers", "ws"): "http of a router",
-    ("phalanx_operator.asking", "http"): "http of a router",
+    ("phalanx_router.links.connection", "ws"): "http of a pod",
+    ("phalanx_router.resume.peers", "ws"): "http of a router",
+    ("phalanx_operator.routers", "http"): "http of a router",
 }
 """Addresses that are dialled, by their schemes. Those of sources of models lead outward, each module of that package."""
 NOT_DIALLED = {
-    ("phalanx_runtime.server.supervisor", "ipc"),
+    ("phalanx_runtime.server.supervision.supervisor", "ipc"),
     ("phalanx_runtime.settings", "file"),
-    ("phalanx_operator.decide.status", "http"),
+    ("phalanx_operator.decide.conditions.status", "http"),
 }
 """Addresses of files, and what the status tells users."""
 

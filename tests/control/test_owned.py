@@ -6,8 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx_operator.apply.owned import APPLY_AGAIN_S
+from phalanx_operator.apply.shared_objects import START_S
 from phalanx_operator.errors import Conflict, KubeError, Rejected, Retry
-from phalanx_operator.kube import (
+from phalanx_operator.kube.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
@@ -22,9 +24,7 @@ from phalanx_operator.kube import (
     Resource,
 )
 from phalanx_operator.manifests import Manifests
-from phalanx_operator.owned import APPLY_AGAIN_S
 from phalanx_operator.render.objects import Images
-from phalanx_operator.shared import START_S
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import summary
 from tests.control.worlds import World

@@ -13,14 +13,15 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from phalanx_operator import __main__ as program
-from phalanx_operator import handlers, probes
+from phalanx_operator import probes
 from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.known import Known
+from phalanx_operator.kube.store import Key
 from phalanx_operator.logs import FieldFormatter
-from phalanx_operator.loop import COALESCE_S, SPACE_S, Loop
+from phalanx_operator.loop import handlers
+from phalanx_operator.loop.worker import COALESCE_S, SPACE_S, Loop
 from phalanx_operator.metrics import Metrics
+from phalanx_operator.observe.service_cache import Known
 from phalanx_operator.settings import BadSetting, Settings, read_settings
-from phalanx_operator.store import Key
 
 IMAGES = {"PHALANX_RUNTIME_IMAGE": "r:1", "PHALANX_ROUTER_IMAGE": "o:1"}
 

@@ -5,11 +5,21 @@ import logging
 import pytest
 
 from phalanx_api.conditions import find_condition
+from phalanx_operator.apply.owned import APPLY_AGAIN_S
 from phalanx_operator.errors import Rejected, Retry
-from phalanx_operator.events import LONGEST_NOTE
-from phalanx_operator.kube import DEPLOYMENTS, EVENTS, PODS, SECRETS, SERVICES, SERVICES_OF_OURS, STATEFUL_SETS, Json, Resource
-from phalanx_operator.owned import APPLY_AGAIN_S
-from phalanx_operator.reconcile import RESYNC_S, utc_now
+from phalanx_operator.kube.client import (
+    DEPLOYMENTS,
+    EVENTS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    SERVICES_OF_OURS,
+    STATEFUL_SETS,
+    Json,
+    Resource,
+)
+from phalanx_operator.kube.events import LONGEST_NOTE
+from phalanx_operator.loop.reconcile import RESYNC_S, utc_now
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_body
 from tests.control.fake_kube import FakeKube

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from phalanx_api import labels
+from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.status import RecoveryStatus
 from phalanx_api.summary import BalancePolicy, GroupSummary
-from phalanx_api.upkeep import RestartPolicy
-from phalanx_operator.decide import recovery
-from phalanx_operator.decide.fleet import Fleet, SeenGroup
-from phalanx_operator.decide.snapshot import ObservedGroup, Restarts
+from phalanx_operator.decide.groups import recovery
+from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
 from phalanx_operator.errors import Rejected, Retry
-from phalanx_operator.kube import PODS, STATEFUL_SETS, Json, Resource
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Resource
 from tests.control.builders import make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group as group_summary

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx_operator.kube import PODS, Json, Resource
+from phalanx_operator.kube.client import PODS, Json, Resource
 from tests.control.builders import NOW
 from tests.control.fake_kube import FakeKube
 from tests.control.test_recovery import overdue_world

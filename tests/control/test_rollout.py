@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
-from phalanx_operator.decide.groups import in_order_of_deletion, live, staying
-from phalanx_operator.decide.rollout import Step, carry_out, next_step, run_to_end
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod
+from phalanx_operator.decide.groups.rollout import Step, carry_out, next_step, run_to_end
+from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
+from phalanx_operator.decide.state.groups import in_order_of_deletion, live, staying
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod
 from tests.control.builders import make_desired, make_group
 from tests.control.conftest import Check
 

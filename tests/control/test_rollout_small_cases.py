@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.actions import CreateGroup
-from phalanx_operator.decide.groups import Desired, live, staying
-from phalanx_operator.decide.rollout import Step, carry_out, next_step
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup
+from phalanx_operator.decide.groups.rollout import Step, carry_out, next_step
+from phalanx_operator.decide.state.actions import CreateGroup
+from phalanx_operator.decide.state.groups import Desired, live, staying
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup
 from tests.control.builders import make_desired, make_group
 from tests.control.test_rollout import group_lists, start_one
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from phalanx_api.upkeep import Rollout
-from phalanx_operator.decide import progress
-from phalanx_operator.decide.snapshot import Restarts
-from phalanx_operator.kube import PODS, STATEFUL_SETS
+from phalanx_api.spec.lifecycle import Rollout
+from phalanx_operator.decide.groups import progress
+from phalanx_operator.decide.state.snapshot import Restarts
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS
 from phalanx_operator.render.revision import revision
 from tests.control.builders import make_group, make_service
 from tests.control.worlds import World

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.scale import Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.scaling.scale import Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.state.fleet import Fleet
 from tests.control.simulated_service import (
     RULES,
     Change,

@@ -7,10 +7,10 @@ import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
 from bench.control_scale.nodes import FakeNodes
-from phalanx_operator.counted_kube import CountedKube
 from phalanx_operator.errors import Gone
-from phalanx_operator.http_kube import HttpKube
-from phalanx_operator.kube import PODS
+from phalanx_operator.kube.client import PODS
+from phalanx_operator.kube.http import HttpKube
+from phalanx_operator.kube_metrics import CountedKube
 from phalanx_operator.metrics import Metrics
 from tests.control.fake_api import FakeApi
 

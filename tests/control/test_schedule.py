@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api.autoscaling import Autoscaling, Schedule, Targets
-from phalanx_api.cron import parse_cron
+from phalanx_api.spec.autoscaling import Autoscaling, Schedule, Targets
+from phalanx_api.spec.cron import parse_cron
 from phalanx_operator.decide.schedule import Bounds, bounds, last_fired
 
 UTC = datetime.UTC

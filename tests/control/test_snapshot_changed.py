@@ -1,6 +1,6 @@
 """A record that is given what it has already."""
 
-from phalanx_operator.decide.snapshot import ObservedGroup, changed
+from phalanx_operator.decide.state.snapshot import ObservedGroup, changed
 
 
 def test_a_record_that_has_the_fields_already_is_not_copied() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from phalanx_api.status import ModelStatus, Status
 from phalanx_operator.decide import sourced
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.snapshot import ObservedGroup
-from phalanx_operator.kube import PODS
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup
+from phalanx_operator.kube.client import PODS
 from tests.control.builders import make_group, make_service, make_snapshot
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World

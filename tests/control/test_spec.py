@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx_api import pod_template
 from phalanx_api.crd import definition, schema
-from phalanx_api.inference_service import URI_PATTERN, FieldError, InferenceService, parse
-from phalanx_api.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from phalanx_api.schema import read
+from phalanx_api.spec import pod_template
+from phalanx_api.spec.inference_service import URI_PATTERN, FieldError, InferenceService, parse
+from phalanx_api.spec.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from phalanx_api.status import Status
 from tests.cluster.rule_cases import NODES, PODS, exposed, near
 from tests.control.builders import make_body, make_service

@@ -7,8 +7,8 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.decide import speculating
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.snapshot import ObservedGroup
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World

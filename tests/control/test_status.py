@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import Condition, Reason, find_condition
-from phalanx_api.inference_service import FieldError
+from phalanx_api.spec.inference_service import FieldError
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
-from phalanx_operator.decide.actions import CreateGroup, InitReplicas, KeepChildren
-from phalanx_operator.decide.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.conditions.status import refused, status
 from phalanx_operator.decide.plan import Seen
-from phalanx_operator.decide.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
-from phalanx_operator.decide.status import refused, status
+from phalanx_operator.decide.state.actions import CreateGroup, InitReplicas, KeepChildren
+from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 
 NO_ROUTER = ObservedRouter(wanted=1, updated=1, ready=0, current=True)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_operator.store import Key
-from phalanx_operator.turns import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S, UNSEEN_S, Turns
+from phalanx_operator.kube.store import Key
+from phalanx_operator.loop.placement_queue import CALLED_S, FIRST_S, LONGEST_S, LOOK_S, TOLD_S, UNSEEN_S, Turns
 
 ONE, OTHER = ("team", "one"), ("team", "other")
 GPU = "nvidia.com/gpu"

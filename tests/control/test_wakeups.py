@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_operator.store import Key
-from phalanx_operator.wakeups import Wakeups, backoff
+from phalanx_operator.kube.store import Key
+from phalanx_operator.loop.wakeups import Wakeups, backoff
 
 A, B = ("n", "a"), ("n", "b")
 

@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import yaml
 
-from phalanx_api import inference_service as api
-from phalanx_operator.kube import RESOURCES
-from phalanx_operator.offers import POD_GROUPS
+from phalanx_api.spec import inference_service as api
+from phalanx_operator.kube.client import RESOURCES
+from phalanx_operator.observe.api_discovery import POD_GROUPS
 from phalanx_operator.render import gangs
 from phalanx_operator.render.gangs import GangKind
 from tests.cluster.foreign import SOURCES

@@ -9,9 +9,9 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.caller import Caller
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.keys import ApiKey, ApiKeys, KeysUnreadable, gather_keys
 from tests.frontend.fakes import FakeBackend
 
 ALICE, BOB = ApiKey("alice", "sk-alice", priority=-5), ApiKey("bob", "sk-bob", priority=3)

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx_frontend.accept import echoes_of
-from phalanx_frontend.model import load_model
-from phalanx_frontend.sampling import wants_of
-from phalanx_frontend.schemas import CompletionRequest
+from phalanx_frontend.openai.accept import echoes_of
+from phalanx_frontend.openai.sampling import wants_of
+from phalanx_frontend.openai.schemas import CompletionRequest
+from phalanx_frontend.openai.served_model import load_model
 from phalanx_frontend.shown import Echo
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import tiny_assets, token_ids

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta
-from phalanx_frontend.event_ids import EventId, EventIds, read_event_id
-from phalanx_frontend.reply import Reply
+from phalanx_frontend.ids import EventId, EventIds, read_event_id
+from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import FakeBackend, one_by_one, saying, tiny_assets, tiny_tokenizer_json, token_ids

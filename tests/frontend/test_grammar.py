@@ -4,7 +4,7 @@ import pytest
 
 from phalanx_api.wire import Grammar
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.structured import GrammarCheck
+from phalanx_frontend.openai.structured import GrammarCheck
 from tests.frontend.fakes import tiny_tokenizer_json
 
 CHECK = GrammarCheck(tiny_tokenizer_json())

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.keys import ApiKey, ApiKeys
 from phalanx_frontend.logs import JsonFormatter
 from tests.frontend.fakes import FakeBackend
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.reply import Reply, StreamBroken
+from phalanx_frontend.stream.reply import Reply, StreamBroken
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import eos_id, tiny_tokenizer_json, token_ids

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Begun, Delta
-from phalanx_frontend.keys import ApiKey, ApiKeys
 from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_ids
 from tests.frontend.test_chat_parts import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 

@@ -7,8 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.text.grammar import grammar_source
-from phalanx_frontend.tools import (
+from phalanx_frontend.openai.tools import (
     CalledFunction,
     Function,
     NamedChoice,
@@ -21,6 +20,7 @@ from phalanx_frontend.tools import (
     shown_calls,
     shown_tools,
 )
+from phalanx_frontend.text.grammar import grammar_source
 from tests.runtime.tiny import save_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

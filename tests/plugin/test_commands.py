@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from phalanx_kubectl.__main__ import main
-from phalanx_operator.observe import draining_of
+from phalanx_operator.observe.observe import draining_of
 from tests.plugin.fake_kubectl import FakeKubectl
 from tests.plugin.test_show import METRICS, body
 

@@ -8,12 +8,12 @@ from typing import Self
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, describe
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.pages import PagePool
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.policy import PolicyName
-from phalanx_runtime.core.rules import Rules, make_policy
-from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.sharing import Sharing
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.scheduling.config import Rules, make_policy
+from phalanx_runtime.core.scheduling.policies import PolicyName
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 TRUTH = StepModel(fixed_s=0.004, token_s=0.0005, knee_tokens=8, context_s=1e-7, attention_s=1e-8)
 LIMITS = Limits(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=5000)

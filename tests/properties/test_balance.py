@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy, Budgets
-from phalanx_operator.decide.policy import policy_of
-from phalanx_router.balance.balancer import Balancer
-from phalanx_router.balance.budget import BYTES_BURST_S, TOKENS_BURST_S
-from phalanx_router.balance.projection import EPSILON
-from phalanx_router.balance.records import Proposal
+from phalanx_operator.decide.state.policy import policy_of
+from phalanx_router.balancing.balancer import Balancer
+from phalanx_router.balancing.budget import BYTES_BURST_S, TOKENS_BURST_S
+from phalanx_router.balancing.projection import EPSILON
+from phalanx_router.balancing.records import Proposal
 from tests.control.builders import make_service
 from tests.router.balance.groups import FREE, PAGE, PAGES, World, group
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.catching_up import drafted_when_sent
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.reservations import Reservation
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Held
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.scheduling.reservations import Reservation
+from phalanx_runtime.core.scheduling.scheduler import Held
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
+from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 End = Literal["move", "thaw", "drop", "replay", "lose"]

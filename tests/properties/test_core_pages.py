@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.kv.page_pool import PagePool
 from tests.runtime.reference_caches import SlowPolicy, make_slow
 
 PAGE = 2

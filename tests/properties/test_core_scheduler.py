@@ -16,10 +16,10 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 

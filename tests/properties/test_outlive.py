@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.core.outlive import Going, expected_rest, steps_to_full
+from phalanx_runtime.core.kv.exhaustion import Going, expected_rest, steps_to_full
 
 GOING = st.lists(st.builds(Going, st.integers(0, 40).map(float), st.integers(0, 60)), max_size=8)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_router.route.page_feed import PageFeed
+from phalanx_router.routing.page_feed import PageFeed
 from phalanx_runtime.core.page_events import PageEvents
 from phalanx_runtime.engine.page_keys import PageKeys
 

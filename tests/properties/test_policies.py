@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.plan import PoolShape
-from phalanx_runtime.core.policy import AGING_S, POLICY_NAMES, Deadline, Fcfs, PolicyName
 from phalanx_runtime.core.policy_fair import MAX_TENANTS, OUTPUT_WEIGHT, Fair
-from phalanx_runtime.core.queue import Queue
 from phalanx_runtime.core.request import Request, make_request
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.policies import AGING_S, POLICY_NAMES, Deadline, Fcfs, PolicyName
+from phalanx_runtime.core.scheduling.queue import Queue
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import PoolShape
 from tests.properties.simulation import LIMITS, Job, Simulation
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.fake_runner import make_request as asked

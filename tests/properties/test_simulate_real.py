@@ -19,8 +19,8 @@ from bench.simulate.world import Setting, World
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork, describe
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 MODEL = StepModel(0.003, 0.00012, 32, 2e-7, 1e-9, row_s=2e-5, prompt_s=0.002)
 PAGE, STEP_TOKENS, ROWS = 16, 256, 64

@@ -3,9 +3,9 @@
 from bench.virtual.world import Cell, Machines
 from phalanx_router.moves.machine import Move
 from phalanx_router.moves.records import Action, StreamAt
-from phalanx_runtime.core.moving import LetGo, SourceAction, TargetAction, Unfreeze
-from phalanx_runtime.core.moving_source import MovesOut
-from phalanx_runtime.core.moving_target import MovesIn
+from phalanx_runtime.core.migration.records import LetGo, SourceAction, TargetAction, Unfreeze
+from phalanx_runtime.core.migration.source import MovesOut
+from phalanx_runtime.core.migration.target import MovesIn
 
 
 class NoCompare(Move):

@@ -14,8 +14,8 @@ import msgspec
 from websockets.asyncio.server import ServerConnection
 
 from phalanx_api import wire
-from phalanx_api.versions import CLOSE_WRONG_VERSION, LINK
-from phalanx_router.endpoints import Endpoint
+from phalanx_api.wire.versions import CLOSE_WRONG_VERSION, LINK
+from phalanx_router.links.endpoints import Endpoint
 from tests.protocol.door import heard
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("version_1.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any
 
 from websockets.asyncio.server import ServerConnection
 
-from phalanx_router.endpoints import Endpoint
+from phalanx_router.links.endpoints import Endpoint
 from tests.protocol.door import heard
 from tests.protocol.earlier import peer_reader, record
 from tests.protocol.old_leader import recorded

@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.summary import Asked, RouterSummary
-from phalanx_router import peer_wire
+from phalanx_router.resume import peer_wire
 from tests.protocol import samples
 from tests.protocol.shapes import shapes_of
 

@@ -13,7 +13,7 @@ from phalanx_api.summary import (
     RouterSummary,
     Traffic,
 )
-from phalanx_router import peer_wire
+from phalanx_router.resume import peer_wire
 
 KEY = bytes(range(16))
 SAMPLING = wire.Sampling(

@@ -17,13 +17,13 @@ from websockets.exceptions import ConnectionClosed
 from phalanx_api import wire
 from phalanx_api.conditions import find_condition
 from phalanx_api.summary import Asked, BalancePolicy, RouterSummary, UnknownVersion
-from phalanx_api.versions import LINK
+from phalanx_api.wire.versions import LINK
 from phalanx_frontend.backend import BackendError, Delta
-from phalanx_router import peer_wire
-from phalanx_router.endpoints import Endpoint
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.peers import Peers
+from phalanx_router.resume import peer_wire
+from phalanx_router.resume.peers import Peers
 from tests.control.summaries import summary
 from tests.control.test_asking import Scene, scene
 from tests.control.worlds import World as Operated

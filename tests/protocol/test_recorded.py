@@ -9,8 +9,8 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_api.summary import Asked, RouterSummary
-from phalanx_api.versions import LINK, PEER, SUMMARY, Spoken
-from phalanx_router import peer_wire
+from phalanx_api.wire.versions import LINK, PEER, SUMMARY, Spoken
+from phalanx_router.resume import peer_wire
 from tests.protocol import samples
 from tests.protocol.record import PEER_FRAMES
 from tests.protocol.shapes import differences, shapes_of, tags_of

@@ -16,9 +16,9 @@ from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.client import Follower
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
-from phalanx_runtime.server.gateway import EngineGateway, Sink
-from phalanx_runtime.server.link import LinkDoor
-from phalanx_runtime.server.open_link import LinkSettings
+from phalanx_runtime.server.link.connection import LinkSettings
+from phalanx_runtime.server.link.endpoint import LinkDoor
+from phalanx_runtime.server.link.gateway import EngineGateway, Sink
 from tests.frontend.fakes import detail_of, prompt_details_of
 from tests.router.fakes import ASSETS, TOKEN, token_at
 

@@ -15,14 +15,14 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response as HttpResponse
 
 from phalanx_api import wire
-from phalanx_api.versions import LINK
+from phalanx_api.wire.versions import LINK
 from phalanx_frontend.backend import Delta
-from phalanx_router.endpoints import Endpoint
-from phalanx_router.fleet import Fleet
-from phalanx_router.link import LinkSettings
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import Endpoint
+from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.route.admit import QueueBounds
-from phalanx_router.run import FleetSettings
+from phalanx_router.routing.admit import QueueBounds
+from phalanx_router.session import FleetSettings
 from tests.frontend.fakes import detail_of, prompt_details_of
 
 TOKEN = "secret of the service"

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from kubernetes.aio import client
 
-from phalanx_router.endpoints import Leaders, selector
-from phalanx_router.watch import WatchedLeaders
+from phalanx_router.links.endpoints import Leaders, selector
+from phalanx_router.links.leader_watch import WatchedLeaders
 
 
 def make_pod(

@@ -10,7 +10,7 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
-from phalanx_router.run import Run
+from phalanx_router.session import Run
 from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import SERVED, MoveScript, MovingLeader
 from tests.router.test_placing import reported
@@ -50,7 +50,7 @@ def moved(world: World, why: str) -> float:
 
 
 async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "phalanx_router.balancing")
+    caplog.set_level(logging.INFO, "phalanx_router.migration.balance_loop")
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)

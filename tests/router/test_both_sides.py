@@ -6,8 +6,8 @@ import dataclasses
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
-from phalanx_router.endpoints import StaticLeaders
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, expected, hear, make_request, make_settings

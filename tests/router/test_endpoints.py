@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from phalanx_router.endpoints import Endpoint, Leaders, Pod, StaticLeaders, leaders_of
+from phalanx_router.links.endpoints import Endpoint, Leaders, Pod, StaticLeaders, leaders_of
 from tests.router.kube import FakeApi, make_pod, watching
 
 

@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
 from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.plan import PoolShape
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import PoolShape
 from tests.router.fakes import FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_router.journal import Journal, Verdict
-from phalanx_router.stream import Lost, Stream
+from phalanx_router.streams.journal import Journal, Verdict
+from phalanx_router.streams.stream import Lost, Stream
 from tests.router.fakes import expected, make_request, token_at
 
 

@@ -12,9 +12,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
-from phalanx_api.versions import LINK
-from phalanx_runtime.server.gateway import Sink
-from phalanx_runtime.server.link import LinkDoor
+from phalanx_api.wire.versions import LINK
+from phalanx_runtime.server.link.endpoint import LinkDoor
+from phalanx_runtime.server.link.gateway import Sink
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
 

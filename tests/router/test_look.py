@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_router.route.choose import Choice, choose
-from phalanx_router.route.cost import Newcomer
-from phalanx_router.route.ledger import Sent
-from phalanx_router.route.look import Lookout, Told
-from phalanx_router.route.prefixes import KeySpace, PrefixIndex, PromptKeys
+from phalanx_router.routing.choose import Choice, choose
+from phalanx_router.routing.cost import Newcomer
+from phalanx_router.routing.ledger import Sent
+from phalanx_router.routing.look import Lookout, Told
+from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 
 LOAD = wire.Load(
     waiting=2, running=5, outstanding_tokens=900, free_pages=60, total_pages=100, sequence=1, reserved_pages=10,

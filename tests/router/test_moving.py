@@ -8,9 +8,9 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
-from phalanx_router.link import LeaderLink
+from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.moves.records import How, Over, Proposal
-from phalanx_router.run import Run
+from phalanx_router.session import Run
 from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import MoveScript, MovingLeader
 

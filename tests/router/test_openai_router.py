@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from phalanx_api import wire
 from phalanx_router.app import make_router
-from phalanx_router.endpoints import Leaders
+from phalanx_router.links.endpoints import Leaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import Target

@@ -9,16 +9,16 @@ import aiohttp
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.summary import BalancePolicy
-from phalanx_api.upkeep import RestartPolicy
 from phalanx_frontend.backend import BackendError
-from phalanx_operator.asking import Asking, Pace, Target
-from phalanx_operator.decide import recovery
-from phalanx_operator.decide.draining import why_over
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.snapshot import Draining
-from phalanx_operator.kube import SECRETS
-from phalanx_operator.store import Key
+from phalanx_operator.decide.groups import recovery
+from phalanx_operator.decide.groups.drain import why_over
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import Draining
+from phalanx_operator.kube.client import SECRETS
+from phalanx_operator.kube.store import Key
+from phalanx_operator.routers import Asking, Pace, Target
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.router.fakes import TOKEN, FakeLeader, Script, hear, make_request

@@ -12,8 +12,8 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
-from phalanx_api.versions import LINK
-from phalanx_runtime.server.orphans import KEPT_BYTES, TOKEN_BYTES, Kept
+from phalanx_api.wire.versions import LINK
+from phalanx_runtime.server.link.orphans import KEPT_BYTES, TOKEN_BYTES, Kept
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import TOKEN, expected, make_request
 

@@ -17,19 +17,19 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.keys import ApiKeys
-from phalanx_router import peer_wire
-from phalanx_router.endpoints import Endpoint, StaticLeaders
-from phalanx_router.fleet import Fleet
+from phalanx_frontend.auth.api_keys import ApiKeys
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.peer_copies import LIVE_BYTES, TOKEN_BYTES, PeerCopies
-from phalanx_router.peer_door import PeerDoor
-from phalanx_router.peer_wire import Copy, Ended
-from phalanx_router.peers import Outgoing, Peers, ring
-from phalanx_router.route.prefixes import PromptKeys
-from phalanx_router.run import Run
+from phalanx_router.resume import peer_wire
+from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, PeerCopies
+from phalanx_router.resume.peer_endpoint import PeerDoor
+from phalanx_router.resume.peer_wire import Copy, Ended
+from phalanx_router.resume.peers import Outgoing, Peers, ring
+from phalanx_router.routing.prefixes import PromptKeys
+from phalanx_router.session import Run
 from phalanx_router.shelf import Shelf
-from phalanx_router.stream import Stream
+from phalanx_router.streams.stream import Stream
 from tests.router.clients import Told, chars, read
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, Leaders, make_request, make_settings

@@ -19,10 +19,10 @@ import pytest
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.__main__ import main
 from phalanx_router.app import make_router
-from phalanx_router.endpoints import Leaders, StaticLeaders
+from phalanx_router.links.endpoints import Leaders, StaticLeaders
+from phalanx_router.links.leader_watch import WatchedLeaders
 from phalanx_router.program import make_peers, make_source, serve
 from phalanx_router.settings import Settings, read_settings
-from phalanx_router.watch import WatchedLeaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.router.fakes import TOKEN, FakeLeader, Script, make_settings
 

@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_frontend.metrics import Tally
-from phalanx_router.endpoints import Endpoint
-from phalanx_router.link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_router.links.endpoints import Endpoint
+from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.scheduling.config import Rules
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.server.metrics import EngineMetrics
+from phalanx_runtime.server.http.metrics import EngineMetrics
 from tests.router.doors import make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN
 from tests.runtime.fake_runner import FakeRunner, make_request

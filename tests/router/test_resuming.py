@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.keys import ApiKey, ApiKeys
-from phalanx_router.endpoints import StaticLeaders
-from phalanx_router.fleet import Fleet
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_router.backend import Fleet
+from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.metrics import RouterMetrics
-from phalanx_runtime.server.gateway import Sink
+from phalanx_runtime.server.link.gateway import Sink
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.router.clients import Told, chars, read
 from tests.router.doors import FakeEngine, http_server, running_leader, slow_path

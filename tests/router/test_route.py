@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Freshness
-from phalanx_router.route.choose import Choice, NoChoice, choose
-from phalanx_router.route.cost import (
+from phalanx_router.routing.choose import Choice, NoChoice, choose
+from phalanx_router.routing.cost import (
     LATE_TIMES,
     MOST_PAUSES,
     NO_WAIT,
@@ -21,10 +21,10 @@ from phalanx_router.route.cost import (
     terms,
     wait_of,
 )
-from phalanx_router.route.freshness import freshness
-from phalanx_router.route.ledger import Ledger, Sent, sent_of
-from phalanx_router.route.speed import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
-from phalanx_router.route.view import GroupView
+from phalanx_router.routing.freshness import freshness
+from phalanx_router.routing.ledger import Ledger, Sent, sent_of
+from phalanx_router.routing.speed import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
+from phalanx_router.routing.view import GroupView
 from tests.router.fakes import make_request
 
 MODEL = StepModel(fixed_s=0.005, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)

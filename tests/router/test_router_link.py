@@ -12,7 +12,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_router.adopting import Adopting
+from phalanx_router.streams.adopting import Adopting
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
@@ -115,7 +115,8 @@ async def test_the_newest_ready_group_gives_the_assets_and_other_tokenizers_get_
 
 
 def test_a_router_never_imports_torch() -> None:
-    code = "import sys, phalanx_router.program, phalanx_router.watch; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    modules = "phalanx_router.program, phalanx_router.links.leader_watch"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     root = pathlib.Path(__file__).parents[2]
     path = ":".join(str(root / part) for part in ("crds", "operator", "runtime"))
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)

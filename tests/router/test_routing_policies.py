@@ -12,14 +12,14 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
-from phalanx_router.route import turns
-from phalanx_router.route.choose import Choice, NoChoice, in_turn
-from phalanx_router.route.cost import Newcomer
-from phalanx_router.route.dispatch import Known, next_dispatch
-from phalanx_router.route.queue import RequestQueue, Waiting
-from phalanx_router.route.turns import Turns
-from phalanx_router.route.view import GroupView
-from phalanx_router.run import FleetSettings
+from phalanx_router.routing import turns
+from phalanx_router.routing.choose import Choice, NoChoice, in_turn
+from phalanx_router.routing.cost import Newcomer
+from phalanx_router.routing.late_binding import Known, next_dispatch
+from phalanx_router.routing.queue import RequestQueue, Waiting
+from phalanx_router.routing.turns import Turns
+from phalanx_router.routing.view import GroupView
+from phalanx_router.session import FleetSettings
 from tests.router.fakes import FakeLeader, Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.test_placing import FULL, ROOM, ids, reported, start
 

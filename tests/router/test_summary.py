@@ -16,12 +16,12 @@ from starlette.types import Message
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, Budgets, RouterSummary
-from phalanx_frontend.keys import ApiKey
+from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_kubectl.gauges import read_router
 from phalanx_router.app import make_router
-from phalanx_router.fleet import Fleet
-from phalanx_router.summary_door import SummaryDoor
-from phalanx_router.summing import Crossing
+from phalanx_router.backend import Fleet
+from phalanx_router.operator_endpoint import SummaryDoor
+from phalanx_router.summary import Crossing
 from tests.control.summaries import summary
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_frontend.key_file import KeyFile
-from phalanx_frontend.keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_router.app import make_router
-from phalanx_router.route.quota import Exceeded, Granted, Quotas
+from phalanx_router.routing.quota import Exceeded, Granted, Quotas
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, make_settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx_router.traffic import TrafficBook
+from phalanx_router.streams.traffic import TrafficBook
 
 
 def test_windows_hold_what_came_within_them() -> None:

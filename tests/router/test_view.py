@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api.cost import StepModel, attended
-from phalanx_router.route.view import GroupView
+from phalanx_router.routing.view import GroupView
 
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=0.0, attention_s=0.0)
 

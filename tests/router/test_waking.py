@@ -15,10 +15,10 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
-from phalanx_router.fleet import Fleet
+from phalanx_router.backend import Fleet
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.run import FleetSettings
-from phalanx_router.summing import Summing
+from phalanx_router.session import FleetSettings
+from phalanx_router.summary import Summing
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world

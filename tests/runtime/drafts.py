@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.checkpoint.model_hash import weights_hash
-from phalanx_runtime.model.exit import Exit, ExitCard, write_exit
+from phalanx_runtime.model.decoder.exit import Exit, ExitCard, write_exit
 from tests.runtime.tiny import save_tiny
 
 

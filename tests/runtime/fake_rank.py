@@ -122,7 +122,7 @@ def say(what: dict[str, object]) -> None:
 def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
     sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("crds", "runtime", ".")]
     from phalanx_runtime.core.admission import Limits
-    from phalanx_runtime.core.plan import StepPlan, StepResult
+    from phalanx_runtime.core.step_plan import StepPlan, StepResult
     from phalanx_runtime.engine.loop import run_engine
     from tests.runtime.fake_runner import FakeRunner
 

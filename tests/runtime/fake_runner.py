@@ -3,9 +3,9 @@
 from collections import deque
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import Growth, Path, PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.trees import OWN, chain, places
-from phalanx_runtime.rank.paths import Drafted, filled, grown_shapes, num_drafted, proposals, undrafted
+from phalanx_runtime.core.draft_tree import OWN, chain, places
+from phalanx_runtime.core.step_plan import Growth, Path, PoolShape, StepPlan, StepResult
+from phalanx_runtime.rank.step.paths import Drafted, filled, grown_shapes, num_drafted, proposals, undrafted
 
 VOCAB = 50
 

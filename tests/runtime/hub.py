@@ -13,9 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from phalanx_runtime.checkpoint.hub import Hub, download
-from phalanx_runtime.checkpoint.remote import Snapshot
-from phalanx_runtime.checkpoint.remote_file import Work
+from phalanx_runtime.checkpoint.sources.hub import Hub, download
+from phalanx_runtime.checkpoint.sources.remote import Snapshot
+from phalanx_runtime.checkpoint.sources.remote_file import Work
 
 NAME = "org/tiny"
 WEIGHTS = bytes(range(256)) * 2000

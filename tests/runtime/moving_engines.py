@@ -14,12 +14,12 @@ from bench.mover import Mover
 from phalanx_api import wire
 from phalanx_runtime.collective.connect import Place, connect
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.scheduling.config import Rules
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.rank.carrier import PageCarrier, Reports
-from phalanx_runtime.rank.page_door import PageDoor, Secret
-from phalanx_runtime.rank.page_memory import open_pages
+from phalanx_runtime.rank.memory.page_memory import open_pages
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports
+from phalanx_runtime.rank.transfer.server import PageDoor, Secret
 from tests.runtime.ranks import JOIN_S, Build, make_model_runner, make_places
 
 SECRET = Secret(b"token", 1)

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.trees import chain, levels, places
-from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.paths import NO_TOKEN, Drafted
-from phalanx_runtime.rank.proposer import Pageless
-from phalanx_runtime.rank.row import Row
+from phalanx_runtime.core.draft_tree import chain, levels, places
+from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.rank.drafting.proposer import Pageless
+from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted
 
 WRONG = (3, 4, 9)
 """Of each eleven output indexes those that are proposed wrongly: runs of 0, 1, 4 and 5 follow."""

@@ -18,19 +18,19 @@ import torch
 from phalanx_api import wire
 from phalanx_runtime.collective.connect import Place, connect, listen
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.core.request import needs_history
-from phalanx_runtime.model.attention import Attention, LayerCache
-from phalanx_runtime.model.linear import Kernels
+from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
+from phalanx_runtime.model.attention.paged import Attention, LayerCache
+from phalanx_runtime.model.linear.linear import Kernels
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
-from phalanx_runtime.rank.drafting import load_drafting, make_proposer
-from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
-from phalanx_runtime.rank.kv_cache import make_caches
-from phalanx_runtime.rank.pipeline import Pipeline
-from phalanx_runtime.rank.proposer import Proposer
-from phalanx_runtime.rank.rank import make_runner
+from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
+from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.loader import make_runner
+from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.pods import make_spec
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow
-from phalanx_runtime.rank.sampler import Sampler
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)

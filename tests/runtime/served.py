@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import NewRow, PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculating import Fitting
-from phalanx_runtime.core.trees import places
+from phalanx_runtime.core.draft_tree import places
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 

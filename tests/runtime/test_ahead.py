@@ -10,17 +10,17 @@ import torch
 
 from phalanx_api import wire
 from phalanx_api.speculation import Tree
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.core.plan import Path as Proposed
-from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculating import Speculating
-from phalanx_runtime.rank.ahead import Ahead, Place
-from phalanx_runtime.rank.draft_passes import draft
-from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
-from phalanx_runtime.rank.paths import NO_TOKEN
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.core.step_plan import Path as Proposed
+from phalanx_runtime.rank.drafting.draft_passes import draft
+from phalanx_runtime.rank.drafting.draft_sampler import Ahead, Place
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.sampler import Sampler
-from phalanx_runtime.rank.sampling import Rivals, draw_of
+from phalanx_runtime.rank.sampling.draw import Rivals, draw_of
+from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.paths import NO_TOKEN
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, Watched, serve

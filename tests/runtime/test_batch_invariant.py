@@ -12,12 +12,12 @@ from phalanx_api.speculation import Tree
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.native.library import library
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.rank import load_rank
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit
 from tests.runtime.pods import make_spec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.eviction import Outcome, main, make_trace, read_trace, verdicts
-from phalanx_runtime.core.eviction.protocol import POLICY_NAMES
+from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES
 
 
 def test_a_trace_goes_through_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from bench import serve
 from bench.client import Answer, session_for, stream_answer
 from bench.figures import Ratio, is_near, percentile, ratio_of, summary, table
 from bench.workload import spread, texts, token_ids
-from phalanx_runtime.checkpoint.convert import convert
+from phalanx_runtime.checkpoint.gguf.convert import convert
 from tests.runtime.gguf_files import TinyGguf, vocabulary
 
 

@@ -14,8 +14,8 @@ from bench.speculation_outcome import Outcome
 from bench.speculation_prompts import KINDS, SHORT_KINDS, kinds_for
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.tiny import save_tiny

@@ -13,9 +13,9 @@ from bench.equality import Equality, compare, first_difference, together
 from bench.programs import cpu_s, running
 from bench.versus import Comparison, Match
 from bench.versus_transformers import Workload, fastest_dtype, parser, processor, shown
-from phalanx_runtime.checkpoint.convert import convert
-from phalanx_runtime.checkpoint.gguf_file import read_gguf
-from phalanx_runtime.checkpoint.gguf_tokenizer import read_tokenizer
+from phalanx_runtime.checkpoint.gguf.convert import convert
+from phalanx_runtime.checkpoint.gguf.file import read_gguf
+from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer
 from tests.runtime.gguf_files import TinyGguf
 
 

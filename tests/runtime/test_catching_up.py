@@ -12,15 +12,15 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_api.speculation import Method, Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.depths import StepCosts, could_pay, with_catching_up
-from phalanx_runtime.core.making import Chunk, Making
-from phalanx_runtime.core.pages import PagePool
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.probing import LOOK_EVERY, PROBE_EVERY
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculating import Speculating
-from phalanx_runtime.core.speculator import Speculator
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay, with_catching_up
+from phalanx_runtime.core.speculation.probing import LOOK_EVERY, PROBE_EVERY
+from phalanx_runtime.core.speculation.speculator import Speculator
+from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_core_speculation import running_request
 

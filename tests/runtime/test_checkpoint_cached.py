@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.caching import cause_of
+from phalanx_operator.decide.conditions.model import cause_of
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.checkpoint.locate_exit import locate_exit

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.checkpoint.assets import read_assets
-from phalanx_runtime.checkpoint.hub import download
 from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.remote import wanted
-from phalanx_runtime.checkpoint.remote_file import RemoteFile, mismatch
+from phalanx_runtime.checkpoint.sources.hub import download
+from phalanx_runtime.checkpoint.sources.remote import wanted
+from phalanx_runtime.checkpoint.sources.remote_file import RemoteFile, mismatch
 from phalanx_runtime.errors import ModelError
 from tests.runtime.gguf_files import TinyGguf
 from tests.runtime.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, names, server

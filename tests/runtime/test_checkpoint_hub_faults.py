@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.caching import cause_of
+from phalanx_operator.decide.conditions.model import cause_of
 from phalanx_runtime.checkpoint.folder import made_once
-from phalanx_runtime.checkpoint.hub import download
+from phalanx_runtime.checkpoint.sources.hub import download
 from phalanx_runtime.errors import ModelError
 from tests.runtime.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, server
 

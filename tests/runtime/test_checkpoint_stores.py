@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.caching import cause_of
+from phalanx_operator.decide.conditions.model import cause_of
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.errors import ModelError
 from tests.runtime.store_kinds import FILES, WEIGHTS, Kind, each, kind, left

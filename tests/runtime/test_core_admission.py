@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, Wait, fits_ever, fits_now, may_wait
-from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.core.step_plan import PoolShape
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, max_waiting=2)
 

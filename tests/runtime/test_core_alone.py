@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 

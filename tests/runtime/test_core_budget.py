@@ -7,9 +7,9 @@ import pytest
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.budget import LEAST_TOKENS, prefill_tokens
-from phalanx_runtime.core.plan import PoolShape, StepResult
-from phalanx_runtime.core.scheduler import Scheduler
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.step_plan import PoolShape, StepResult
 from tests.runtime.fake_runner import make_request
 
 MODEL = StepModel(fixed_s=0.001, token_s=0.0001, knee_tokens=0, context_s=0.0, attention_s=0.0)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.depths import MARGIN, Offer, StepCosts, choose_depths
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculating import Speculating
-from phalanx_runtime.core.verify_cost import VerifyCost
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.draft_length import MARGIN, Offer, StepCosts, choose_depths
+from phalanx_runtime.core.speculation.verify_cost import VerifyCost
 from tests.runtime.fake_runner import FakeRunner, make_request
 from tests.runtime.test_core_speculation import CHANCES
 

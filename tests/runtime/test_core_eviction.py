@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_runtime.core.eviction.adaptive import Adaptive
-from phalanx_runtime.core.eviction.ghosts import Ghosts
-from phalanx_runtime.core.eviction.orders import Lfu, Lru
-from phalanx_runtime.core.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.eviction.sketch import Sketch
-from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.kv.eviction.adaptive import Adaptive
+from phalanx_runtime.core.kv.eviction.ghosts import Ghosts
+from phalanx_runtime.core.kv.eviction.orders import Lfu, Lru
+from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.kv.eviction.sketch import Sketch
+from phalanx_runtime.core.kv.page_pool import PagePool
 from tests.runtime.reference_caches import ExactCounts, SlowWTinyLfu, make_slow, slow_hits
 
 TRACE_FOLDER = Path(os.environ.get("PHALANX_TRACES") or Path(__file__).parents[3] / "shared" / "traces")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.core.lookup import AT_ONCE, LATEST, LONGEST, PLACES, Lookup
+from phalanx_runtime.core.ngram import AT_ONCE, LATEST, LONGEST, PLACES, Lookup
 
 
 def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:

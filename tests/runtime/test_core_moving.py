@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx_api import moves, wire
-from phalanx_runtime.core.moving import (
+from phalanx_runtime.core.migration.records import (
     Begin,
     Drop,
     Freeze,
@@ -20,8 +20,8 @@ from phalanx_runtime.core.moving import (
     TargetAction,
     Unfreeze,
 )
-from phalanx_runtime.core.moving_source import MovesOut
-from phalanx_runtime.core.moving_target import MovesIn, Reserved
+from phalanx_runtime.core.migration.source import MovesOut
+from phalanx_runtime.core.migration.target import MovesIn, Reserved
 from tests.runtime.fake_runner import make_request
 
 SIZE = 16

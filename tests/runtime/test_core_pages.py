@@ -2,7 +2,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_runtime.core.pages import PagePool
+from phalanx_runtime.core.kv.page_pool import PagePool
 
 
 def test_pages_come_in_order_and_the_last_given_back_comes_first() -> None:

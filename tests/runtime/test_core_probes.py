@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.making import Chunk, Making
-from phalanx_runtime.core.pages import PagePool
-from phalanx_runtime.core.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing, rest_behind
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculating import Speculating
-from phalanx_runtime.core.speculator import Speculator
-from phalanx_runtime.core.verify_cost import VerifyCost
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing, rest_behind
+from phalanx_runtime.core.speculation.speculator import Speculator
+from phalanx_runtime.core.speculation.verify_cost import VerifyCost
+from phalanx_runtime.core.step_builder import Chunk, Making
 from tests.runtime.fake_runner import VOCAB, FakeRunner, make_request
 from tests.runtime.test_core_speculation import running_request, scheduler
 

@@ -10,10 +10,10 @@ from phalanx_api.cost import attended
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.heavy import HeavyPrefixes, depths
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculating import Speculating
-from phalanx_runtime.rank.paths import Drafted, filled
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.rank.step.paths import Drafted, filled
 from tests.runtime.fake_runner import FakeRunner, make_request, next_token
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=32, max_waiting=4)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx_runtime.core.rescue import Pressure, Rescue, Victim
+from phalanx_runtime.core.migration.rescue import Pressure, Rescue, Victim
 
 VICTIMS = [Victim(3, 10, 500.0), Victim(2, 10, 500.0), Victim(1, 10, 500.0)]
 SHORT = [Victim(4, 10, 9.0), *VICTIMS]

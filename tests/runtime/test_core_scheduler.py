@@ -3,8 +3,8 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
 
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)

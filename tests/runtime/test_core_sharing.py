@@ -7,8 +7,8 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)

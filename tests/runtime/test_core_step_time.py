@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.cost import HUNG_FACTOR, HUNG_FLOOR_S
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.step_time import ENOUGH_STEPS, FIRST_BOUND_S, NEW_FORM_BOUND_S, StepTimes, form_of
+from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.core.step_timeout import ENOUGH_STEPS, FIRST_BOUND_S, NEW_FORM_BOUND_S, StepTimes, form_of
 
 FORM = (3, 9)
 

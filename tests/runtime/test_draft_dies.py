@@ -12,20 +12,20 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import DraftLost
-from phalanx_runtime.model.attention import LayerCache, StepBatch
-from phalanx_runtime.model.decoder import Decoder
-from phalanx_runtime.model.exit import Exit, read_exit
+from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.decoder.exit import Exit, read_exit
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.draft_model import DraftModel, ToldDraft
-from phalanx_runtime.rank.kv_cache import make_caches, page_bytes
-from phalanx_runtime.rank.proposer import Proposer
+from phalanx_runtime.rank.drafting.draft_model import DraftModel, ToldDraft
+from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.drafting.self_draft import SelfDraft
+from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.self_draft import SelfDraft
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.ranks import PAGE_SIZE, PLAIN, Build, on_ranks
 from tests.runtime.served import Served, Watched, serve

@@ -13,7 +13,7 @@ import torch
 from bench.mover import Mover
 from phalanx_api import moves, wire
 from phalanx_api.speculation import CHAIN, Speculation, Tree, TreeShape
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculation.config import Speculating
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, Group, running_group
 from tests.runtime.moving_requests import KINDS, make_request, moved_to_and_fro, undisturbed

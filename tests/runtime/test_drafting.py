@@ -14,8 +14,8 @@ from phalanx_runtime.checkpoint.vocabulary import difference
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.rank import load_rank
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.drafts import save_draft, save_exit, save_target

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, Path, StepPlan
-from phalanx_runtime.core.trees import OWN
-from phalanx_runtime.rank.changes import change
-from phalanx_runtime.rank.drawn_rows import DrawnRows
-from phalanx_runtime.rank.row import Row
+from phalanx_runtime.core.draft_tree import OWN
+from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
+from phalanx_runtime.rank.sampling.logits_processors import change
+from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.sampled_rows import DrawnRows
 
 VOCAB = 40
 WAYS: dict[str, dict[str, Any]] = {

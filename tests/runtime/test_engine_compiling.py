@@ -16,7 +16,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.engine.ports import Grammars, StepRunner
-from phalanx_runtime.rank.grammar_threads import ThreadedGrammars
+from phalanx_runtime.rank.sampling.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=3)

@@ -10,8 +10,8 @@ import zmq
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import StepResult
-from phalanx_runtime.core.rules import Rules
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.step_plan import StepResult
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop, run_engine
 from phalanx_runtime.errors import PeerLost

@@ -8,12 +8,12 @@ from typing import TypeVar
 import pytest
 
 from phalanx_api import moves, wire
-from phalanx_runtime.core import copying
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules, make_scheduler
+from phalanx_runtime.core.migration import page_orders as copying
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.engine.moving import Moving
-from phalanx_runtime.rank.grammar_threads import ThreadedGrammars
+from phalanx_runtime.rank.sampling.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_engine_compiling import LARGE, Slow, asking
 

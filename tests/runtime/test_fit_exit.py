@@ -14,7 +14,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fit_spec import FitSpec
 from phalanx_runtime.fitting.fit import fit
 from phalanx_runtime.fitting.ridge import Ridge
-from phalanx_runtime.model.exit import exit_layers, read_exit, write_exit
+from phalanx_runtime.model.decoder.exit import exit_layers, read_exit, write_exit
 from tests.runtime.tiny import save_tiny
 
 CPU = torch.device("cpu")

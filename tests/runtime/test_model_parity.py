@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx_runtime.model.attention import DenseAttention
-from phalanx_runtime.model.linear import Kernels, can_pack
+from phalanx_runtime.model.attention.paged import DenseAttention
+from phalanx_runtime.model.linear.cpu import NativeLinear
+from phalanx_runtime.model.linear.linear import Kernels, can_pack
 from phalanx_runtime.model.native.library import library
-from phalanx_runtime.model.native.linear import NativeLinear
 from tests.runtime.equal import Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny

@@ -7,16 +7,16 @@ import torch
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model.attention import StepBatch
-from phalanx_runtime.model.decoder import Decoder
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.paged import StepBatch
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.kv_cache import make_caches
-from phalanx_runtime.rank.pipeline import Pipeline
-from phalanx_runtime.rank.rehearsal import DEAREST
+from phalanx_runtime.rank.memory.kv_cache import make_caches
+from phalanx_runtime.rank.profile_run import DEAREST
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.ranks import PLAIN, with_group
 from tests.runtime.tiny import save_tiny
 

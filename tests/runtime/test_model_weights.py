@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.linear import (
+from phalanx_runtime.model.linear.linear import (
     DenseLinear,
     Kernels,
     PackedLinear,

@@ -17,7 +17,7 @@ from bench.mover import Mover, Stream
 from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.model.source import Level
 from tests.runtime.corrupting import Corrupting
 from tests.runtime.moving_engines import RULES, Field, running_field

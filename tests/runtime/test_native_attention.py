@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, DecodeBand, DenseAttention, LayerCache, StepBatch
-from phalanx_runtime.model.native.attention import NativeAttention, decodes
+from phalanx_runtime.model.attention.cpu import NativeAttention, decodes
+from phalanx_runtime.model.attention.paged import Attention, AttentionForm, DecodeBand, DenseAttention, LayerCache, StepBatch
 from phalanx_runtime.model.native.library import Library, library
 
 TARGETS = ["native", "x86-64-v3", "x86-64"]

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from phalanx_runtime.model.attention.cpu import NativeAttention, choose_attention
+from phalanx_runtime.model.decoder.cpu import NativeSteps, choose_steps
 from phalanx_runtime.model.layers import gated, rms_norm
-from phalanx_runtime.model.linear import (
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies, quantized
+from phalanx_runtime.model.linear.linear import (
     DenseLinear,
     Kernels,
     PlainGated,
@@ -13,10 +16,7 @@ from phalanx_runtime.model.linear import (
     make_gated,
     make_linear,
 )
-from phalanx_runtime.model.native.attention import NativeAttention, choose_attention
 from phalanx_runtime.model.native.library import Library
-from phalanx_runtime.model.native.linear import NativeGated, NativeLinear, Precision, multiplies, quantized
-from phalanx_runtime.model.native.steps import NativeSteps, choose_steps
 from phalanx_runtime.model.processor import Processor
 from phalanx_runtime.model.rope import rotate
 from tests.runtime.test_native_attention import TARGETS, compiled

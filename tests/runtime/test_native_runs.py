@@ -7,10 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention import Attention, AttentionForm, Chunk, DecodeBand, DenseAttention, LayerCache, StepBatch
-from phalanx_runtime.model.native.attention import NativeAttention, attends
+from phalanx_runtime.model.attention.cpu import NativeAttention, attends
+from phalanx_runtime.model.attention.paged import (
+    Attention,
+    AttentionForm,
+    Chunk,
+    DecodeBand,
+    DenseAttention,
+    LayerCache,
+    StepBatch,
+)
 from phalanx_runtime.model.native.library import Library, library
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from tests.runtime.test_trees import plan_of
 
 Runs = list[tuple[int, int]]

@@ -12,12 +12,12 @@ from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.grammar_orders import Compile, Compiled
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.rank import grammar as module
-from phalanx_runtime.rank.grammar import Compiled as CompiledGrammar
-from phalanx_runtime.rank.grammar import Grammars
-from phalanx_runtime.rank.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampling import grammar as module
+from phalanx_runtime.rank.sampling.grammar import Compiled as CompiledGrammar
+from phalanx_runtime.rank.sampling.grammar import Grammars
+from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import serve
 from tests.runtime.test_engine_compiling import Engine

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model.attention import AttentionForm, DenseAttention, LayerCache, PagedAttention, StepBatch
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape, decode_bands
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.paged import AttentionForm, DenseAttention, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, decode_bands
 
 PAGE = 4
 HEADS = 2

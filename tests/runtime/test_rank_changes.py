@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow
-from phalanx_runtime.rank.changes import NOTHING_LEFT, Changed, change
-from phalanx_runtime.rank.row import Row
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT, Changed, change
+from phalanx_runtime.rank.sampling.row import Row
 
 VOCAB = 12
 INF = float("inf")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx_runtime.rank.gauge import CudaGauge, HostGauge, make_gauge
+from phalanx_runtime.rank.memory.memory_profiler import CudaGauge, HostGauge, make_gauge
 
 MIB = 1 << 20
 

@@ -13,11 +13,11 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import INDENTATION, GrammarError
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import NewRow
-from phalanx_runtime.rank import grammar as module
-from phalanx_runtime.rank.changes import NOTHING_LEFT
-from phalanx_runtime.rank.grammar import Grammars, read_tokenizer
-from phalanx_runtime.rank.sampler import Sampler
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.sampling import grammar as module
+from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT
+from phalanx_runtime.rank.sampling.sampler import Sampler
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.sampled import Ask, run
 from tests.runtime.served import Served, serve

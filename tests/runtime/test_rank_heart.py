@@ -5,10 +5,10 @@ import threading
 from phalanx_api import wire
 from phalanx_api.cost import HUNG_FLOOR_S
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.step_time import FIRST_BOUND_S
+from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.core.step_timeout import FIRST_BOUND_S
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.rank.heart import Heart, StepWatch
+from phalanx_runtime.rank.process.heartbeat import Heart, StepWatch
 from phalanx_runtime.rank_spec import BEAT_S, Beat
 from tests.runtime.fake_runner import FakeRunner, make_request
 

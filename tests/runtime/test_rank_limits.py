@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.cgroup import System, cpu_limit, memory_limit
-from phalanx_runtime.rank.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
+from phalanx_runtime.rank.memory.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
+from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit
 from phalanx_runtime.rank.threads import SPINS, rank_threads, wait_briefly
 
 GIB = 1 << 30

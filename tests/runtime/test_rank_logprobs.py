@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx_api.wire import TokenDetail
-from phalanx_runtime.rank import logprobs
-from phalanx_runtime.rank.logprobs import token_details
+from phalanx_runtime.rank.sampling import logprobs
+from phalanx_runtime.rank.sampling.logprobs import token_details
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx_api.moves import MoveOut, PageAddress, Prepared
-from phalanx_runtime.core.copying import (
+from phalanx_runtime.core.migration.page_orders import (
     Came,
     ComeFailed,
     Expect,
@@ -26,11 +26,11 @@ from phalanx_runtime.core.copying import (
     Sent,
     Stop,
 )
-from phalanx_runtime.model.attention import LayerCache
-from phalanx_runtime.rank import page_wire as say
-from phalanx_runtime.rank.carrier import PageCarrier, Reports
-from phalanx_runtime.rank.page_door import PageDoor, Secret
-from phalanx_runtime.rank.page_memory import DraftPages, Pages, open_pages
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, open_pages
+from phalanx_runtime.rank.transfer import page_wire as say
+from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports
+from phalanx_runtime.rank.transfer.server import PageDoor, Secret
 from tests.runtime.corrupting import Corrupting
 
 PAGE_SIZE, NUM_PAGES = 4, 12

@@ -17,9 +17,9 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.cgroup import System, memory_limit
-from phalanx_runtime.rank.group import join_group, place_of
-from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.process.cgroup import System, memory_limit
+from phalanx_runtime.rank.process.group import join_group, place_of
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from tests.runtime.ranks import PAGE_SIZE, Asked, Build, Driver, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
@@ -163,7 +163,8 @@ def test_a_line_that_is_no_spec_is_a_bug(tmp_path: Path) -> None:
 
 
 def test_a_rank_imports_no_transformers() -> None:
-    modules = "phalanx_runtime.rank.__main__, phalanx_runtime.rank.rank, phalanx_runtime.rank.group, phalanx_runtime.engine.loop"
+    parts = ("rank.__main__", "rank.loader", "rank.process.group", "engine.loop")
+    modules = ", ".join(f"phalanx_runtime.{part}" for part in parts)
     code = f"import sys, {modules}; print('transformers' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))}
     done = subprocess.run(

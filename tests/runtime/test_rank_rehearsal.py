@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model import attention
-from phalanx_runtime.model.attention import AttentionForm, LayerCache, PagedAttention, StepBatch, attend
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention import paged as attention
+from phalanx_runtime.model.attention.paged import AttentionForm, LayerCache, PagedAttention, StepBatch, attend
 from phalanx_runtime.model.protocol import KvLayout
-from phalanx_runtime.rank import rehearsal
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.gauge import make_gauge
-from phalanx_runtime.rank.kv_cache import make_caches
-from phalanx_runtime.rank.pipeline import Pipeline
-from phalanx_runtime.rank.rehearsal import DEAREST, rehearse
+from phalanx_runtime.rank import profile_run as rehearsal
+from phalanx_runtime.rank.memory.kv_cache import make_caches
+from phalanx_runtime.rank.memory.memory_profiler import make_gauge
+from phalanx_runtime.rank.profile_run import DEAREST, rehearse
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
 CPU = torch.device("cpu")

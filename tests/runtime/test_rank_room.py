@@ -12,15 +12,15 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.solo import SoloCollective
 from phalanx_runtime.errors import DraftLost, ModelError
-from phalanx_runtime.model.attention import LayerCache, StepBatch
+from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.drafting import Drafting
-from phalanx_runtime.rank.pipeline import Pipeline
-from phalanx_runtime.rank.rehearsal import Needs
-from phalanx_runtime.rank.room import Room, measure_room
+from phalanx_runtime.rank.drafting.loading import Drafting
+from phalanx_runtime.rank.kv_sizing import Room, measure_room
+from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank.profile_run import Needs
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.pods import make_spec
 from tests.runtime.ranks import PAGE_SIZE, PLAIN, with_group
 from tests.runtime.tiny import save_tiny

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, Path, StepPlan
-from phalanx_runtime.core.trees import OWN
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, num_drafted, proposals
-from phalanx_runtime.rank.sampler import Sampler
-from phalanx_runtime.rank.sampling import Draw
+from phalanx_runtime.core.draft_tree import OWN
+from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
+from phalanx_runtime.rank.sampling.draw import Draw
+from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, num_drafted, proposals
 from tests.runtime.sampled import Ask, run, scores_after
 from tests.runtime.test_rank_changes import by_definition
 from tests.runtime.test_rank_sampler import DRAWS, LOGITS, OUTPUT, PROMPT, SETTINGS, VOCAB, asks, limit

@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow
-from phalanx_runtime.rank.gaps import gap
-from phalanx_runtime.rank.sampler import Sampler
-from phalanx_runtime.rank.sampling import Draw, draw, keep_filtered, scaled
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.sampling.draw import Draw, draw, keep_filtered, scaled
+from phalanx_runtime.rank.sampling.near_ties import gap
+from phalanx_runtime.rank.sampling.sampler import Sampler
 from tests.runtime.sampled import Ask, run, scores_after
 from tests.runtime.test_rank_changes import by_definition
 from tests.runtime.test_rank_sampling import chi_square, kept_by_definition

@@ -9,7 +9,7 @@ import torch
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.plan import NewRow
+from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import Served, Watched, serve

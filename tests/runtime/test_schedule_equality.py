@@ -13,9 +13,9 @@ import torch
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.policy import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.scheduler import Scheduler
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny

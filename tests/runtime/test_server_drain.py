@@ -8,7 +8,7 @@ import pytest
 import websockets
 
 from phalanx_api import wire
-from phalanx_api.versions import LINK
+from phalanx_api.wire.versions import LINK
 from phalanx_runtime.server.serve import make_server
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until

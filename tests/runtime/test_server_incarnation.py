@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.account import MemoryAccount
-from phalanx_runtime.server.incarnation import (
+from phalanx_runtime.server.supervision.incarnation import (
     Action,
     BackoffOver,
     Drain,

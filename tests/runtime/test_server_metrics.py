@@ -9,7 +9,7 @@ from phalanx_frontend.metrics import Tally
 from phalanx_frontend.vitals import Totals
 from phalanx_runtime.engine.client import NO_LOAD
 from phalanx_runtime.engine.meter import Ended
-from phalanx_runtime.server.metrics import EngineMetrics
+from phalanx_runtime.server.http.metrics import EngineMetrics
 
 
 def make() -> tuple[EngineMetrics, CollectorRegistry, Tally]:

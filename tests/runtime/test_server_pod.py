@@ -10,8 +10,8 @@ import pytest
 from phalanx_api import wire
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady
-from phalanx_runtime.server.pod import Launch, Pod
-from phalanx_runtime.server.ranks import Ranks, RanksEnded, read_lines
+from phalanx_runtime.server.supervision.pod import Launch, Pod
+from phalanx_runtime.server.supervision.ranks import Ranks, RanksEnded, read_lines
 from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_spec, mark_of, until
 
@@ -103,7 +103,7 @@ async def test_ranks_leave_when_asked(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx_runtime.server.ranks.LEAVE_S", 0.01)
+    monkeypatch.setattr("phalanx_runtime.server.supervision.ranks.LEAVE_S", 0.01)
     async with running(tmp_path, 1, "stubborn") as ranks:
         await ranks.ready()
         await ranks.leave()

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx_runtime.rank_spec import Beat
-from phalanx_runtime.server.pulse import MAX_TURN_S, Bounds, Pulse, first_hung, hang
+from phalanx_runtime.server.supervision.hang_detection import MAX_TURN_S, Bounds, Pulse, first_hung, hang
 
 BOUNDS = Bounds(silence_s=5.0, start_s=120.0)
 IDLE = Beat()

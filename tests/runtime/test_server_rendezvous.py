@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phalanx_runtime.server import incarnation as inc
-from phalanx_runtime.server import rendezvous_wire as say
-from phalanx_runtime.server.rendezvous import LeaderRendezvous, Membership
-from phalanx_runtime.server.rendezvous_wire import Connection, Timing, prove, rank_key
+from phalanx_runtime.server.supervision import incarnation as inc
+from phalanx_runtime.server.supervision import rendezvous_wire as say
+from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, Membership
+from phalanx_runtime.server.supervision.rendezvous_wire import Connection, Timing, prove, rank_key
 from tests.runtime.pods import until
 
 QUICK = Timing(ping_s=0.01, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)

@@ -12,10 +12,10 @@ from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.pod import Launch
-from phalanx_runtime.server.pulse import Bounds
-from phalanx_runtime.server.rendezvous_wire import Timing
-from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place, Status
+from phalanx_runtime.server.supervision.hang_detection import Bounds
+from phalanx_runtime.server.supervision.pod import Launch
+from phalanx_runtime.server.supervision.rendezvous_wire import Timing
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place, Status
 from tests.runtime.engine_rig import FakeMeter
 from tests.runtime.fake_rank import command
 from tests.runtime.fake_runner import expected_output, make_request

@@ -15,8 +15,8 @@ import torch
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.rules import Rules
-from phalanx_runtime.core.speculating import Speculating
+from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.oracle import Oracle
 from tests.runtime.ranks import Build, on_ranks

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.acceptance import draft_grade, draft_grades
 from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
-from phalanx_runtime.core.plan import Growth, NewRow, Path, StepPlan
-from phalanx_runtime.core.trees import OWN, chain, is_chain, levels, part, places
-from phalanx_runtime.model.attention import AttentionForm, DenseAttention, LayerCache, PagedAttention
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
+from phalanx_runtime.core.draft_tree import OWN, chain, is_chain, levels, part, places
+from phalanx_runtime.core.step_plan import Growth, NewRow, Path, StepPlan
+from phalanx_runtime.model.attention.paged import AttentionForm, DenseAttention, LayerCache, PagedAttention
 from phalanx_runtime.rank.growth import BestFirst, Fixed
-from phalanx_runtime.rank.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing
-from phalanx_runtime.rank.sampler import Sampler
-from phalanx_runtime.rank.sampling import Draw, Rivals, draw, draw_several
+from phalanx_runtime.rank.sampling.draw import Draw, Rivals, draw, draw_several
+from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing
 from tests.runtime.sampled import scores_after
 
 SHAPE = [OWN, 0, 1, OWN, 3, 0]

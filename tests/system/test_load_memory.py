@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from phalanx_runtime.collective.solo import SoloCollective
-from phalanx_runtime.model.linear import Kernels, can_pack, make_linear
+from phalanx_runtime.model.linear.linear import Kernels, can_pack, make_linear
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.model.weights import INDEX
-from phalanx_runtime.rank.cgroup import System
-from phalanx_runtime.rank.gauge import HostGauge
-from phalanx_runtime.rank.rank import prepare_process
+from phalanx_runtime.rank.loader import prepare_process
+from phalanx_runtime.rank.memory.memory_profiler import HostGauge
+from phalanx_runtime.rank.process.cgroup import System
 from tests.runtime.pods import make_spec
 from tests.runtime.tiny import save_tiny
 

@@ -1,4 +1,4 @@
-"""Phalanx: `phalanx_router.route` chooses, `phalanx_router.balance` moves, as they run in the router."""
+"""Phalanx: `phalanx_router.routing` chooses, `phalanx_router.balancing` moves, as they run in the router."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -13,15 +13,15 @@ from bench.simulate.scene import Scene, Send, Wish
 from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_api.summary import BalancePolicy, GroupSummary, Histogram, RouterSummary
-from phalanx_router.balance.balancer import Balancer, Decision
-from phalanx_router.balance.records import Proposal, StreamView
-from phalanx_router.route.cost import Newcomer
-from phalanx_router.route.dispatch import Known, Sat, next_dispatch, requeues
-from phalanx_router.route.ledger import Sent
-from phalanx_router.route.look import Lookout, Told
-from phalanx_router.route.queue import RequestQueue, Waiting
-from phalanx_router.route.view import GroupView
-from phalanx_router.traffic import TrafficBook
+from phalanx_router.balancing.balancer import Balancer, Decision
+from phalanx_router.balancing.records import Proposal, StreamView
+from phalanx_router.routing.cost import Newcomer
+from phalanx_router.routing.late_binding import Known, Sat, next_dispatch, requeues
+from phalanx_router.routing.ledger import Sent
+from phalanx_router.routing.look import Lookout, Told
+from phalanx_router.routing.queue import RequestQueue, Waiting
+from phalanx_router.routing.view import GroupView
+from phalanx_router.streams.traffic import TrafficBook
 
 OUTPUT_TOKENS = 4096
 """What requests allow at most: nobody says beforehand how long an answer will be."""

@@ -9,7 +9,7 @@ below those that add a group, so that a steady load does not take away what it t
 
 import statistics
 
-from phalanx_operator.decide.demand import (
+from phalanx_operator.decide.scaling.demand import (
     BUSY,
     ITL_SHARE_IN,
     KV_IN_OF_OUT,
@@ -21,7 +21,7 @@ from phalanx_operator.decide.demand import (
     own_ttft_s,
     wait_p95_s,
 )
-from phalanx_operator.decide.fleet import SeenGroup
+from phalanx_operator.decide.state.fleet import SeenGroup
 
 BUSY_IN_OF_OUT = 0.9
 

@@ -3,7 +3,7 @@
 from phalanx_api.conditions import ConditionType, Reason, drop_condition, find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.overrule import overruled
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.state.snapshot import Snapshot
 
 
 def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:

@@ -1,7 +1,7 @@
 """Conditions that were set already in a look, set again by what weighs more."""
 
 from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition, set_condition
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.state.snapshot import Snapshot
 
 
 def overruled(

@@ -8,7 +8,7 @@ all that the operator remembers in the status, are written at once.
 from dataclasses import replace
 
 from phalanx_api.status import GroupStatus, Status
-from phalanx_operator.decide.snapshot import ObservedDeployment, ObservedPod
+from phalanx_operator.decide.state.snapshot import ObservedDeployment, ObservedPod
 
 CALM_S = 1.0
 PACE_S = 1.0

@@ -3,25 +3,23 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide import (
-    admission,
-    autoscaler,
-    balanced,
-    caching,
-    capacity,
-    draining,
-    lost,
-    progress,
-    recovery,
-    retry,
-    rollback,
-    sourced,
-    speculating,
-    versions,
-)
-from phalanx_operator.decide.actions import (
+from phalanx_operator.decide import retry, sourced, speculating
+from phalanx_operator.decide.conditions import capacity
+from phalanx_operator.decide.conditions import compatibility as versions
+from phalanx_operator.decide.conditions import model as caching
+from phalanx_operator.decide.conditions import traffic as balanced
+from phalanx_operator.decide.conditions.status import status
+from phalanx_operator.decide.groups import admission, progress, recovery, rollback
+from phalanx_operator.decide.groups import drain as draining
+from phalanx_operator.decide.groups import lost_nodes as lost
+from phalanx_operator.decide.groups.admission import FREE, Turn
+from phalanx_operator.decide.groups.rollout import next_step
+from phalanx_operator.decide.scaling import autoscaler
+from phalanx_operator.decide.scaling.autoscaler import Scaling
+from phalanx_operator.decide.scaling.scale import PANIC_TICK_S, TICK_S
+from phalanx_operator.decide.state.actions import (
     Action,
     CreateGroup,
     DeleteGroup,
@@ -36,14 +34,9 @@ from phalanx_operator.decide.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.admission import FREE, Turn
-from phalanx_operator.decide.autoscaler import Scaling
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import Desired, live, outdated, staying
-from phalanx_operator.decide.rollout import next_step
-from phalanx_operator.decide.scale import PANIC_TICK_S, TICK_S
-from phalanx_operator.decide.snapshot import ObservedGroup, Snapshot, changed
-from phalanx_operator.decide.status import status
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.groups import Desired, live, outdated, staying
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, changed
 
 FIRST_REPLICAS = 1
 """Groups of a service whose manifest does not say."""

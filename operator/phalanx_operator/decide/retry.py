@@ -6,10 +6,10 @@ then. Any change of their object makes them look at once, so the time of the las
 
 from collections.abc import Iterable
 
-from phalanx_operator.decide.actions import RetryPods, RetryRouters
-from phalanx_operator.decide.clock import age_s
-from phalanx_operator.decide.groups import live
-from phalanx_operator.decide.snapshot import ObservedGroup, ObservedRouter
+from phalanx_operator.decide.state.actions import RetryPods, RetryRouters
+from phalanx_operator.decide.state.clock import age_s
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter
 
 RETRIED = "phalanx.dev/retried"
 """Annotation on a group's StatefulSet and on the router Deployment: when pods were last tried again. Set and read by the

@@ -8,8 +8,8 @@ import datetime
 import zoneinfo
 from dataclasses import dataclass
 
-from phalanx_api.autoscaling import Autoscaling, Schedule
-from phalanx_api.cron import parse_cron
+from phalanx_api.spec.autoscaling import Autoscaling, Schedule
+from phalanx_api.spec.cron import parse_cron
 
 
 @dataclass(frozen=True, slots=True)

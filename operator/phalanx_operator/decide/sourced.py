@@ -1,10 +1,10 @@
 """Which version of the model's source is served, and on how many nodes a cache has it: `status.model`."""
 
-from phalanx_api.inference_service import Model
+from phalanx_api.spec.inference_service import Model
 from phalanx_api.status import ModelStatus, Status
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import live, staying
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.groups import live, staying
+from phalanx_operator.decide.state.snapshot import Snapshot
 
 
 def with_model_status(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet) -> Status:

@@ -4,11 +4,11 @@ A draft that cannot be loaded, or that fails, is done without; its group tells t
 """
 
 from phalanx_api.conditions import Condition, Reason, drop_condition, find_condition, set_condition
-from phalanx_api.inference_service import Engine
+from phalanx_api.spec.inference_service import Engine
 from phalanx_api.status import Status
-from phalanx_operator.decide.fleet import Fleet
-from phalanx_operator.decide.groups import live
-from phalanx_operator.decide.snapshot import Snapshot
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import Snapshot
 
 
 def with_speculating_condition(

@@ -5,7 +5,7 @@ every other group and, for pods that are not ready may always be evicted, frees 
 """
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render import names, pods
 from phalanx_operator.render.objects import Object, child
 

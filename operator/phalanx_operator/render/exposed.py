@@ -4,8 +4,8 @@ Whoever runs the controller of either decides what becomes of it. Streams last a
 is set for a request, an Ingress can only say it by the annotations of its controller.
 """
 
-from phalanx_api.inference_service import InferenceService
-from phalanx_api.router import Expose, Gateway
+from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.spec.router import Expose, Gateway
 from phalanx_operator.render import names
 from phalanx_operator.render.objects import Object, child
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from phalanx_api.inference_service import InferenceService, Spec
 from phalanx_api.schema import read
+from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_operator.render import names
 from phalanx_operator.render.objects import Object, child
 from phalanx_operator.render.revision import PARTS

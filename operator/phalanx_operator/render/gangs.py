@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render.objects import Object, child_labels
 
 GangKind = Literal["None", "Fallback", "Native", "Volcano", "Kueue"]

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Cache, Model, SecretRef, Speculative
+from phalanx_api import labels
+from phalanx_api.spec import pod_template
+from phalanx_api.spec.inference_service import Cache, Model, SecretRef, Speculative
 from phalanx_operator.render.objects import Object
 
 

@@ -1,7 +1,7 @@
 """What Prometheus's operator is told of a service: where to scrape, and when to alert. Applied only where its CRDs are."""
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render.objects import Object, child
 
 API_VERSION = "monitoring.coreos.com/v1"

@@ -7,7 +7,7 @@ after it, and a rank takes the pages of moves, as NCCL its tensors, on a free po
 from dataclasses import dataclass
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render import names, pods, router
 from phalanx_operator.render.objects import Object, child
 

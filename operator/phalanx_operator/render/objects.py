@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_api import inference_service as api
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec import inference_service as api
+from phalanx_api.spec.inference_service import InferenceService
 
 Object = dict[str, Any]
 """An object of the Kubernetes API, ready for JSON."""

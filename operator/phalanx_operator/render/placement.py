@@ -1,7 +1,7 @@
 """Where the pods of a group may run: what a spec's placement adds to each of them."""
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render.objects import Object
 
 HOST = "kubernetes.io/hostname"

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from phalanx_api import labels, pod_template
-from phalanx_api.inference_service import Engine, InferenceService, Probes, Resources
-from phalanx_api.quantities import parse_bytes
+from phalanx_api import labels
+from phalanx_api.spec import pod_template
+from phalanx_api.spec.inference_service import Engine, InferenceService, Probes, Resources
+from phalanx_api.spec.lifecycle import Drain
+from phalanx_api.spec.quantities import parse_bytes
 from phalanx_api.speculation import METHOD_OF, SHAPE_OF
-from phalanx_api.upkeep import Drain
 from phalanx_operator.render import names, placement
 from phalanx_operator.render.gangs import Alone, Gang
 from phalanx_operator.render.model import ModelSource, model_source, with_draft

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 
 PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement")
 """Fields of a spec that change pods, with the served names."""

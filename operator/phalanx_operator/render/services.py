@@ -1,7 +1,7 @@
 """What all groups of a service share: the token, and the headless Service that gives their pods names."""
 
 from phalanx_api import labels
-from phalanx_api.inference_service import InferenceService
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render import names, pods
 from phalanx_operator.render.objects import Object, child
 

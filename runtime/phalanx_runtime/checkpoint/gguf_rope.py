@@ -8,7 +8,7 @@ Source: Llama 3.1's reference code (apply_scaling) and llama.cpp's converter.
 import numpy as np
 import numpy.typing as npt
 
-from phalanx_runtime.checkpoint.gguf_file import GgufFile
+from phalanx_runtime.checkpoint.gguf.file import GgufFile
 from phalanx_runtime.errors import ModelError
 
 ROPE_DIVISORS = "rope_freqs.weight"

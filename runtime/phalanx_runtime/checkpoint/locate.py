@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from phalanx_runtime.checkpoint import bucket, gcs, oci, s3
-from phalanx_runtime.checkpoint.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.folder import check_model_folder
-from phalanx_runtime.checkpoint.hub import Hub, download
+from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.oci_auth import credentials_of
-from phalanx_runtime.checkpoint.remote_file import Work
+from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
+from phalanx_runtime.checkpoint.sources.hub import Hub, download
+from phalanx_runtime.checkpoint.sources.remote_file import Work
 from phalanx_runtime.errors import ModelError
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")

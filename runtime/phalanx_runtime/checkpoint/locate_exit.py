@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from phalanx_runtime.checkpoint import bucket, gcs, oci, s3
-from phalanx_runtime.checkpoint.hub import Hub, download
 from phalanx_runtime.checkpoint.locate import DEFAULT_ENDPOINT, silent
 from phalanx_runtime.checkpoint.oci_auth import credentials_of
-from phalanx_runtime.checkpoint.remote_file import Work
+from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
+from phalanx_runtime.checkpoint.sources.hub import Hub, download
+from phalanx_runtime.checkpoint.sources.remote_file import Work
 from phalanx_runtime.errors import ModelError
 
 SUFFIX = ".safetensors"

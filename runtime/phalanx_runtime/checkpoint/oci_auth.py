@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from phalanx_runtime.checkpoint.remote_file import raise_for_passing_trouble
+from phalanx_runtime.checkpoint.sources.remote_file import raise_for_passing_trouble
 from phalanx_runtime.errors import ModelError
 
 _PARAMETER = re.compile(r'([a-zA-Z_]+)="([^"]*)"')

@@ -9,7 +9,7 @@ tokens agree before it, for a draft its level; and how many others its parent ha
 from collections.abc import Callable, Collection, Sequence
 
 from phalanx_api.speculation import MAX_DEPTH
-from phalanx_runtime.core.trees import OWN, levels, places
+from phalanx_runtime.core.draft_tree import OWN, levels, places
 
 PRIOR = 4.0
 """So many looks the engine's share weighs in a request's own."""

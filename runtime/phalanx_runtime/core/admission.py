@@ -9,7 +9,7 @@ next steps. Alone, a request that fits ever fits now: progress. The length of th
 
 from dataclasses import dataclass, replace
 
-from phalanx_runtime.core.plan import PoolShape
+from phalanx_runtime.core.step_plan import PoolShape
 
 MORE_DRAWS = 32
 """Rows of scores that a step may have beyond one for each request that it may hold: for what is proposed."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_runtime.core.acceptance import Share, draft_grade, lookup_grade
-from phalanx_runtime.core.trees import OWN, chain
+from phalanx_runtime.core.draft_tree import OWN, chain
 
 
 @dataclass(slots=True)

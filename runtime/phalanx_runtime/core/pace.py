@@ -7,7 +7,7 @@ Both are followed over about the last twenty steps that had decodes. A step with
 """
 
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.making import Making
+from phalanx_runtime.core.step_builder import Making
 
 FOLLOWED = 20
 """How many of the latest values count."""

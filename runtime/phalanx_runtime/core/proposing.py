@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api.speculation import CHAIN, Method, Tree
 from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, Shares
-from phalanx_runtime.core.lookup import Lookup
+from phalanx_runtime.core.ngram import Lookup
 
 
 @dataclass(slots=True)

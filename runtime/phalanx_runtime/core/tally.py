@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from phalanx_api.speculation import MAX_DEPTH, SpeculationCounts
-from phalanx_runtime.core.making import Chunk
-from phalanx_runtime.core.trees import levels, places
+from phalanx_runtime.core.draft_tree import levels, places
+from phalanx_runtime.core.step_builder import Chunk
 
 
 class Tally:

@@ -18,9 +18,9 @@ import msgspec
 from phalanx_api import moves, wire
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.plan import StepPlan
-from phalanx_runtime.core.rules import Rules, make_scheduler
-from phalanx_runtime.core.speculating import Fitting
+from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.compiling import Compiling
 from phalanx_runtime.engine.moving import Moving

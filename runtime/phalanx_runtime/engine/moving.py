@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from phalanx_api import moves, wire
-from phalanx_runtime.core import copying
-from phalanx_runtime.core import moving as do
 from phalanx_runtime.core.admission import Refuse
-from phalanx_runtime.core.catching_up import drafted_when_sent
-from phalanx_runtime.core.moving_source import MovesOut
-from phalanx_runtime.core.moving_target import MovesIn, Reserved
-from phalanx_runtime.core.rescue import Rescue
-from phalanx_runtime.core.scheduler import Held, Scheduler
+from phalanx_runtime.core.migration import page_orders as copying
+from phalanx_runtime.core.migration import records as do
+from phalanx_runtime.core.migration.rescue import Rescue
+from phalanx_runtime.core.migration.source import MovesOut
+from phalanx_runtime.core.migration.target import MovesIn, Reserved
+from phalanx_runtime.core.scheduling.scheduler import Held, Scheduler
+from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
 from phalanx_runtime.engine.ports import Carrier
 
 log = logging.getLogger(__name__)

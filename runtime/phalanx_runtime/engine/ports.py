@@ -6,8 +6,8 @@ from typing import Protocol
 
 from phalanx_api import wire
 from phalanx_api.moves import MoveOut, PageAddress
-from phalanx_runtime.core.copying import Report
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.migration.page_orders import Report
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
 class StepRunner(Protocol):
@@ -33,7 +33,7 @@ class StepRunner(Protocol):
 
 
 class Watch(Protocol):
-    """Hears of every step. Implemented by `phalanx_runtime.rank.heart`."""
+    """Hears of every step. Implemented by `phalanx_runtime.rank.process.heartbeat`."""
 
     def began(self, plan: StepPlan, expected_s: float | None) -> None:
         """A step begins, which should take so long if that is known."""
@@ -45,7 +45,7 @@ class Watch(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiled grammars, of the rank that draws. Implemented by `phalanx_runtime.rank.grammar_threads`; tests have fakes."""
+    """Compiled grammars, of the rank that draws. Implemented by `rank.sampling.grammar_threads`; tests have fakes."""
 
     def kept(self, grammar: wire.Grammar) -> object | None:
         """The compiled grammar, if there is one: as long as somebody holds it, steps find it. Returns at once."""
@@ -62,7 +62,7 @@ class Grammars(Protocol):
 
 
 class Carrier(Protocol):
-    """The ranks as those who send and take pages, beside the steps. Implemented by `phalanx_runtime.rank.carrier`.
+    """The ranks as those who send and take pages, beside the steps. Implemented by `phalanx_runtime.rank.transfer.carrier`.
 
     No call waits. An order to one rank comes after those before it; `reports` tells what came of them.
     """

@@ -30,8 +30,8 @@ def _made(spec: FitSpec) -> str:
     import torch
 
     from phalanx_runtime.fitting.fit import fit
-    from phalanx_runtime.model.exit import write_exit
-    from phalanx_runtime.rank.cgroup import System, cpu_limit
+    from phalanx_runtime.model.decoder.exit import write_exit
+    from phalanx_runtime.rank.process.cgroup import System, cpu_limit
 
     torch.set_num_threads(rank_threads(None, cpu_limit(System()), 1))
     made = fit(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic)

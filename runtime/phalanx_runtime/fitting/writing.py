@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import NewRow, StepPlan
-from phalanx_runtime.model.decoder import Decoder
-from phalanx_runtime.rank.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.kv_cache import make_caches
-from phalanx_runtime.rank.sampling import Draw, draw
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.rank.memory.kv_cache import make_caches
+from phalanx_runtime.rank.sampling.draw import Draw, draw
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 
 PAGE_SIZE = 16
 ROWS = 32

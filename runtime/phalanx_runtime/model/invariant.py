@@ -10,11 +10,11 @@ not: its tokens lie in other slots, and keys are summed up in the order of their
 
 import torch
 
-from phalanx_runtime.model.decoder import Decoder
-from phalanx_runtime.model.native.attention import attends
+from phalanx_runtime.model.attention.cpu import attends
+from phalanx_runtime.model.decoder.cpu import NativeSteps
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear
 from phalanx_runtime.model.native.library import library
-from phalanx_runtime.model.native.linear import NativeGated, NativeLinear
-from phalanx_runtime.model.native.steps import NativeSteps
 from phalanx_runtime.model.protocol import Model
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.model.attention import Attention, LayerCache, StepBatch
-from phalanx_runtime.model.linear import Kernels
+from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
+from phalanx_runtime.model.linear.linear import Kernels
 from phalanx_runtime.model.partition import WHOLE, Stage
 
 

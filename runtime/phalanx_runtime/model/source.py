@@ -6,9 +6,9 @@ from typing import Literal
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.attention import Attention
+from phalanx_runtime.model.attention.paged import Attention
 from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
-from phalanx_runtime.model.decoder_load import load
+from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
 from phalanx_runtime.model.protocol import Form, Model, Source
 

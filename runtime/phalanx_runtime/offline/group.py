@@ -13,10 +13,10 @@ from phalanx_frontend.metrics import Tally
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.server.metrics import EngineMetrics
-from phalanx_runtime.server.ranks import RANK_COMMAND
+from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.serve import make_parts
-from phalanx_runtime.server.supervisor import LeaderSupervisor, Place
+from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, Place
 from phalanx_runtime.settings import ServeSettings
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from phalanx_frontend.schemas import CompletionRequest
+from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.validation import of_validation
 
 

@@ -49,11 +49,11 @@ def main() -> NoReturn:
 
 def _serve(spec: RankSpec) -> None:
     """Loads and computes. torch is loaded only here, after the parent is watched."""
-    from phalanx_runtime.rank.carrier import PageCarrier, Reports, open_door, secret_of
-    from phalanx_runtime.rank.cgroup import System
-    from phalanx_runtime.rank.group import join_group
-    from phalanx_runtime.rank.heart import Heart, StepWatch, say
-    from phalanx_runtime.rank.rank import choose_device, load_rank, prepare_process
+    from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
+    from phalanx_runtime.rank.process.cgroup import System
+    from phalanx_runtime.rank.process.group import join_group
+    from phalanx_runtime.rank.process.heartbeat import Heart, StepWatch, say
+    from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports, open_door, secret_of
 
     heart = Heart()
     heart.start()  # only now: libraries that load hold the interpreter for as long as the disk takes
@@ -71,8 +71,8 @@ def _serve(spec: RankSpec) -> None:
         runner.follow()
         return
     from phalanx_runtime.core.admission import Limits
-    from phalanx_runtime.core.rules import Rules
-    from phalanx_runtime.core.speculating import Speculating
+    from phalanx_runtime.core.scheduling.config import Rules
+    from phalanx_runtime.core.speculation.config import Speculating
     from phalanx_runtime.engine.loop import run_engine
 
     secret, near = secret_of(spec), range(spec.local_world_size)

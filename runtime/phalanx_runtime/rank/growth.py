@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from phalanx_runtime.core.plan import Growth, Path
-from phalanx_runtime.core.trees import OWN, chain, levels
-from phalanx_runtime.rank.paths import NO_TOKEN, Drafted
-from phalanx_runtime.rank.sampling import Rivals
+from phalanx_runtime.core.draft_tree import OWN, chain, levels
+from phalanx_runtime.core.step_plan import Growth, Path
+from phalanx_runtime.rank.sampling.draw import Rivals
+from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted
 
 
 class Growing(Protocol):

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.speculating import Fitting
+from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import Grammars
-from phalanx_runtime.model.attention import LayerCache
+from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.batch import BatchBuilder
-from phalanx_runtime.rank.drawn_rows import DrawnRows
-from phalanx_runtime.rank.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
-from phalanx_runtime.rank.logprobs import rows_at_once, token_details
-from phalanx_runtime.rank.page_memory import DraftPages, open_pages
-from phalanx_runtime.rank.paths import (
+from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.memory.page_memory import DraftPages, open_pages
+from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
+from phalanx_runtime.rank.sampling.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.sampling.sampled_rows import DrawnRows
+from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.paths import (
     drafted_numbers,
     filled,
     filled_by_numbers,
@@ -35,10 +37,8 @@ from phalanx_runtime.rank.paths import (
     proposals,
     undrafted,
 )
-from phalanx_runtime.rank.pipeline import Pipeline
-from phalanx_runtime.rank.prompt_logprobs import PromptPart, prompt_parts
-from phalanx_runtime.rank.proposer import Proposer
-from phalanx_runtime.rank.sampler import Sampler
+from phalanx_runtime.rank.step.pipeline import Pipeline
+from phalanx_runtime.rank.step.prompt_logprobs import PromptPart, prompt_parts
 
 POLL_S = 0.001
 """How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""

@@ -25,15 +25,15 @@ from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.app import make_leader_app, supervised
 from phalanx_runtime.server.drafts import NO_DRAFTS, Drafts, find_drafts
-from phalanx_runtime.server.metrics import EngineMetrics
-from phalanx_runtime.server.open_link import LinkSettings
-from phalanx_runtime.server.pod import Launch
-from phalanx_runtime.server.ranks import RANK_COMMAND
-from phalanx_runtime.server.rendezvous_wire import group_token
-from phalanx_runtime.server.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
-from phalanx_runtime.server.vitals import PodVitals
+from phalanx_runtime.server.http.app import make_leader_app, supervised
+from phalanx_runtime.server.http.health import PodVitals
+from phalanx_runtime.server.http.metrics import EngineMetrics
+from phalanx_runtime.server.link.connection import LinkSettings
+from phalanx_runtime.server.supervision.pod import Launch
+from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
+from phalanx_runtime.server.supervision.rendezvous_wire import group_token
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
 from phalanx_runtime.settings import ServeSettings
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy, Budgets
-from phalanx_router.balance.balancer import Balancer, Decision
-from phalanx_router.balance.records import Proposal, StreamView
-from phalanx_router.route.view import GroupView
+from phalanx_router.balancing.balancer import Balancer, Decision
+from phalanx_router.balancing.records import Proposal, StreamView
+from phalanx_router.routing.view import GroupView
 
 PAGES, PAGE = 1000, 16
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=1e-6, attention_s=0.0)

@@ -3,9 +3,9 @@
 import pytest
 
 from phalanx_api.summary import Cause
-from phalanx_router.balance.causes import Targets
-from phalanx_router.balance.hotspots import HotspotBook, Seen
-from phalanx_router.route.view import GroupView
+from phalanx_router.balancing.causes import Targets
+from phalanx_router.balancing.hotspots import HotspotBook, Seen
+from phalanx_router.routing.view import GroupView
 from tests.router.balance.groups import group
 
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)

@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from phalanx_api.summary import BalancePolicy, Mode
-from phalanx_router.balance.balancer import Balancer
-from phalanx_router.balance.ladder import Action
+from phalanx_router.balancing.balancer import Balancer
+from phalanx_router.balancing.ladder import Action
 from tests.router.balance.groups import FREE, World, stream
 from tests.router.balance.test_balancer import first_moves, hot_world
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
-from phalanx_runtime.model.attention import Attention, AttentionForm, LayerCache, StepBatch
+from phalanx_runtime.model.attention.paged import Attention, AttentionForm, LayerCache, StepBatch
 from phalanx_runtime.model.protocol import KvLayout
 
 

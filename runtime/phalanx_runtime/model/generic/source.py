@@ -8,7 +8,8 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.attention import Attention, LayerCache, StepBatch
+from phalanx_runtime.model.attention.cpu import choose_attention
+from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.fields import Json
 from phalanx_runtime.model.generic.calls import answered_by, register
@@ -17,7 +18,6 @@ from phalanx_runtime.model.generic.layers import Call, PagedAnswer, layout_of
 from phalanx_runtime.model.generic.load import fill, make_empty
 from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Splitter
-from phalanx_runtime.model.native.attention import choose_attention
 from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.weights import Checkpoint

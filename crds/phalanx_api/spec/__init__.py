@@ -1,0 +1,1 @@
+"""The spec of an InferenceService, as pydantic models."""

@@ -1,0 +1,1 @@
+"""Effects of a plan on the API server."""

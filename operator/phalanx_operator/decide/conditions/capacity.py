@@ -1,0 +1,59 @@
+"""Whether every group that is wanted has its nodes: the condition `CapacityAvailable`."""
+
+from collections.abc import Iterable
+
+from phalanx_api.conditions import Reason, set_condition
+from phalanx_api.status import Status
+from phalanx_operator.decide.conditions.status import is_quota
+from phalanx_operator.decide.groups.admission import Turn
+from phalanx_operator.decide.state.clock import age_s
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot
+
+WAITING = ("Unschedulable", "SchedulingGated")
+MISSING_S = 10.0
+"""For how long a pod may be missing: the controller of StatefulSets makes one within a moment, if it may."""
+
+
+def with_capacity_condition(status: Status, snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> Status:
+    """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if so;
+    `ungated`: why what places pods together could not be made, if so."""
+    reason, message = _verdict(snapshot, waits, ungated, now)
+    conditions = set_condition(
+        status.conditions,
+        "CapacityAvailable",
+        reason is Reason.SCHEDULED,
+        reason=reason,
+        message=message,
+        generation=snapshot.generation,
+        now=now,
+    )
+    return status.model_copy(update={"conditions": conditions})
+
+
+def left_s(groups: Iterable[ObservedGroup], now: str) -> float | None:
+    """Seconds until the next pod has been missing for long; None when none is, or all are already."""
+    ages = [age for group in live(groups) if group.short_since and (age := age_s(group.short_since, now)) is not None]
+    return min((MISSING_S - age for age in ages if age < MISSING_S), default=None)
+
+
+def _verdict(snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> tuple[Reason, str]:
+    for group in live(snapshot.groups):
+        if is_quota(group.refused):
+            return Reason.QUOTA_EXCEEDED, f"group {group.name}: {group.refused}"
+    pods = [pod for group in live(snapshot.groups) for pod in group.pods if not pod.node and pod.reason in WAITING]
+    if ungated and any(not pod.node for group in live(snapshot.groups) for pod in group.pods):
+        return Reason.GANG_WAITING, ungated  # the scheduler only says that it waits for that
+    for pod in pods:
+        if pod.reason == "Unschedulable":
+            return Reason.UNSCHEDULABLE, f"pod {pod.name}: {pod.message}"
+    if pods:
+        return Reason.GANG_WAITING, f"pod {pods[0].name}: {pods[0].message}"
+    for group in live(snapshot.groups):
+        missing_s = age_s(group.short_since, now) if group.short_since else None
+        if missing_s is not None and missing_s >= MISSING_S:
+            words = group.refused or f"kubectl describe statefulset {group.name}"
+            return Reason.REJECTED, f"group {group.name} has {len(group.pods)} of {group.size} pods: {words}"
+    if waits.told:
+        return Reason.GANG_WAITING, waits.why
+    return Reason.SCHEDULED, ""

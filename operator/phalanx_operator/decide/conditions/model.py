@@ -1,0 +1,52 @@
+"""Whether the model is where `spec.model.cache` keeps it: the condition `ModelCached`, only where there is such a cache.
+
+What goes wrong with a download is known by the words of the runtime that meets it; a test compares them with all that it says.
+"""
+
+import re
+
+from phalanx_api.conditions import Reason, drop_condition, set_condition
+from phalanx_api.spec.inference_service import Model
+from phalanx_api.status import Status
+from phalanx_operator.decide.groups.recovery import last_death
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import Snapshot
+
+_REFUSED = re.compile(r"is refused|refuses the|is private|check the credentials|gives no token")
+_MISSING = re.compile(r"there is no ")
+_CLAIM = re.compile(r"persistentvolumeclaim|unbound immediate|volume node affinity", re.IGNORECASE)
+
+
+def with_model_cached_condition(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet, now: str) -> Status:
+    """The status with what is known of the cache."""
+    if model.cache is None or model.cache.type == "None":
+        return status.model_copy(update={"conditions": drop_condition(status.conditions, "ModelCached")})
+    reason, message = _verdict(snapshot, fleet)
+    verdict = None if reason is Reason.DOWNLOADING and not message else reason is Reason.CACHED
+    conditions = set_condition(
+        status.conditions, "ModelCached", verdict, reason=reason, message=message, generation=snapshot.generation, now=now
+    )
+    return status.model_copy(update={"conditions": conditions})
+
+
+def _verdict(snapshot: Snapshot, fleet: Fleet) -> tuple[Reason, str]:
+    """Where all groups are ready, all of them have it; else what keeps one of them from it, if anything says so."""
+    groups = live(snapshot.groups)
+    if groups and all(group.ready for group in groups):
+        return Reason.CACHED, ""
+    for group in groups:
+        for pod in group.pods:
+            if not pod.node and _CLAIM.search(pod.message):
+                return Reason.CLAIM_UNBOUND, f"pod {pod.name}: {pod.message}"
+        death = last_death(group, fleet)
+        if reason := cause_of(death):
+            return reason, f"{group.name}: {death}"
+    return Reason.DOWNLOADING, ""
+
+
+def cause_of(words: str) -> Reason | None:
+    """What the words of a runtime that has no model mean; None for anything else."""
+    if _REFUSED.search(words):
+        return Reason.AUTH_FAILED
+    return Reason.NOT_FOUND if _MISSING.search(words) else None

@@ -1,0 +1,77 @@
+"""Whether a service is balanced, as its routers see it: the condition, and the groups in trouble.
+
+A hotspot is told once it has lasted, and without its numbers, which are metrics: the status changes when something begins or
+ends.
+"""
+
+import datetime
+
+from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
+from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
+from phalanx_api.summary import Cause, Hotspot
+from phalanx_operator.decide.state.clock import parsed
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import Snapshot
+
+LASTING_S = 5.0
+REASONS: dict[Cause, Reason] = {
+    "kv": Reason.KV_BOUND,
+    "prefill": Reason.PREFILL_BOUND,
+    "decode": Reason.DECODE_BOUND,
+    "prefix": Reason.PREFIX_SKEW,
+    "straggler": Reason.STRAGGLER,
+    "full": Reason.IMMINENT_FULL,
+}
+
+
+def rebalancing_status(fleet: Fleet, former: RebalancingStatus, now: str) -> RebalancingStatus:
+    """The groups in trouble. While nobody is heard, those last known."""
+    if fleet.asked and not fleet.answered:
+        return former
+    known = {(hotspot.group, hotspot.cause): hotspot for hotspot in former.hotspots}
+    found = [
+        HotspotStatus(
+            group=hotspot.group[:63],
+            cause=REASONS[hotspot.cause].value,
+            since=_since(hotspot, known.get((hotspot.group[:63], REASONS[hotspot.cause].value)), now),
+            action=hotspot.action[:64],
+        )
+        for hotspot in fleet.hotspots
+        if hotspot.since_s >= LASTING_S
+    ]
+    listed = sorted(found, key=lambda hotspot: (hotspot.since, hotspot.group))[:MAX_LISTED_HOTSPOTS]
+    return RebalancingStatus(hotspots=tuple(listed), saturated=fleet.saturated)
+
+
+def _since(hotspot: Hotspot, former: HotspotStatus | None, now: str) -> str:
+    moment = parsed(now)
+    if former is not None or moment is None:
+        return former.since if former else now
+    return (moment - datetime.timedelta(seconds=min(hotspot.since_s, 1e6))).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def with_balanced_condition(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
+    """The status with what routers say of balance."""
+    rebalancing = rebalancing_status(fleet, snapshot.status.rebalancing, now)
+    conditions = _set_balanced(status.conditions, fleet, rebalancing, snapshot.generation, now)
+    return status.model_copy(update={"rebalancing": rebalancing, "conditions": conditions})
+
+
+def _set_balanced(
+    conditions: tuple[Condition, ...], fleet: Fleet, status: RebalancingStatus, generation: int, now: str
+) -> tuple[Condition, ...]:
+    """The conditions with `Balanced`: false with the cause of what has lasted longest. Whoever has only just begun to ask says
+    nothing new."""
+    verdict: bool | None
+    if fleet.is_new and find_condition(conditions, "Balanced"):
+        return conditions
+    message = "; ".join(f"{one.group}: {one.cause} since {one.since}, {one.action}" for one in status.hotspots)
+    if fleet.asked and not fleet.answered:
+        verdict, reason, message = None, Reason.ROUTERS_SILENT, "no router answers the operator"
+    elif status.saturated:
+        verdict, reason = False, Reason.FLEET_SATURATED
+    elif status.hotspots:
+        verdict, reason = False, Reason(status.hotspots[0].cause)
+    else:
+        verdict, reason = True, Reason.BALANCED
+    return set_condition(conditions, "Balanced", verdict, reason=reason, message=message, generation=generation, now=now)

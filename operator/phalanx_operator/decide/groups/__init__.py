@@ -1,0 +1,1 @@
+"""The life of groups: rollout, rollback, drain, recovery, admission."""

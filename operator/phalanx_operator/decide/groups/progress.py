@@ -1,0 +1,102 @@
+"""How long groups wait: for a node, to be ready, and to be available; and which rollouts that stops.
+
+A group of the newest revision that is not ready for `progressDeadlineSeconds` stops the rollout: no further group that serves is
+given up for that revision. A group above `replicas` that waits for a node for `surgeTimeoutSeconds` ends the surge: the rest of
+that rollout goes delete-first, where `maxUnavailable` allows one. That it did is remembered by the reason in `Progressing`.
+A group that has been ready for less than `minReadySeconds` counts as one that is missing, except where requests go.
+"""
+
+from collections.abc import Iterable
+
+from phalanx_api.conditions import Reason, find_condition
+from phalanx_api.spec.lifecycle import Rollout
+from phalanx_api.status import Status
+from phalanx_operator.decide.state.clock import age_s
+from phalanx_operator.decide.state.groups import live, staying
+from phalanx_operator.decide.state.snapshot import ObservedGroup, changed
+
+PODLESS_S = 60.0
+"""As how long it counts at most that a group has no pod at all."""
+
+
+def waiting_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long the pod that waits longest for a node, or is missing, has done so; None when all are there and have one.
+
+    A pod is missing where a quota or an admission plugin refuses it: only its StatefulSet's events tell.
+    """
+    ages = [age_s(pod.created or group.created, now) for pod in group.pods if not pod.node]
+    ages += [age_s(group.short_since, now)] if group.short_since else []
+    return max((age for age in ages if age is not None), default=None)
+
+
+def unready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long a group has not been ready, whatever was tried meanwhile; None when it is."""
+    tried = age_s(group.restarts.since, now) if group.restarts.since else None
+    present = pods_unready_s(group, now)
+    return present if present is None or tried is None else max(present, tried)
+
+
+def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long the pods that a group has now have not been ready; None when they are."""
+    if group.ready:
+        return None
+    if not group.pods:  # since when, nobody says: a pod that was deleted a moment ago must not count as the group's whole life
+        return min(age_s(group.created, now) or 0.0, PODLESS_S)
+    ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
+    return max((age for age in ages if age is not None), default=0.0)
+
+
+def ready_s(group: ObservedGroup, now: str) -> float | None:
+    """For how long all pods of a group have been ready; None when they are not, or no kubelet has said since when."""
+    ages = [age for pod in group.pods if (age := age_s(pod.ready_since, now)) is not None]
+    return min(ages, default=None) if group.ready else None
+
+
+def assess(groups: Iterable[ObservedGroup], rollout: Rollout, now: str) -> tuple[ObservedGroup, ...]:
+    """The groups, those told that are ready for too short a time to count on."""
+    ages = ((group, ready_s(group, now)) for group in groups)
+    return tuple(changed(group, young=age is not None and age < rollout.min_ready_seconds) for group, age in ages)
+
+
+def late(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:
+    """Which group of this revision should be ready by now, and what it says; empty when none should."""
+    for group in staying(groups):
+        age = unready_s(group, now)
+        if group.revision == revision and age is not None and age >= rollout.progress_deadline_seconds:
+            words = next((f": {pod.name}: {pod.reason} {pod.message}" for pod in group.pods if pod.reason), "")
+            return f"{group.name} is not ready after {rollout.progress_deadline_seconds} s{words}"
+    return ""
+
+
+def no_room(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> str:
+    """Why a rollout to this revision has no surge (any more); empty while it has, or needs none."""
+    groups = tuple(groups)
+    here = staying(groups)
+    if all(group.revision == revision for group in here):
+        return ""
+    former = find_condition(status.conditions, "Progressing")
+    told_of = status.rollback.to if status.rollback else status.update_revision
+    if former and former.reason == Reason.SURGE_UNSCHEDULABLE and told_of == revision:
+        return former.message
+    for group in live(groups):
+        if group.revision == revision and group.lost and waiting_s(group, now) is not None:
+            return f"{group.name} is given up: {group.lost}"  # it had less time to be placed whole
+    for group in here:
+        age = waiting_s(group, now)
+        if group.revision == revision and age is not None and age >= rollout.surge_timeout_seconds:
+            words = next((f": {pod.message}" for pod in group.pods if not pod.node and pod.message), "")
+            return f"{group.name} waited {rollout.surge_timeout_seconds} s for room{words}"
+    return ""
+
+
+def left_s(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> float | None:
+    """Seconds until the next of these times is over; None when none runs."""
+    due = []
+    for group in staying(groups):
+        if group.revision == revision:
+            waits, unready = waiting_s(group, now), unready_s(group, now)
+            due += [] if waits is None else [rollout.surge_timeout_seconds - waits]
+            due += [] if unready is None else [rollout.progress_deadline_seconds - unready]
+        ready = ready_s(group, now)
+        due += [] if ready is None else [rollout.min_ready_seconds - ready]
+    return min((left for left in due if left > 0), default=None)

@@ -1,0 +1,168 @@
+"""The next step from the groups that are there to the groups that should be there.
+
+    at rest: `replicas` groups, all of the newest revision, none being emptied
+
+    lost with a node          -> delete it: its successor starts elsewhere
+    too many stay             -> empty the surplus in order of deletion; those that are not ready are deleted at once
+    too few stay              -> keep those that are being emptied after all, where they are of the newest revision
+    emptied, or broken now    -> delete it
+    too few                   -> create the rest, of the newest revision
+    old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability; but not while `stuck`, for
+                                 they may come back and a successor may not come at all
+    old groups, ready         -> empty as many as leave no more than `max_unavailable` missing (delete first), or with a surge
+                                 as many as are ready above `replicas`
+    far too slow groups       -> likewise, after the old ones
+
+A group that is being emptied still has its devices, so its successor is made when it is deleted, in the same step: the new pods
+wait in the scheduler for what the old ones give back. It never counts as available, so no more are emptied beside it than may be.
+
+With a surge there are up to `max_surge` groups more while old ones are to be replaced, counted with those that are being emptied.
+What does not fit into the cluster is found by `plan`, which then asks for a rollout without surge.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
+from phalanx_operator.decide.state.groups import Desired, free_names, in_order_of_deletion, live, outdated, staying
+from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, Purpose
+
+Leaving = tuple[ObservedGroup, str, Purpose]
+"""A group that is to leave now, why, and what for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Groups to keep after all, to empty, to delete and to create, in this order."""
+
+    keep: tuple[KeepGroup, ...]
+    drain: tuple[DrainGroup, ...]
+    delete: tuple[DeleteGroup, ...]
+    create: tuple[CreateGroup, ...]
+
+    @property
+    def actions(self) -> tuple[KeepGroup | DrainGroup | DeleteGroup | CreateGroup, ...]:
+        """All of them, in order."""
+        return (*self.keep, *self.drain, *self.delete, *self.create)
+
+
+def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | None:
+    """What to do now, or None when there is nothing to do but wait, or nothing at all."""
+    here = live(groups)
+    old = [] if desired.paused else outdated(groups, desired)
+    broken = [] if desired.stuck else [group for group in old if not group.ready]
+    stays = [group for group in staying(groups) if group not in broken]
+    above = _above(desired, stays, len(old) - len(broken) + _num_slow(desired, stays))
+    wanted = desired.replicas + above
+    surplus = len(stays) - wanted
+    keep = tuple(_kept(desired, here, -surplus))
+    kept = {action.uid for action in keep}
+    if surplus > 0:
+        why = f"{len(stays)} groups, {wanted} wanted"
+        victims = in_order_of_deletion(stays, desired.revision)[:surplus]
+        leaving: list[Leaving] = [(group, why, "surplus") for group in victims]
+        successor = ""
+    else:
+        leaving = _replaced(desired, stays, len(kept), 0 if above else desired.max_unavailable)
+        successor = next(iter(free_names(desired, groups, 1)), "")
+    drain = tuple(DrainGroup(g.name, g.uid, why, successor, purpose) for g, why, purpose in leaving if g.ready)
+    delete = tuple(DeleteGroup(g.name, g.uid, f"revision {g.revision} is old, and the group is not ready") for g in broken)
+    delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in leaving if not g.ready)
+    delete += tuple(DeleteGroup(g.name, g.uid, why) for g in here if g.uid not in kept and (why := _why_gone(g)))
+    left = len(here) - len(delete)
+    create = tuple(
+        CreateGroup(name, f"{left} groups of {wanted}, revision {desired.revision}")
+        for name in free_names(desired, groups, max(wanted - left, 0))
+    )
+    step = Step(keep, drain, delete, create)
+    return step if step.actions else None
+
+
+def _above(desired: Desired, stays: list[ObservedGroup], old: int) -> int:
+    """How many groups more than `replicas` there should be now: while so many old ones are to be replaced that serve.
+
+    A rollout that is held or paused makes no more of them, and keeps those that it has: of the newest revision.
+    """
+    if desired.held or desired.paused:
+        new = sum(group.revision == desired.revision for group in stays)
+        has_old = new < len(stays) and desired.replicas > 0
+        return min(desired.max_surge, new, max(len(stays) - desired.replicas, 0)) if has_old else 0
+    return min(desired.max_surge, old) if desired.replicas else 0
+
+
+def _num_slow(desired: Desired, stays: list[ObservedGroup]) -> int:
+    """Groups of the newest revision that are far too slow, and go only when a successor serves."""
+    if desired.max_unavailable:
+        return 0
+    return sum(bool(group.slow) and group.ready and group.revision == desired.revision for group in stays)
+
+
+def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:
+    """Groups that are being emptied and are wanted again."""
+    leaving = [group for group in here if group.draining and not group.draining.is_final and not group.lost]
+    going = [group for group in leaving if group.ready and group.revision == desired.revision]
+    oldest_first = sorted(going, key=lambda group: (group.created, group.name))
+    why = f"{desired.replicas} groups are wanted again"
+    return [KeepGroup(group.name, group.uid, why) for group in oldest_first[: max(missing, 0)]]
+
+
+def _why_gone(group: ObservedGroup) -> str:
+    """Why a group that was given up is deleted now; empty while it is still being emptied, or stays."""
+    if group.lost:
+        return group.lost
+    if group.draining is None:
+        return ""
+    if not group.ready:
+        return f"{group.draining.why}; it is not ready any more"
+    return f"{group.draining.why}; {group.drained}" if group.drained else ""
+
+
+def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int, may_miss: int) -> list[Leaving]:
+    """The groups of an old revision, and the far too slow ones, that serve and may leave now, with the reason."""
+    if desired.held:
+        return []
+    old = [] if desired.paused else [group for group in outdated(stays, desired) if group.ready]
+    leaving: list[Leaving] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
+    leaving += [(g, g.slow, "straggler") for g in stays if g.slow and g.ready and g not in old]
+    budget = may_miss - (desired.replicas - kept - sum(group.available for group in stays))
+    return leaving[: max(budget, 0)]
+
+
+def run_to_end(
+    desired: Desired,
+    groups: tuple[ObservedGroup, ...],
+    settle: Callable[[tuple[ObservedGroup, ...]], tuple[ObservedGroup, ...]],
+    max_steps: int = 10_000,
+) -> list[tuple[Step | None, tuple[ObservedGroup, ...]]]:
+    """Every step of a rollout with the groups after it, for tests. `settle` is what the world does between two steps.
+
+    Ends when there is no step and `settle` changes nothing. Raises: RuntimeError when that is not so after `max_steps`.
+    """
+    history: list[tuple[Step | None, tuple[ObservedGroup, ...]]] = []
+    for moment in range(max_steps):
+        step = next_step(desired, groups)
+        after = carry_out(step, desired, groups, moment) if step else groups
+        history.append((step, after))
+        groups = settle(after)
+        if step is None and groups == after:
+            return history
+    raise RuntimeError(f"no end after {max_steps} steps: {groups}")
+
+
+def carry_out(step: Step, desired: Desired, groups: tuple[ObservedGroup, ...], moment: int) -> tuple[ObservedGroup, ...]:
+    """The groups right after a step: those given up are being emptied or deleted, new groups are not ready."""
+    size = groups[0].size if groups else 1
+    kept = {action.uid for action in step.keep}
+    drained = {action.uid: Draining(f"{moment:06}", action.why, action.purpose) for action in step.drain}
+    doomed = {action.uid for action in step.delete}
+    left = tuple(
+        replace(
+            group,
+            draining=None if group.uid in kept else drained.get(group.uid, group.draining),
+            drained="" if group.uid in kept else group.drained,
+            terminating=group.terminating or group.uid in doomed,
+        )
+        for group in groups
+    )
+    new = (ObservedGroup(made.name, f"uid-{moment}-{made.name}", desired.revision, f"{moment:06}", size) for made in step.create)
+    return (*left, *new)

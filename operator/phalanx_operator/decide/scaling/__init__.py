@@ -1,0 +1,1 @@
+"""The number of groups: the autoscaler, demand, load and scale-down."""

@@ -1,0 +1,201 @@
+"""What the autoscaler says of a service, and whether the operator is the one to write it.
+
+Internal   the operator writes `spec.replicas`, unless somebody else wrote it after the operator did: then it waits until that
+           is CONFLICT_S old, and says so
+External   HPA or KEDA writes it, by the metric; the operator goes on from its own last word, for the other one follows
+Advisory   nobody writes; the same
+"""
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from phalanx_api import labels
+from phalanx_api.conditions import Reason, drop_condition, set_condition
+from phalanx_api.spec.autoscaling import Autoscaling
+from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.status import MAX_HISTORY, AutoscalingStatus, ScaleChange, Status
+from phalanx_operator.decide.scaling.demand import KV_SHARE, Targets
+from phalanx_operator.decide.scaling.scale import COLD_S, LOST_S, Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.schedule import Bounds, bounds
+from phalanx_operator.decide.state.clock import age_s, parsed
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ReplicasWriter, Snapshot
+
+CONFLICT_S = 300.0
+STARTS = 16
+"""Starts of groups that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mind:
+    """What is remembered of a service. `starting`: groups seen that never served; `served`: those that did; `starts_s`: how
+    long they took to.
+
+    advised: the count that was last advised, where somebody else writes it. is_new: nothing was seen yet, so that of groups that
+    are there nobody knows whether they served.
+    """
+
+    memory: Memory = field(default_factory=Memory)
+    starting: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
+    starts_s: tuple[float, ...] = ()
+    advised: int | None = None
+    is_new: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The autoscaler's word. `write`: the count to write; None when nothing is to be written."""
+
+    decision: Decision
+    write: int | None
+    is_active: bool
+    reason: Reason
+    message: str
+    status: AutoscalingStatus
+
+
+def scaling(
+    service: InferenceService, snapshot: Snapshot, fleet: Fleet, mind: Mind, now: str, now_s: float
+) -> tuple[Mind, Scaling | None]:
+    """What to remember, and the word for this moment; None without autoscaling, or while the service is suspended."""
+    mind = _timed(mind, snapshot.groups, now)
+    policy = service.spec.autoscaling
+    if policy is None or service.spec.suspend or service.spec.replicas is None:
+        return replace(mind, memory=Memory(), advised=None), None
+    between = bounds(policy, parsed(now) or datetime.datetime.fromtimestamp(0, datetime.UTC))
+    replicas = service.spec.replicas
+    count = replicas if policy.mode == "Internal" or mind.advised is None else mind.advised
+    former = snapshot.status.autoscaling or AutoscalingStatus()
+    serving = frozenset(group.name for group in snapshot.groups if group.serving)
+    scene = Scene(now_s, count, serving, fleet, _cold_s(mind, former))
+    memory, decision = evaluate(mind.memory, scene, rules_of(service, policy, between))
+    mind = replace(mind, memory=memory, advised=decision.groups)
+    conflict = _conflict(policy, snapshot, former, replicas, now)
+    writes = policy.mode == "Internal" and not conflict and decision.groups != replicas
+    active, reason, message = _verdict(policy, decision, conflict)
+    counts = writes or policy.mode != "Internal"
+    status = _status(former, between, decision, count, mind, now if writes else former.last_scale_time)
+    if counts and decision.groups != count:
+        status = status.model_copy(update={"history": _history(former, decision, count, now)})
+    return mind, Scaling(decision, decision.groups if writes else None, active, reason, message, status)
+
+
+def with_scaling_conditions(
+    status: Status, service: InferenceService, said: Scaling | None, snapshot: Snapshot, now: str
+) -> Status:
+    """The status with what the autoscaler says."""
+    if service.spec.autoscaling is None:
+        conditions = drop_condition(status.conditions, "ScalingActive")
+        return status.model_copy(update={"autoscaling": None, "conditions": conditions})
+    conditions = set_condition(
+        status.conditions,
+        "ScalingActive",
+        said is not None and said.is_active,
+        reason=said.reason if said else Reason.DISABLED,
+        message=said.message if said else "the service is suspended",
+        generation=snapshot.generation,
+        now=now,
+    )
+    autoscaling = said.status if said else snapshot.status.autoscaling
+    return status.model_copy(update={"autoscaling": autoscaling, "conditions": conditions})
+
+
+def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) -> Rules:
+    """The rules of a spec, with the bounds of the hour."""
+    goals = policy.targets
+    targets = Targets(
+        ttft_s=goals.ttft_p95_ms / 1000 if goals.ttft_p95_ms else None,
+        itl_s=goals.itl_p95_ms / 1000 if goals.itl_p95_ms else None,
+        kv=goals.kv_utilization / 100 if goals.kv_utilization else KV_SHARE,
+    )
+    return Rules(
+        least=between.least,
+        most=between.most,
+        targets=targets,
+        up_s=policy.scale_up.stabilization_seconds,
+        up_step=policy.scale_up.max_step,
+        down_s=policy.scale_down.stabilization_seconds,
+        down_step=policy.scale_down.max_step,
+        to_zero=policy.scale_to_zero.enabled,
+        idle_s=policy.scale_to_zero.idle_seconds,
+        streams_move=service.spec.rebalancing.mode == "Migrate",
+        room=service.spec.engine.max_num_batched_tokens,
+        fallback=policy.fallback_replicas,
+    )
+
+
+def _timed(mind: Mind, groups: Iterable[ObservedGroup], now: str) -> Mind:
+    """The mind with the starts of groups that were seen before they served, and serve now."""
+    groups = tuple(groups)
+    ready = {group.uid: group for group in groups if group.ready}
+    ages = [age_s(ready[uid].created, now) for uid in sorted(mind.starting & ready.keys())]
+    starts = tuple(age for age in ages if age is not None and age >= 0)
+    known = frozenset(group.uid for group in groups)
+    if mind.is_new:
+        return replace(mind, served=known, is_new=False)
+    served = (mind.served | ready.keys()) & known
+    young = frozenset(group.uid for group in groups if not group.ready) - served
+    return replace(mind, starting=young, served=served, starts_s=(*mind.starts_s, *starts)[-STARTS:])
+
+
+def _cold_s(mind: Mind, former: AutoscalingStatus) -> float:
+    """How long a group takes until it serves, 95 of 100."""
+    if mind.starts_s:
+        return sorted(mind.starts_s)[int(0.95 * (len(mind.starts_s) - 1) + 0.5)]
+    return float(former.cold_start_seconds) or COLD_S
+
+
+def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus, replicas: int, now: str) -> str:
+    """Who wrote the count after the operator did, lately; empty when nobody.
+
+    A 0 that was written through /scale has no owner in the managed fields, nor has what is written there afterwards: then
+    a count that is not the operator's last word is somebody else's.
+    """
+    writer = snapshot.replicas_writer
+    if policy.mode != "Internal" or not former.last_scale_time:
+        return ""
+    if writer is None:
+        told = next((c for c in snapshot.status.conditions if c.reason == Reason.CONFLICTING_SCALER), None)
+        writer = ReplicasWriter("somebody", told.last_transition_time if told else now)
+        is_ours = told is None and replicas == former.desired
+    else:
+        is_ours = writer.manager == labels.MANAGER
+    age = age_s(writer.at, now)
+    return "" if is_ours or age is None or age >= CONFLICT_S else f"{writer.manager} wrote spec.replicas at {writer.at}"
+
+
+def _verdict(policy: Autoscaling, decision: Decision, conflict: str) -> tuple[bool, Reason, str]:
+    if conflict:
+        return False, Reason.CONFLICTING_SCALER, f"{conflict}; one writer only: take it away, or set mode External"
+    if decision.verdict in ("Hold", "Fallback"):
+        fallback = policy.fallback_replicas
+        held = "the count is held" + (f", and is at least {fallback} after {LOST_S:.0f} s" if fallback else "")
+        return False, Reason.METRICS_UNAVAILABLE, f"fewer than half of the routers answered lately: {held}"
+    reasons = {"Internal": Reason.ACTIVE, "External": Reason.EXTERNAL, "Advisory": Reason.ADVISORY}
+    return True, reasons[policy.mode], ""
+
+
+def _history(former: AutoscalingStatus, decision: Decision, before: int, now: str) -> tuple[ScaleChange, ...]:
+    """The last changes with this one, the newest last."""
+    why = decision.why[:256]
+    change = ScaleChange(time=now, before=before, after=decision.groups, reason=decision.verdict, message=why)
+    return (*former.history, change)[-MAX_HISTORY:]
+
+
+def _status(
+    former: AutoscalingStatus, between: Bounds, decision: Decision, before: int, mind: Mind, last_scale_time: str
+) -> AutoscalingStatus:
+    changed = decision.groups != before
+    return AutoscalingStatus(
+        desired=decision.groups,
+        min_replicas=between.least,
+        max_replicas=between.most,
+        bounds=between.why[:256],
+        reason=decision.verdict if changed else former.reason,
+        message=f"from {before} to {decision.groups}: {decision.why}"[:512] if changed else former.message,
+        last_scale_time=last_scale_time,
+        cold_start_seconds=round(_cold_s(mind, former)) if mind.starts_s else former.cold_start_seconds,
+        history=former.history,
+    )

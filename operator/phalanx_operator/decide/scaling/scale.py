@@ -1,0 +1,302 @@
+"""How many groups a service should have now: balancing.md 3.8, as a step of a state machine. At rest: as many as there are.
+
+    out of bounds  go to the bound
+    not heard      fewer than half of the routers answered lately: hold, or after three evaluations go up to `fallback`
+    no group       a request came: wake, with as many groups as the queue implies
+    to zero        nothing was asked for long enough
+    out            two evaluations, 15 s apart, need more: to the smaller of the two; one that foresees growth (`decide.forecast`)
+    panic          the last 6 s alone need 1.5 times as many: at once
+    in             fewer groups do, for the whole stabilisation time (`decide.consolidate`): one less, or a tenth
+
+Out is at most doubling, or 4, in 15 s. After a change of the groups that serve, pages, queues and steps have not settled: for two
+evaluations only arrivals count, which no group changes, and only outwards; a group that comes and goes for ever holds the rest up
+for four at most. What starts counts as there.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from phalanx_operator.decide.consolidate import objection
+from phalanx_operator.decide.forecast import Trend, followed, growth
+from phalanx_operator.decide.scaling.demand import DRAIN_S, Ability, Demand, Targets, demand
+from phalanx_operator.decide.scaling.load import (
+    SHORT_S,
+    USUAL_S,
+    ability_of,
+    arrivals_alone,
+    burstiness_of,
+    fresh,
+    heaviest_load_of,
+    load_of,
+    panic_load_of,
+)
+from phalanx_operator.decide.state.fleet import Fleet
+
+TICK_S = 15.0
+PANIC_TICK_S = 2.0
+SLACK_S = 0.5
+"""Looks come by timers: one that is this much early still counts."""
+PANIC = 1.5
+PANIC_LASTS_S = 60.0
+EVALUATIONS = 2
+FROZEN_S = 2 * TICK_S
+LONGEST_FREEZE_S = 4 * TICK_S
+OUT_STEP = 4
+IN_EVERY_S = 60.0
+IN_SHARE = 10
+SLOW_IN_S, FAST_IN_S, QUIET_S = 300.0, 60.0, 300.0
+LEAST_IDLE_S = 300.0
+LOST_S = 3 * TICK_S
+"""For how long routers must have been silent until that counts as a loss: a new leader has not heard them at first."""
+COLD_S = 60.0
+"""What a group is taken to need until it serves, before one was measured."""
+MEAN_AGE_S = USUAL_S / 2
+"""How old the mean of a minute is."""
+
+Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Fallback", "Unmeasured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The policy: from the spec, and for the bounds from the hour. `streams_move`: a group can be emptied without waiting.
+
+    fallback: how many groups there are at least while nothing is heard; None: as many as there were.
+    """
+
+    least: int
+    most: int
+    targets: Targets
+    up_s: float = 0.0
+    up_step: int | None = None
+    down_s: float | None = None
+    down_step: int | None = None
+    to_zero: bool = False
+    idle_s: float | None = None
+    streams_move: bool = True
+    room: int | None = None
+    fallback: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is so now: groups wanted, those that serve, what the routers say, how long a group takes to start."""
+
+    now_s: float
+    groups: int
+    serving: frozenset[str]
+    fleet: Fleet
+    cold_s: float = COLD_S
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Groups that should be wanted, and why. `needed`: what the load needs, where it was computed."""
+
+    groups: int
+    verdict: Verdict
+    why: str
+    needed: int | None = None
+    panicking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one evaluation hands to the next. Losing it costs a stabilisation time, and nothing else.
+
+    needs: of the evaluations in a row that needed more, the newest last. fits_since_s: since when fewer groups do.
+    counts: when how many groups were wanted, in the last 15 s. in_s: the last step in. lost_since_s: since when nothing is heard.
+    """
+
+    ticked_s: float | None = None
+    panic_ticked_s: float | None = None
+    trend: Trend = field(default_factory=Trend)
+    needs: tuple[int, ...] = ()
+    over_since_s: float = 0.0
+    fits_since_s: float | None = None
+    counts: tuple[tuple[float, int], ...] = ()
+    out_s: float | None = None
+    in_s: float | None = None
+    serving: frozenset[str] | None = None
+    frozen_since_s: float = 0.0
+    frozen_until_s: float = 0.0
+    panic_until_s: float = 0.0
+    lost_since_s: float | None = None
+    ability: Ability | None = None
+    why: str = ""
+    needed: int | None = None
+
+
+def evaluate(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+    """What to remember, and the decision. May be called at any time: between two evaluations nothing is decided."""
+    memory, decision = _decided(_noted(memory, scene, rules), scene, rules)
+    now_s = scene.now_s
+    if decision.groups > scene.groups:
+        memory = replace(memory, out_s=now_s, needs=(), fits_since_s=None)
+    elif decision.groups < scene.groups:
+        memory = replace(memory, in_s=now_s, needs=())
+    decision = replace(decision, panicking=now_s < memory.panic_until_s)
+    return replace(memory, why=decision.why, needed=decision.needed), decision
+
+
+def _noted(memory: Memory, scene: Scene, rules: Rules) -> Memory:
+    """The memory with what is noted at every look: the count, whether the groups that serve changed, and who is heard."""
+    now_s = scene.now_s
+    recent = tuple((at, n) for at, n in memory.counts if now_s - at < TICK_S)
+    if memory.serving is not None and memory.serving != scene.serving:
+        since = memory.frozen_since_s if now_s < memory.frozen_until_s else now_s
+        memory = replace(memory, frozen_since_s=since, frozen_until_s=now_s + FROZEN_S)
+    ability = ability_of(scene.fleet, rules.room) or memory.ability
+    lost_s = None if scene.fleet.is_heard else now_s if memory.lost_since_s is None else memory.lost_since_s
+    counts = (*recent, (now_s, scene.groups))
+    return replace(memory, counts=counts, serving=scene.serving, ability=ability, lost_since_s=lost_s)
+
+
+def _decided(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+    n = scene.groups
+    if not rules.least <= n <= rules.most and not (n == 0 and rules.to_zero and rules.least == 0):
+        bound = min(max(n, rules.least), rules.most)
+        return memory, Decision(bound, "Bounds", f"{n} groups, between {rules.least} and {rules.most} are allowed")
+    if not scene.fleet.is_heard:
+        return replace(memory, needs=(), fits_since_s=None), _unheard(memory, scene, rules)
+    if n == 0:
+        return memory, _woken(memory, scene, rules)
+    if _is_idle(scene, rules):
+        return memory, Decision(0, "Zero", f"nothing was asked for {scene.fleet.idle_s:.0f} s")
+    if memory.ability is None:
+        return memory, Decision(n, "Unmeasured", "no group has measured its steps yet")
+    if _is_due(memory.ticked_s, scene.now_s, TICK_S):
+        return _evaluated(memory, memory.ability, scene, rules)
+    if _is_due(memory.panic_ticked_s, scene.now_s, PANIC_TICK_S):
+        return _panicked(memory, memory.ability, scene, rules, Decision(n, "Steady", memory.why, memory.needed))
+    return memory, Decision(n, "Steady", memory.why, memory.needed)
+
+
+def _unheard(memory: Memory, scene: Scene, rules: Rules) -> Decision:
+    """The decision while too few routers answer: what is there stays, and after a while there is what the spec falls back to."""
+    n, why = scene.groups, f"{scene.fleet.answered} of {scene.fleet.asked} routers answered lately"
+    is_lost = memory.lost_since_s is not None and scene.now_s - memory.lost_since_s >= LOST_S
+    fallback = min(rules.fallback, rules.most) if rules.fallback is not None and is_lost else 0
+    return Decision(fallback, "Fallback", f"{why}: at least {fallback} groups") if fallback > n else Decision(n, "Hold", why)
+
+
+def _is_due(former_s: float | None, now_s: float, every_s: float) -> bool:
+    return former_s is None or now_s - former_s >= every_s - min(SLACK_S, every_s / 4)
+
+
+def _is_frozen(memory: Memory, now_s: float) -> bool:
+    """Whether the groups that serve have just changed, and not for ever."""
+    return now_s < memory.frozen_until_s and now_s - memory.frozen_since_s < LONGEST_FREEZE_S
+
+
+def _woken(memory: Memory, scene: Scene, rules: Rules) -> Decision:
+    fleet = scene.fleet
+    short = fleet.traffic.get(SHORT_S)
+    served = sum(group.streams for group in fleet.groups.values()) + (short.arrivals if short else 0)
+    waiting = fleet.held + fleet.queued + served  # a group that is still being emptied may serve some
+    if not waiting:
+        return Decision(0, "Steady", "nothing is asked for")
+    implied = fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
+    return Decision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests want a group")
+
+
+def _is_idle(scene: Scene, rules: Rules) -> bool:
+    """Whether nothing was asked for long enough, by the word of every router."""
+    fleet = scene.fleet
+    idle_s = rules.idle_s if rules.idle_s is not None else max(LEAST_IDLE_S, 3 * scene.cold_s)
+    busy = fleet.held + fleet.queued + sum(group.streams + group.running + group.waiting for group in fleet.groups.values())
+    return rules.to_zero and rules.least == 0 and fleet.all_heard and not busy and fleet.idle_s >= idle_s
+
+
+def _evaluated(memory: Memory, ability: Ability, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+    """The evaluation of every 15 s."""
+    fleet, now_s = scene.fleet, scene.now_s
+    usual = fleet.traffic.get(USUAL_S)
+    trend = followed(memory.trend, now_s, usual.arrivals if usual else 0)
+    memory = replace(memory, trend=trend, ticked_s=now_s)
+    grows = growth(trend, scene.cold_s + TICK_S + MEAN_AGE_S, burstiness_of(fleet))
+    load, frozen = load_of(fleet, ability, grows), _is_frozen(memory, now_s)
+    need = demand(arrivals_alone(load) if frozen else load, ability, rules.targets)
+    memory, decision = _panicked(memory, ability, scene, rules, Decision(scene.groups, "Steady", need.why, need.groups))
+    if decision.groups > scene.groups:
+        return memory, decision
+    if need.groups > scene.groups:
+        return _more(memory, scene, rules, need, grows)
+    if frozen:
+        return memory, Decision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
+    memory = replace(memory, needs=())
+    if now_s < memory.frozen_until_s:
+        return memory, decision
+    return _fewer(memory, ability, scene, rules, need)
+
+
+def _more(memory: Memory, scene: Scene, rules: Rules, need: Demand, grows: float) -> tuple[Memory, Decision]:
+    """Out, once two evaluations in a row said so for long enough; growth has been seen for longer than that already."""
+    since_s = memory.over_since_s if memory.needs else scene.now_s
+    looks = EVALUATIONS if grows == 1 else 1
+    needs = (*memory.needs, need.groups)[-looks:]
+    memory = replace(memory, needs=needs, over_since_s=since_s, fits_since_s=None)
+    why = need.why + (f", growing to {grows:.0%}" if grows > 1 else "")
+    enough = len(needs) == looks and scene.now_s - since_s >= rules.up_s - SLACK_S
+    count = _capped(min(needs), memory, scene, rules) if enough else scene.groups
+    if count > scene.groups:
+        return memory, Decision(count, "Out", why, need.groups)
+    return memory, Decision(scene.groups, "Steady", f"{why}: not yet, or no more are allowed", need.groups)
+
+
+def _panicked(memory: Memory, ability: Ability, scene: Scene, rules: Rules, calm: Decision) -> tuple[Memory, Decision]:
+    """Out at once when the last seconds alone need far more; `calm` otherwise. What they need also keeps groups from going."""
+    memory = replace(memory, panic_ticked_s=scene.now_s)
+    load = panic_load_of(scene.fleet, ability)
+    if load is None:
+        return memory, calm
+    need = demand(arrivals_alone(load) if _is_frozen(memory, scene.now_s) else load, ability, rules.targets)
+    if need.groups >= scene.groups:
+        memory = replace(memory, fits_since_s=None)
+    if need.groups < PANIC * scene.groups:
+        return memory, calm
+    memory = replace(memory, panic_until_s=scene.now_s + PANIC_LASTS_S)
+    count = _capped(need.groups, memory, scene, rules)
+    if count <= scene.groups:
+        return memory, calm
+    return memory, Decision(count, "Panic", f"in the last 6 s {need.why}", need.groups)
+
+
+def _capped(wanted: int, memory: Memory, scene: Scene, rules: Rules) -> int:
+    """At most so many groups, by what there were 15 s ago and the bounds."""
+    base = min((n for _, n in memory.counts), default=scene.groups)
+    limit = max(2 * base, base + OUT_STEP)
+    if rules.up_step is not None:
+        limit = min(limit, base + rules.up_step)
+    return max(scene.groups, min(wanted, limit, rules.most))
+
+
+def _fewer(memory: Memory, ability: Ability, scene: Scene, rules: Rules, need: Demand) -> tuple[Memory, Decision]:
+    """In, once fewer groups have done for the whole stabilisation time."""
+    n, now_s = scene.groups, scene.now_s
+    step = rules.down_step or max(1, n // IN_SHARE)
+    floor = max(rules.least, need.groups, 1)
+    load, groups = heaviest_load_of(scene.fleet, ability), fresh(scene.fleet)
+    reason: str | None = f"{floor} are needed"
+    fitting = n
+    for count in range(n - 1, max(n - step, floor) - 1, -1):
+        reason = objection(count, load, groups, ability, rules.targets)
+        if reason is not None:
+            break
+        fitting = count
+    if fitting == n:
+        return replace(memory, fits_since_s=None), Decision(n, "Steady", reason or need.why, need.groups)
+    since_s = now_s if memory.fits_since_s is None else memory.fits_since_s
+    memory = replace(memory, fits_since_s=since_s)
+    paced = memory.in_s is None or now_s - memory.in_s >= IN_EVERY_S - SLACK_S
+    if now_s - since_s < _stable_s(memory, scene, rules) - SLACK_S or not paced:
+        return memory, Decision(n, "Steady", f"{fitting} would do, but not for long enough yet", need.groups)
+    return memory, Decision(fitting, "In", f"{fitting} have done for {now_s - since_s:.0f} s", need.groups)
+
+
+def _stable_s(memory: Memory, scene: Scene, rules: Rules) -> float:
+    """For how long fewer groups must do."""
+    if rules.down_s is not None:
+        return rules.down_s
+    quiet = memory.out_s is None or scene.now_s - memory.out_s > QUIET_S
+    return FAST_IN_S if rules.streams_move and quiet and scene.groups > 1 else SLOW_IN_S

@@ -1,0 +1,1 @@
+"""Frozen input and output records of the decisions."""

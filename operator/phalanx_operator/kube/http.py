@@ -1,0 +1,228 @@
+"""The KubeClient over HTTP, on the official client's sessions: kubeconfig or ServiceAccount, TLS, tokens that are renewed."""
+
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from phalanx_api import labels
+from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator.kube.client import Json, Page, Resource
+
+PAGE = 500
+REQUEST_TIMEOUT_S = 30
+WATCH_S = 300
+"""How long the API server keeps a watch before it ends it; then the next one goes on from the last version."""
+SILENCE_S = 150
+"""Bookmarks come each minute: a watch that is silent for longer is dead, whatever its socket says."""
+_PATIENCE = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the latter for errors
+
+
+async def connect() -> Any:
+    """A client for the cluster that this process runs in, or else for the current kubeconfig.
+
+    Raises: ConfigException when there is neither.
+    """
+    configuration = Configuration()
+    try:
+        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except ConfigException:
+        await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    settle_proxy(configuration)
+    return ApiClient(configuration)
+
+
+def settle_proxy(configuration: Any) -> None:
+    """Decides once by which proxy the API server is asked, if any: aiohttp would look for it at every request, in threads."""
+    server = urllib.parse.urlsplit(configuration.host)
+    if not configuration.proxy and not urllib.request.proxy_bypass(server.hostname or ""):
+        configuration.proxy = urllib.request.getproxies().get(server.scheme)
+    configuration.client_session_kwargs = {"trust_env": False}
+
+
+class HttpKube:
+    """A `KubeClient`. The ApiClient stays its owner's. read_event: reads a line of a watch, of which it may leave out a part."""
+
+    def __init__(
+        self, client: Any, silence_s: float = SILENCE_S, read_event: Callable[[bytes], Json] = msgspec.json.decode
+    ) -> None:  # the library is not typed
+        self._client = client
+        self._silence_s = silence_s
+        self._read_event = read_event
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
+        """See KubeClient."""
+        return await self._json("GET", resource.path(namespace, name), accept=_METADATA if metadata_only else "application/json")
+
+    async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+        """See KubeClient. Unknown fields are refused, for they come from the user's overlay."""
+        query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
+        return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body, accept=_METADATA)
+
+    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        """See KubeClient. Fields that the operator applies are the operator's, so it takes them by force."""
+        metadata = body["metadata"]
+        path = resource.path(metadata["namespace"], metadata["name"], subresource)
+        query = {"fieldManager": labels.MANAGER, "force": "true"}
+        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY, accept=_whole_if(subresource))
+
+    async def merge(
+        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
+        """See KubeClient."""
+        path, query = resource.path(namespace, name, subresource), {"fieldManager": labels.MANAGER}
+        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE, accept=_whole_if(subresource))
+
+    async def replace(self, resource: Resource, body: Json) -> Json:
+        """See KubeClient."""
+        metadata = body["metadata"]
+        return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
+        """See KubeClient. What owns others stays visible until they are gone."""
+        options: Json = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Foreground" if grace_s is None else "Background",
+            "preconditions": {"uid": uid},
+        } | ({} if grace_s is None else {"gracePeriodSeconds": grace_s})
+        await self._json("DELETE", resource.path(namespace, name), body=options)
+
+    async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
+        """See KubeClient."""
+        chosen = {"labelSelector": selector, "fieldSelector": fields, "continue": after}
+        query = {"limit": str(PAGE)} | {name: value for name, value in chosen.items() if value}
+        answer = await self._json("GET", resource.path(namespace), query=query)
+        metadata = answer["metadata"]
+        return Page(answer.get("items") or [], metadata["resourceVersion"], metadata.get("continue") or "")
+
+    async def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
+        """See KubeClient."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(WATCH_S),
+        } | ({"labelSelector": selector} if selector else {})
+        patience = aiohttp.ClientTimeout(connect=REQUEST_TIMEOUT_S, sock_read=self._silence_s)
+        response = await self._send("GET", resource.path(namespace), query=query, timeout=patience)
+        try:
+            async for event in _events(response.content, self._read_event):
+                yield event
+        except TimeoutError as error:
+            raise Retry(f"watch of {resource.plural}: nothing heard") from error
+        # The latter two: a line that was cut off. A DecodeError need not be a ValueError.
+        except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
+            raise Retry(f"watch of {resource.plural}: {error}") from error
+        finally:
+            response.close()
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Json:
+        response = await self._send(
+            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout=_PATIENCE
+        )
+        try:
+            answer: Json = msgspec.json.decode(await response.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
+            raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
+        return answer
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        body: Json | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+        timeout: aiohttp.ClientTimeout,
+    ) -> Any:
+        """The response, its body not read yet. Raises: a KubeError unless the status is a success."""
+        headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
+        await self._client.update_params_for_auth(headers, None, ["BearerToken"], path, method, body)
+        url = f"{self._client.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        try:
+            response = await _session(self._client.rest_client).request(
+                method,
+                url,
+                headers=headers,
+                data=None if body is None else msgspec.json.encode(body),
+                timeout=timeout,
+                proxy=self._client.configuration.proxy,
+                proxy_headers=self._client.configuration.proxy_headers,
+                server_hostname=self._client.configuration.tls_server_name,
+            )
+            if response.status < 300:
+                return response
+            text = (await response.read()).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
+        raise failure(response.status, f"{method} {path}", text)
+
+
+def _whole_if(subresource: str | None) -> str:
+    """What a write is to answer: all of the object only where it is asked for through a subresource."""
+    return "application/json" if subresource else _METADATA
+
+
+def _session(rest: Any) -> Any:
+    """The official client's own session, with its TLS. That client's `request` encodes bodies with json.dumps, which takes ten
+    times as long as msgspec."""
+    if rest.pool_manager is None:
+        rest.pool_manager = rest._create_pool_manager()
+    return rest.pool_manager
+
+
+async def _events(content: aiohttp.StreamReader, read: Callable[[bytes], Json]) -> AsyncIterator[Json]:
+    """The events of a watch. Raises: a KubeError that the server sent in-band."""
+    begun = b""
+    while True:
+        chunk = await content.readany()  # where much happens, many events come at once
+        *lines, begun = (begun + chunk).split(b"\n")
+        lines += [] if chunk or not begun else [begun]  # cut off, mostly
+        for line in lines:
+            event = read(line)
+            if event["type"] == "ERROR":
+                status = event["object"]
+                raise failure(int(status.get("code", 500)), "watch", str(status.get("message", "")))
+            yield event
+        if not chunk:
+            return
+
+
+def failure(status: int, what: str, text: str) -> KubeError:
+    """The error for an answer of the API server. `text` is its body: a Status object, or whatever a proxy says."""
+    message, reason = text[:500], ""
+    try:
+        answer = msgspec.json.decode(text)
+        message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
+    except (ValueError, msgspec.DecodeError, AttributeError):
+        pass
+    words = f"{what}: {status} {message}"
+    if status in (404, 410):
+        return Gone(words)
+    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch that names the UID of a former object
+        return Conflict(words)
+    if status in (401, 403):
+        return Rejected(words) if status == 403 and ("exceeded quota" in message or "PodSecurity" in message) else Denied(words)
+    if status in (400, 422) or reason == "Invalid":
+        return Rejected(words)
+    return Retry(words)

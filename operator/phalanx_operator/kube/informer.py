@@ -1,0 +1,106 @@
+"""Keeps a Store equal to what the API server has: a paged list, then a watch from its version; a new list replaces everything.
+
+Only objects with the operator's label are asked for, if no other selector is given. A watch that falls silent, breaks or grows
+too old begins again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from phalanx_api import labels
+from phalanx_operator.decide.pacing import is_calm
+from phalanx_operator.errors import Denied, Gone, KubeError
+from phalanx_operator.kube.client import Json, KubeClient, Resource
+from phalanx_operator.kube.store import Key, Store
+
+log = logging.getLogger(__name__)
+SELECTOR = f"{labels.MANAGED_BY}={labels.MANAGER}"
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Informer:
+    """One kind of object in one namespace, or in all. `wake` is told each service of which something changed, and `later` instead
+    of it where what changed is calm."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        resource: Resource,
+        namespace: str | None,
+        store: Store[Any],
+        wake: Callable[[Key], None],
+        pause: Callable[[float], Any] = asyncio.sleep,
+        selector: str = SELECTOR,
+        later: Callable[[Key], None] | None = None,
+    ) -> None:
+        self.resource = resource
+        self.synced = asyncio.Event()
+        """Set once the first list is in."""
+        self.heard_at = time.monotonic()
+        """When the API server last said anything, by the monotonic clock."""
+        self._client = client
+        self._namespace = namespace
+        self._store = store
+        self._wake = wake
+        self._pause = pause
+        self._selector = selector
+        self._later = later or wake
+        self._failures = 0
+        """How often it began again in a row. A list ends no row: a watch that fails each time must not list each time at once."""
+
+    async def run(self) -> None:
+        """Never ends by itself; an error of the API server only makes it wait and begin again."""
+        while True:
+            try:
+                version = await self._list()
+                while True:
+                    version = await self._watch(version)
+                    self._failures = 0
+                    await self._pause(BACKOFF_S[0])
+            except Gone as error:
+                log.info("list again", extra={"kind": self.resource.plural, "why": str(error)})
+            except KubeError as error:
+                level = logging.ERROR if isinstance(error, Denied) else logging.WARNING
+                fields = {"kind": self.resource.plural, "why": str(error), "attempt": self._failures}
+                log.log(level, "watch failed", extra=fields)
+            await self._pause(BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)])
+            self._failures += 1
+
+    async def _list(self) -> str:
+        """Replaces the store by what is there now; the version from which to watch."""
+        bodies: list[Json] = []
+        after = ""
+        while True:
+            page = await self._client.list_page(self.resource, self._namespace, self._selector, after)
+            self.heard_at = time.monotonic()
+            bodies += page.items
+            after = page.next_page
+            if not after:
+                break
+        for key in self._store.replace(bodies, self._namespace):
+            self._wake(key)
+        self.synced.set()
+        return page.resource_version
+
+    async def _watch(self, version: str) -> str:
+        """Follows changes until the server ends the watch; the version from which to go on."""
+        async for event in self._client.watch(self.resource, self._namespace, self._selector, version):
+            self.heard_at, self._failures = time.monotonic(), 0
+            body = event["object"]
+            version = body["metadata"]["resourceVersion"]
+            if event["type"] == "BOOKMARK":
+                continue
+            where = body["metadata"].get("namespace", ""), body["metadata"]["name"]
+            former = self._store.find(*where)
+            key = self._store.drop(*where) if event["type"] == "DELETED" else self._store.put(body)
+            if key:
+                (self._later if is_calm(former, self._store.find(*where)) else self._wake)(key)
+        return version
+
+
+def silence_s(informers: Iterable[Informer], resource: Resource, now_s: float) -> float:
+    """How long ago the API server said anything of a kind: of several namespaces, in the one that is silent longest."""
+    return max(now_s - informer.heard_at for informer in informers if informer.resource == resource)

@@ -1,0 +1,1 @@
+"""Observation of a service: API objects to a frozen snapshot."""

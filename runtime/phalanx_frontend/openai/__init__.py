@@ -1,0 +1,1 @@
+"""The OpenAI API: routes, schemas, prompts, sampling parameters and response formats."""

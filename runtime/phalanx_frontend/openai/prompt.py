@@ -1,0 +1,101 @@
+"""Token ids of what a client asked: a prompt as text or ids, or messages through the model's chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from phalanx_frontend.openai.served_model import DoorModel
+from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
+from phalanx_frontend.text.chat import ChatTemplateError
+
+
+async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[list[int]]:
+    """Token ids of a completion's prompts. Text gets the special tokens that the tokenizer adds, ids get none."""
+    prompts = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            ids = await model.encode(prompt, body.add_special_tokens is not False, "prompt")
+        else:
+            ids = model.checked_ids(prompt, "prompt")
+        if not ids:
+            raise invalid("prompt", "the prompt has no tokens")
+        prompts.append(ids)
+    return prompts
+
+
+async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
+    """Token ids of a conversation: one prompt. The template writes the special tokens itself: none are added unless asked."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    if body.tools or body.tool_choice:
+        options |= tool_options(body.tools or [], body.tool_choice, model)
+    text = render(model, body.messages, body.add_generation_prompt is not False, options)
+    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
+    if not ids:
+        raise invalid("messages", "the chat template made an empty prompt of these messages")
+    return [ids]
+
+
+def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: DoorModel) -> dict[str, Any]:
+    """The variable by which templates learn of tools. Raises ApiError 400 for tools that cannot be called."""
+    check_tools(tools, choice)
+    shown = shown_tools(tools, choice)
+    if shown and not isinstance(model.template, str) and model.template.tool_format is None:
+        raise invalid("tools", "this model's chat template knows no tools, or a format of calls that is not supported")
+    return {"tools": shown} if shown else {}
+
+
+async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
+    """Token ids of a prompt or of messages, as a completion or a chat with them would have."""
+    if body.messages is not None and body.prompt is None:
+        options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
+        text = render(model, body.messages, body.add_generation_prompt is not False, options)
+        return await model.encode(text, bool(body.add_special_tokens), "messages")
+    if body.prompt is None or body.messages is not None:
+        raise invalid("prompt", "either prompt or messages must be given, and not both")
+    if body.tools:
+        raise invalid("tools", "tools are part of messages, not of a prompt")
+    return await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
+
+
+async def bad_word_ids(words: Sequence[str], model: DoorModel) -> list[list[int]]:
+    """Token sequences that spell these words: at the start of a text and, where that is another token, after a space."""
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = await model.encode(word.lstrip() or word, False, "bad_words")
+        spaced = await model.encode(" " + word.lstrip(), False, "bad_words")
+        # A space that is a token of its own would forbid the bare word's tokens again, only later.
+        is_other = len(spaced) == len(bare) and spaced[0] != bare[0] if bare and spaced else False
+        sequences += [ids for ids in ([bare, spaced] if is_other else [bare]) if ids and ids not in sequences]
+    return sequences
+
+
+def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    """The text of a conversation. Raises ApiError 400 without a template, or when it refuses."""
+    if isinstance(model.template, str):
+        raise invalid("messages", model.template, "no_chat_template")
+    plain = [_plain(message, position) for position, message in enumerate(messages)]
+    try:
+        return model.template.render(plain, add_generation_prompt, options)
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error)) from error
+
+
+def _plain(message: Message, position: int) -> dict[str, object]:
+    """What the template sees: the fields that were given. Raises ApiError 400 for calls that cannot be shown."""
+    if message.model_extra and message.model_extra.get("function_call"):
+        raise invalid(
+            f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
+        )
+    fields: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        fields["tool_calls"] = shown_calls(message.tool_calls, f"messages[{position}].tool_calls")
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields

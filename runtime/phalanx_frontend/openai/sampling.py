@@ -1,0 +1,161 @@
+"""How a request is sampled and where it ends: the request's fields over the model's defaults, within its context.
+
+Order of precedence: the request, then generation_config.json, then OpenAI's defaults. Pure: the seed is drawn by the caller.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx_api import wire
+from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.fields import INT64_MAX
+from phalanx_frontend.limits import Limits
+from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from phalanx_frontend.shown import NOTHING, Wants
+from phalanx_frontend.unsupported import refuse_unsupported
+
+COMPLETION_TOKENS = 16
+"""Default `max_tokens` of a completion. A chat may use the rest of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What generation_config.json says for requests that say nothing. `max_tokens` None is no bound of its own."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    repetition_penalty: float = 1.0
+
+
+def read_defaults(generation_config: bytes | None) -> Defaults:
+    """Defaults from the bytes of a generation_config.json. Absent and null fields keep OpenAI's values."""
+    config: Mapping[str, Any] = json.loads(generation_config) if generation_config else {}
+    plain = Defaults()
+    return Defaults(
+        temperature=float(_first(config.get("temperature"), plain.temperature)),
+        top_p=float(_first(config.get("top_p"), plain.top_p)),
+        top_k=_top_k(config.get("top_k")),
+        min_p=float(_first(config.get("min_p"), plain.min_p)),
+        max_tokens=config.get("max_new_tokens"),
+        repetition_penalty=float(_first(config.get("repetition_penalty"), plain.repetition_penalty)),
+    )
+
+
+def check_fields(body: GenerationRequest, limits: Limits) -> None:
+    """Raises ApiError 400 for fields that contradict one another, are too many, or are not implemented."""
+    refuse_unsupported(body.model_extra or {})
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not available when stream is true")
+    if isinstance(body, CompletionRequest) and body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens may only be 0 with echo: nothing would be answered")
+    if isinstance(body, ChatRequest) and body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+    if len(body.stop) > limits.max_stops:
+        raise invalid("stop", f"at most {limits.max_stops} stop strings are allowed")
+    if any(len(stop) > limits.max_stop_chars for stop in body.stop):
+        raise invalid("stop", f"a stop string may have at most {limits.max_stop_chars} characters")
+
+
+def output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, defaults: Defaults) -> int:
+    """How many tokens may be generated. Raises ApiError 400 when prompt and request do not fit the context."""
+    room = max_model_len - num_prompt_tokens
+    is_chat = isinstance(body, ChatRequest)
+    asked = body.max_tokens
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    if room < 1 or (asked is not None and asked > room):
+        raise context_exceeded(max_model_len, num_prompt_tokens, asked, "messages" if is_chat else "prompt")
+    if asked is not None:
+        return max(asked, 1)  # of an echo alone, whose one token nobody sees
+    bound = room if is_chat else min(room, COMPLETION_TOKENS)
+    return bound if defaults.max_tokens is None else min(bound, defaults.max_tokens)
+
+
+def context_exceeded(max_model_len: int, num_prompt_tokens: int, asked: int | None, param: str) -> ApiError:
+    """The 400 that clients know by its code."""
+    request = f"{num_prompt_tokens} in the {param}, {asked or 'at least 1'} in the completion"
+    wanted = num_prompt_tokens + (asked or 1)
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens ({request})."
+        f" Please reduce the length of the {param} or the completion."
+    )
+    return invalid(param, message, "context_length_exceeded")
+
+
+def sampling_of(
+    body: GenerationRequest,
+    max_tokens: int,
+    defaults: Defaults,
+    eos_token_ids: list[int],
+    drawn_seed: int,
+    bad_words: Sequence[list[int]] = (),
+    grammar: wire.Grammar | None = None,
+    wants: Wants = NOTHING,
+) -> wire.Sampling:
+    """What the backend needs to know. `drawn_seed` is used when the request brings none."""
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens may be generated")
+    stop_token_ids = list(body.stop_token_ids or [])
+    if not body.ignore_eos:
+        stop_token_ids += [id for id in eos_token_ids if id not in stop_token_ids]
+    return wire.Sampling(
+        max_tokens=max_tokens,
+        # The wire has no negative seeds; any 64-bit number stays as good as another.
+        seed=drawn_seed if body.seed is None else body.seed & INT64_MAX,
+        temperature=_first(body.temperature, defaults.temperature),
+        top_p=_first(body.top_p, defaults.top_p),
+        top_k=defaults.top_k if body.top_k is None else _top_k(body.top_k),
+        min_p=_first(body.min_p, defaults.min_p),
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_first(body.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, 0.0),
+        logit_bias=body.logit_bias,
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=list(bad_words),
+        grammar=grammar,
+        logprobs=0 if wants.logprobs is None and wants.gaps else wants.logprobs,
+        prompt_logprobs=asked_of_prompt(body, wants),
+        return_gaps=wants.gaps,
+    )
+
+
+def wants_of(body: GenerationRequest) -> Wants:
+    """What the client asked to see of tokens."""
+    logprobs = None
+    if isinstance(body, CompletionRequest):
+        logprobs = body.logprobs
+    elif isinstance(body, ChatRequest) and body.logprobs:
+        logprobs = body.top_logprobs or 0
+    return Wants(
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        gaps=bool(body.return_gaps),
+        token_ids=bool(body.return_token_ids),
+        as_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+def asked_of_prompt(body: GenerationRequest, wants: Wants) -> int | None:
+    """How many of the most probable tokens the backend tells of each prompt token: an echo shows them like the output's."""
+    echoed = wants.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    asked = [count for count in (echoed, wants.prompt_logprobs) if count is not None]
+    return max(asked, default=None)
+
+
+def _first(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _top_k(value: int | None) -> int | None:
+    """vLLM spells "keep every token" as -1 or 0."""
+    return value if value is not None and value > 0 else None

@@ -1,0 +1,194 @@
+"""Requests of the HTTP API, as pydantic checks them. Types are strict: "10" is no number, 1 is no truth value.
+
+None means the default everywhere, as OpenAI's clients send it. Unknown fields are kept in `model_extra` for `unsupported`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, Method, TreeShape
+from phalanx_frontend.fields import (
+    INT32_MAX,
+    INT64_MAX,
+    Content,
+    LogitBias,
+    Milliseconds,
+    Penalty,
+    Priority,
+    Prompts,
+    Share,
+    ShortText,
+    Stops,
+    Text,
+    TokenIds,
+    TopCount,
+    UserId,
+)
+from phalanx_frontend.openai.tools import PastCall, ToolChoice, Tools
+
+MAX_CHOICES = 128
+"""OpenAI's bound of `n`."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer. `continuous_usage_stats` puts the counts so far into every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(_Strict):
+    """The `json_schema` of a response_format. Every schema is followed strictly, whatever `strict` says."""
+
+    name: ShortText
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class SpeculativeTree(BaseModel):
+    """How proposed tokens may branch: the most for each place, level by level, and who chooses which."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    widths: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field(max_length=MAX_DEPTH)
+    shape: TreeShape = "best_first"
+
+
+class Speculative(BaseModel):
+    """How tokens of a request may be proposed: by which method, and how many at once at most. It changes times, never tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    method: Method | None = None
+    num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
+    tree: SpeculativeTree | None = None
+
+
+class CommonRequest(_Strict):
+    """What every call that generates has in common, our own API's included. `deadline_ms` counts from the request's arrival."""
+
+    model: Text | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: Share | None = None
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
+    stop: Stops = []
+    stop_token_ids: TokenIds | None = Field(default=None, max_length=128)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    stream: bool | None = None
+    tenant: ShortText | None = None
+    priority: Priority | None = None
+    deadline_ms: Milliseconds | None = None
+    speculative: Speculative | None = None
+
+
+class GenerationRequest(CommonRequest):
+    """What completions and chat have in common: sampling, what the output must match, urgency, shape of the answer."""
+
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias = {}
+    allowed_token_ids: TokenIds | None = Field(default=None, min_length=1)
+    bad_words: list[ShortText] | None = Field(default=None, max_length=256)
+    include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_grammar: Text | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: TopCount | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_gaps: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: UserId | None = None
+    cache_salt: ShortText | None = None
+    ttft_target_ms: Milliseconds | None = None
+    tpot_target_ms: Milliseconds | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. `max_tokens` may be 0 with `echo`: then only the prompt is of interest."""
+
+    prompt: Prompts
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: TopCount | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class Message(_Strict):
+    """One message of a conversation. Fields beside these reach no template."""
+
+    role: Text = Field(min_length=1)
+    content: Content = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: Text | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions. `chat_template_kwargs` are more variables for the template, as in vLLM."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeRequest(_Strict):
+    """POST /tokenize: a prompt, or messages through the chat template."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    model: Text | None = None
+    tokens: TokenIds

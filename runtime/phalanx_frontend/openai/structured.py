@@ -1,0 +1,146 @@
+"""What the output must match: from the fields that ask for it to one grammar, which is compiled before any rank sees it.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` mean the same; at most one may be given.
+A grammar that llguidance cannot read, or that costs more than its limits to start, is the client's 400.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from phalanx_api import wire
+from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.fields import whole_text
+from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from phalanx_frontend.text.grammar import GrammarError, grammar_source
+
+MAX_GRAMMAR_CHARS = 100_000
+"""Characters of a grammar's text. A schema of this size takes about a second to compile; larger ones are refused unread."""
+JSON_OBJECT = '{"type":"object"}'
+"""The schema of `json_object`."""
+
+Asked = tuple[str, wire.Grammar]
+"""The field that asks, and for what."""
+
+
+def grammar_of(body: GenerationRequest) -> Asked | None:
+    """The one grammar that a request asks for, with the field's name. Raises ApiError 400 for several, or a malformed one."""
+    return only_one(list(_asked(body)))
+
+
+def only_one(found: Sequence[Asked | None]) -> Asked | None:
+    """The one that is there. Raises ApiError 400 for several, or one that is too large to be read or no Unicode."""
+    asked = [one for one in found if one is not None]
+    if len(asked) > 1:
+        raise invalid(asked[1][0], f"{asked[1][0]} cannot be used with {asked[0][0]}: the output can only have one form")
+    if not asked:
+        return None
+    param, grammar = asked[0]
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise invalid(param, f"{param} has more than {MAX_GRAMMAR_CHARS} characters")
+    try:
+        whole_text(grammar.text)
+    except ValueError as error:
+        raise invalid(param, f"{param} {error}") from error
+    return param, grammar
+
+
+def _asked(body: GenerationRequest) -> Iterator[Asked]:
+    if body.response_format is not None:
+        yield from _of_response_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield from _of_structured_outputs(body.structured_outputs)
+    yield from _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+
+
+def _of_response_format(asked: ResponseFormat) -> Iterator[Asked]:
+    match asked.type:
+        case "json_object":
+            yield "response_format", wire.Grammar("json_schema", JSON_OBJECT)
+        case "json_schema":
+            if asked.json_schema is None:
+                raise invalid("response_format.json_schema", "response_format.json_schema: is required")
+            schema = asked.json_schema.schema_
+            param = "response_format.json_schema.schema"
+            yield param, _json_schema(param, JSON_OBJECT if schema is None else schema)
+        case "text":
+            pass
+
+
+def _of_structured_outputs(asked: StructuredOutputs) -> Iterator[Asked]:
+    for name, value in (asked.model_extra or {}).items():
+        if value not in (None, False):
+            raise invalid(f"structured_outputs.{name}", f"{name} is not supported yet; leave it out", "unsupported_parameter")
+    found = list(_of_parts("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar))
+    if asked.json_object:
+        found.append(("structured_outputs.json_object", wire.Grammar("json_schema", JSON_OBJECT)))
+    if not found:
+        raise invalid("structured_outputs", "structured_outputs needs one of json, regex, choice, grammar, json_object")
+    yield from found
+
+
+def _of_parts(
+    prefix: str, schema: dict[str, object] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[Asked]:
+    if schema is not None:
+        yield f"{prefix}json", _json_schema(f"{prefix}json", schema)
+    if regex is not None:
+        yield f"{prefix}regex", wire.Grammar("regex", regex)
+    if choice is not None:
+        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in choice)
+        yield f"{prefix}choice", wire.Grammar("lark", f"start: {words}")
+    if grammar is not None:
+        yield f"{prefix}grammar", wire.Grammar("lark", _lark(f"{prefix}grammar", grammar))
+
+
+def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
+    """A schema as compact JSON, whether it came as an object or as text."""
+    try:
+        document = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, RecursionError) as error:
+        raise invalid(param, f"{param} is no JSON document: {error}") from error
+    return wire.Grammar("json_schema", text)
+
+
+def _lark(param: str, grammar: str) -> str:
+    """A grammar as llguidance's Lark. One in GBNF, as llama.cpp writes them, is translated."""
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # whatever the library's reader stumbles over, the text is the client's
+        raise invalid(param, f"{param} cannot be read as GBNF: {error}") from error
+
+
+class GrammarCheck:
+    """Compiles grammars against one model's tokenizer, beside the event loop."""
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._tokenizer: LLTokenizer | None = None
+
+    async def check(self, param: str, grammar: wire.Grammar) -> None:
+        """Returns when a rank could follow the grammar from its first token on. Raises ApiError 400 naming the field."""
+        problem = await asyncio.to_thread(self._problem, grammar)
+        if problem:
+            raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
+
+    def _problem(self, grammar: wire.Grammar) -> str:
+        """Why not, or nothing. Includes the first step's mask: that is where a costly expression shows."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = LLTokenizer(self._tokenizer_json.decode())
+            except ValueError as error:
+                return f"this model's tokenizer does not allow it ({error})"
+        try:
+            source = grammar_source(grammar)
+        except GrammarError as error:
+            return str(error)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return " ".join(matcher.get_error().split())

@@ -1,0 +1,1 @@
+"""Streaming responses: text from tokens, SSE events, resumption."""

@@ -1,0 +1,157 @@
+"""The answer to one request of the OpenAI routes, streamed or whole: bare ASGI, a frame less per token than a framework's.
+
+Each delta leaves as one chunk, however many tokens it holds. Whenever the client goes away the backend's iterators are closed,
+which aborts their requests; the same for a stop string, an error, a server that shuts down. A failure of one choice ends all.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
+from phalanx_frontend.errors import ApiError, error_body, error_headers, in_stream, internal_error, of_backend
+from phalanx_frontend.ids import EventIds
+from phalanx_frontend.metrics import DoorMetrics
+from phalanx_frontend.siblings import Item, Siblings
+from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, Piece, event
+from phalanx_frontend.stream.job import Choice, Job
+from phalanx_frontend.stream.resume import go_on
+
+log = logging.getLogger(__name__)
+
+
+class Answer(Response):
+    """Runs a job against the backend while the client is there."""
+
+    def __init__(self, job: Job, backend: Backend, metrics: DoorMetrics, route: str) -> None:
+        super().__init__()
+        self._job = job
+        self._backend = backend
+        self._metrics = metrics
+        self._route = route
+        self._has_started = False
+        self._outcome = "abort"
+        self._ids = EventIds(job.stream, [choice.have for choice in job.choices])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the whole response, or stops when the client left."""
+        try:
+            await run_while_connected(receive, self._send_answer(send))
+        finally:
+            for choice in self._job.choices:
+                choice.meter.end(choice.reply.finish or self._outcome, choice.reply.cached_tokens)
+
+    async def _send_answer(self, send: Send) -> None:
+        siblings = Siblings([self._stream_of(choice) for choice in self._job.choices])
+        try:
+            await (self._send_stream if self._job.is_streamed else self._send_whole)(siblings, send)
+        except BackendError as error:
+            await self._send_error(of_backend(error), send)
+        except Exception:
+            # Unforeseen: a bug of ours or of the backend. The client gets an end, the log gets the cause.
+            log.exception("request failed", extra={"request_id": self._job.id})
+            await self._send_error(internal_error(), send)
+        finally:
+            await siblings.close()
+
+    def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
+        if choice.past is None:
+            return self._backend.generate(choice.request)
+        return go_on(self._backend, choice.request, choice.reply, lambda text, had: choice.format.skip(text), choice.past)
+
+    async def _send_stream(self, siblings: Siblings, send: Send) -> None:
+        job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
+        openings = [b"" if choice.have else choice.format.opening() for choice in choices]
+        left, ids = len(openings), self._ids
+        async for index, item in siblings:
+            if not self._has_started:
+                await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
+            if isinstance(item, KeepAlive):
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                continue
+            choice = choices[index]
+            text, reply = _take(choice, item), choice.reply
+            if not text and reply.finish is None:
+                continue
+            piece, usage = Piece(text, reply.shown()), job.usage() if has_running_usage else None
+            if reply.finish is None:
+                body = choice.format.piece(piece, usage)
+            else:
+                body = choice.format.ending(piece, usage)
+                left -= 1
+                # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
+                await siblings.end(index)
+            if body:
+                if reply.finish is not None or not choice.format.is_holding:
+                    ids.sent(index, reply.num_whole)
+                body = ids.mark(body)
+                if openings[index]:
+                    body, openings[index] = openings[index] + body, b""
+            if not left:
+                body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+
+    async def _send_whole(self, siblings: Siblings, send: Send) -> None:
+        choices = self._job.choices
+        texts: list[list[str]] = [[] for _ in choices]
+        async for index, item in siblings:
+            if isinstance(item, Delta):
+                texts[index].append(_take(choices[index], item))
+                if choices[index].reply.finish is not None:
+                    await siblings.end(index)
+        documents = []
+        for choice, parts in zip(choices, texts, strict=True):
+            text = "".join(parts)
+            documents.append(choice.format.whole(Piece(text, choice.reply.shown())))
+        body = self._job.format.whole(documents, self._job.usage())
+        await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_error(self, error: ApiError, send: Send) -> None:
+        self._outcome = "error"
+        if self._has_started:
+            body = self._ids.mark(event(error_body(in_stream(error, self._ids.now()))))
+        else:
+            body = error_body(error)
+            headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
+            await self._start(error.status, headers, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: dict[str, str], send: Send) -> None:
+        self._has_started = True
+        self._metrics.responses.labels(self._route, str(status)).inc()
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _take(choice: Choice, delta: Delta) -> str:
+    """The text that a delta adds to a choice."""
+    reply = choice.reply
+    before = reply.completion_tokens
+    text = reply.feed(delta)
+    if count := reply.completion_tokens - before:
+        choice.meter.tokens(count)
+    return text
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Runs the work to its end, or cancels it as soon as the client is gone. Leaves nothing running behind."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait((working, watching))
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,70 @@
+"""The answer to a streamed request that came while no model was known: comments keep it alive until it can be accepted.
+
+The response has begun by then, so whatever goes wrong afterwards is an error event, as later in a stream.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from phalanx_frontend.backend import BackendError
+from phalanx_frontend.errors import ApiError, error_body, of_backend
+from phalanx_frontend.stream.answer import run_while_connected
+from phalanx_frontend.stream.formats import KEEP_ALIVE, event
+
+
+class HeldAnswer(Response):
+    """Waits for the answer that `make` gives, then is that answer. A client that leaves ends the wait."""
+
+    def __init__(self, make: Callable[[], Awaitable[Response]], keep_alive_s: float) -> None:
+        super().__init__()
+        self._make = make
+        self._keep_alive_s = keep_alive_s
+        self._has_started = False
+        self._made: Response | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the whole response, or stops when the client left."""
+        try:
+            await run_while_connected(receive, self._hold(send))
+        except (ApiError, BackendError) as error:
+            if not self._has_started:
+                raise
+            told = of_backend(error) if isinstance(error, BackendError) else error
+            await send({"type": "http.response.body", "body": event(error_body(told)), "more_body": False})
+            return
+        if self._made is not None:
+            await self._made(scope, receive, self._going_on(send) if self._has_started else send)
+
+    async def _hold(self, send: Send) -> None:
+        making = asyncio.ensure_future(self._make())
+        try:
+            while not making.done():
+                await asyncio.wait((making,), timeout=self._keep_alive_s)
+                if making.done():
+                    break
+                if not self._has_started:
+                    self._has_started = True
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._made = making.result()
+        finally:
+            making.cancel()
+
+    def _going_on(self, send: Send) -> Send:
+        """Takes the parts of the answer as parts of the response that has begun; an error's document becomes an event."""
+        is_error = False
+
+        async def go_on(message: Message) -> None:
+            nonlocal is_error
+            if message["type"] == "http.response.start":
+                is_error = message["status"] != 200
+            elif is_error:
+                await send({**message, "body": event(message.get("body", b""))})
+            else:
+                await send(message)
+
+        return go_on

@@ -1,0 +1,79 @@
+"""How a group would stand with or without a request, and the one number by which moves are judged.
+
+    strain = max(pressure, itl_s / itl_scale_s)
+    a move (or several at once) helps  iff  the larger strain of the two groups falls by EPSILON or more,
+                                            the target stays at most as strained as the source,
+                                            and the sum of squares falls
+
+So between arrivals only so many moves happen: each lowers the sum of squares over all groups, which is never negative, by at
+least EPSILON^2, and an error of the measured strains below EPSILON / 2 makes no move undo the one before it.
+Source: balancing.md 3.4 rung 5 and stability (ii).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from phalanx_api.cost import StepWork
+from phalanx_router.routing.view import GroupView
+
+EPSILON = 0.03
+LASTS_S = 2.0
+"""Prompts that take so long to compute count wholly in the time of a step; of those that are done sooner, their part."""
+STEP_WEIGHT = 0.3
+"""How much the time of a step counts beside the pages when a target is chosen."""
+
+
+def pages_of(context: int, view: GroupView) -> int:
+    """Pages that so many tokens fill there."""
+    return -(-context // view.page_size)
+
+
+def without(view: GroupView, context: int) -> GroupView:
+    """The group after a request of this context left."""
+    return replace(
+        view,
+        running=max(0, view.running - 1),
+        context_tokens=max(0, view.context_tokens - context),
+        used_pages=max(0, view.used_pages - pages_of(context, view)),
+    )
+
+
+def joined(view: GroupView, context: int) -> GroupView:
+    """The group after a request of this context came."""
+    return replace(
+        view,
+        running=view.running + 1,
+        context_tokens=view.context_tokens + context,
+        used_pages=view.used_pages + pages_of(context, view),
+    )
+
+
+def strain(view: GroupView, itl_scale_s: float | None) -> float:
+    """How much a group has to bear. Without a scale the time of a step does not count."""
+    return max(view.pressure, lasting_itl_s(view) / itl_scale_s if itl_scale_s else 0.0)
+
+
+def lasting_itl_s(view: GroupView) -> float:
+    """The time between tokens as it stays: a prompt that is nearly computed makes no group worth leaving."""
+    lasting = min(1.0, view.backlog_s / LASTS_S) * view.prompt_tokens_per_step
+    return view.speed * view.model.predict(StepWork(int(lasting), view.running, view.context_tokens)) / view.speedup
+
+
+def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:
+    """Whether strains of (source, target) become better: no overshoot, and enough to be worth it."""
+    return (
+        after[1] <= after[0]
+        and max(after) <= max(before) - EPSILON
+        and sum(z * z for z in after) <= sum(z * z for z in before) - EPSILON * EPSILON
+    )
+
+
+def median_itl_s(views: Sequence[GroupView]) -> float:
+    """The median time of a step; 0 without groups."""
+    return median(lasting_itl_s(view) for view in views) if views else 0.0
+
+
+def appeal(view: GroupView, itl_s: float) -> float:
+    """By which targets are ordered, the least first: pages, and the time of a step over the median one."""
+    return view.pressure + (STEP_WEIGHT * view.itl_s / itl_s if itl_s > 0 else 0.0)

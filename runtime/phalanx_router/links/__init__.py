@@ -1,0 +1,1 @@
+"""Links to group leaders: discovery of leader pods, one WebSocket per leader, and the pool of all links."""

@@ -1,0 +1,1 @@
+"""Client streams: the token stream of a request, its journal, and traffic windows."""

@@ -1,0 +1,1 @@
+"""GGUF files: the reader, and the conversion to a model folder."""

@@ -1,0 +1,185 @@
+"""A GGUF file as a model folder: fp32 safetensors, config.json, tokenizer.json and their companions.
+
+Tensors equal, bit for bit, what transformers loads from the same file. llama.cpp stores the query and key rows of Llama models
+interleaved for its own rotary embedding: row (head, i, half) there is row (head, half, i) here.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx_runtime.checkpoint.folder import made_once
+from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
+from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
+from phalanx_runtime.checkpoint.gguf_rope import ROPE_DIVISORS, rope_parameters
+from phalanx_runtime.errors import ModelError
+
+CONVERTER_VERSION = 2
+"""Raised whenever the same GGUF file would give another folder: cached folders are named by it."""
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROOTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Writes the model folder `out`, whole or not at all; an `out` that is there already is left alone.
+
+    Takes about three seconds for a model of 135 million parameters, and the memory of its largest tensor. Raises ModelError.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ModelError(f"{out} exists already: give the folder another name or remove it")
+    if out.is_dir():
+        out.rmdir()
+    convert_once(gguf, out).with_name(out.name + ".lock").unlink(missing_ok=True)
+
+
+def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
+    """`out`, converted unless it is there already: for caches that name folders by content. Setting `stop` ends it.
+
+    Raises ModelError.
+    """
+    stop = stop or threading.Event()
+
+    def make(part: Path) -> None:
+        try:
+            _write_folder(read_gguf(gguf), part, stop)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    return made_once(out, make, stop)
+
+
+def _write_folder(file: GgufFile, folder: Path, stop: threading.Event) -> None:
+    config = model_config(file)
+    heads = {part: config[name] for part, name in _INTERLEAVED.items()} if config["model_type"] == "llama" else {}
+    read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
+    _write_json(folder / "generation_config.json", _special_ids(file))
+    _write_json(folder / "config.json", config)
+    with open(folder / "model.safetensors", "wb") as out:
+        _write_safetensors(out, [_renamed(file, tensor) for tensor in file.tensors if tensor.name != ROPE_DIVISORS], heads, stop)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def model_config(file: GgufFile) -> dict[str, object]:
+    """The content of config.json. Raises ModelError for an architecture or a feature that cannot be converted faithfully."""
+    architecture = file.text("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ModelError(f"{file.path}: architecture {architecture!r} cannot be converted, only {', '.join(_ARCHITECTURES)}")
+    if (file.number("split.count") or 1) > 1:
+        raise ModelError(f"{file.path} is one part of a split GGUF file: join the parts first")
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
+    if "token_embd.weight" not in shapes:
+        raise ModelError(f"{file.path} has no tensor token_embd.weight")
+    rope = rope_parameters(file, architecture)
+    config: dict[str, object] = {
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "vocab_size": shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "rms_norm_eps": _required(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+    }
+    return config | _sizes(file, architecture) | _special_ids(file)
+
+
+def _sizes(file: GgufFile, architecture: str) -> dict[str, object]:
+    def size(key: str) -> int:
+        value = _required(file, f"{architecture}.{key}")
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{file.path}: {architecture}.{key} must be a positive integer, it is {value!r:.40}")
+        return value
+
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    kv_heads = file.number(f"{architecture}.attention.head_count_kv")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size("feed_forward_length"),
+        "max_position_embeddings": size("context_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "num_hidden_layers": size("block_count"),
+        "head_dim": file.number(f"{architecture}.attention.key_length") or hidden // heads,
+    }
+
+
+def _special_ids(file: GgufFile) -> dict[str, object]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {name: file.number(f"tokenizer.ggml.{gguf_name}_token_id") for name, gguf_name in names.items()}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _required(file: GgufFile, key: str) -> object:
+    if key not in file.metadata:
+        raise ModelError(f"{file.path} has no {key}")
+    return file.metadata[key]
+
+
+def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
+    """The tensor with its name in the folder. An unknown one is an error: leaving it out would change the model unseen."""
+    match tensor.name.split("."):
+        case [root, kind] if root in _ROOTS:
+            return f"{_ROOTS[root]}.{kind}", tensor
+        case ["blk", layer, part, kind] if part in _LAYER_PARTS:
+            return f"model.layers.{layer}.{_LAYER_PARTS[part]}.{kind}", tensor
+    raise ModelError(f"{file.path}: tensor {tensor.name} belongs to no model that can be converted")
+
+
+def _write_safetensors(
+    out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event
+) -> None:
+    """One tensor at a time, so that memory does not grow with the model. Source: the safetensors format's description."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + 4 * int(np.prod(tensor.shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    out.write(len(encoded).to_bytes(8, "little") + encoded)
+    for values in _values(tensors, heads):
+        if stop.is_set():
+            raise ModelError("the conversion was stopped")
+        out.write(values.data)
+
+
+def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> Iterator[npt.NDArray[np.float32]]:
+    for _, tensor in tensors:
+        values = tensor.float32()
+        num_heads = heads.get(tensor.name.split(".")[-2])
+        yield values if num_heads is None else _halves_apart(values, int(str(num_heads)))
+
+
+def _halves_apart(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Rows (head, i, half) reordered to (head, half, i)."""
+    split = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)

@@ -1,0 +1,125 @@
+"""The tokenizer that a GGUF file's metadata describes, as a tokenizer.json.
+
+The file names its pre-tokenizer (`tokenizer.ggml.pre`), and llama.cpp's source says what the name means. That meaning is
+followed, also where transformers does not know the name: `smollm` splits every numeral off, so " ½" is two pieces and not one.
+(The vocabulary of SmolLM2 has no token of two digits or of a space and a digit, so other prompts give equal ids.)
+"""
+
+from collections.abc import Callable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from phalanx_runtime.checkpoint.gguf.file import GgufFile
+from phalanx_runtime.errors import ModelError
+
+_CONTROL, _USER_DEFINED = 3, 4
+_UNBOUNDED_LENGTH = 10**30
+
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _by_pattern(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    return lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "smollm": _digits_then_gpt2,
+    "llama-bpe": _by_pattern(_LLAMA3),
+    "llama3": _by_pattern(_LLAMA3),
+    "llama-v3": _by_pattern(_LLAMA3),
+    "qwen2": _by_pattern(_QWEN2),
+    "deepseek-r1-qwen": _by_pattern(_QWEN2),
+}
+_IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3"}
+"""Vocabularies where a piece that is a token stays whole, whatever the merges say."""
+
+
+def read_tokenizer(file: GgufFile) -> Tokenizer:
+    """The tokenizer with the file's vocabulary, merges, special tokens and pre-tokenizer. Raises ModelError."""
+    kind, pre = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; only byte-level BPE (gpt2) can be converted")
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {known}")
+    tokens = file.texts("tokenizer.ggml.tokens")
+    merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, file, tokens)
+    _add_template(tokenizer, file, tokens)
+    return tokenizer
+
+
+def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space:
+        raise ModelError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, a pair is expected")
+    return left, right
+
+
+def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise ModelError(f"{file.path}: tokenizer.ggml.token_type must be a list")
+    control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    user_defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+
+
+def _add_template(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    before = _special(file, tokens, "bos") if file.flag("tokenizer.ggml.add_bos_token") else None
+    after = _special(file, tokens, "eos") if file.flag("tokenizer.ggml.add_eos_token") else None
+    if before is None and after is None:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        return
+    around = [piece for piece in (before, "$A", after) if piece is not None]
+    second = [piece.replace("$A", "$B") + ":1" for piece in around]
+    special = [(token, tokenizer.token_to_id(token)) for token in {before, after} if token is not None]
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, pair=around + second, special_tokens=special)
+
+
+def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
+    index = file.number(f"tokenizer.ggml.{name}_token_id")
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise ModelError(f"{file.path}: tokenizer.ggml.{name}_token_id is {index}, the vocabulary has {len(tokens)} tokens")
+    return tokens[index]
+
+
+def tokenizer_config(file: GgufFile) -> dict[str, object]:
+    """The content of tokenizer_config.json: special tokens and chat template."""
+    tokens = file.texts("tokenizer.ggml.tokens")
+    named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    special = {f"{short}_token": _special(file, tokens, name) for name, short in named.items()}
+    config: dict[str, object] = {name: token for name, token in special.items() if token is not None}
+    template = file.text("tokenizer.chat_template")
+    if template is not None:
+        config["chat_template"] = template
+    length = file.number(f"{file.text('general.architecture')}.context_length")
+    return config | {
+        "add_bos_token": file.flag("tokenizer.ggml.add_bos_token"),
+        "add_eos_token": file.flag("tokenizer.ggml.add_eos_token"),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _UNBOUNDED_LENGTH if length is None else length,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }

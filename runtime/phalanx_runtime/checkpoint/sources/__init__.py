@@ -1,0 +1,1 @@
+"""Remote model sources: hub, S3, GCS and OCI registries, and resumable downloads."""

@@ -1,0 +1,165 @@
+"""A model in a registry of container images: `oci://registry/repository:tag` or `@sha256:...`, by the distribution API.
+
+A layer with the annotation `org.opencontainers.image.title` is the file of that name; other layers, and those that ORAS made of
+folders, are tar archives, from which the files beside the topmost config.json are taken. Credentials: `auths` of config.json in
+DOCKER_CONFIG (~/.docker). Registries on localhost are asked over plain HTTP, as other clients do.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from phalanx_runtime.checkpoint.oci_auth import Credentials, RegistryAuth
+from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, RemoteFile, Work
+from phalanx_runtime.errors import ModelError
+
+_ADDRESS = re.compile(
+    r"(?P<registry>[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?)/(?P<repository>[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*)"
+    r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127})|@(?P<digest>sha256:[0-9a-f]{64}))"
+)
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_LOCAL = re.compile(r"(localhost|127\.0\.0\.1)(:[0-9]+)?")
+_INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+_MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+_TITLE = "org.opencontainers.image.title"
+_UNPACK = "io.deis.oras.content.unpack"
+_TAR = re.compile(r".*\.tar([+.]gzip)?$|.*/(tar|gzip|x-tar|x-gzip)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A manifest of a repository, by tag or digest."""
+
+    registry: str
+    repository: str
+    reference: str
+
+    @property
+    def uri(self) -> str:
+        """As it is written, without tag and digest."""
+        return f"oci://{self.registry}/{self.repository}"
+
+    @property
+    def host(self) -> str:
+        """Whom to ask: the registry docker.io has another name than its images."""
+        return "registry-1.docker.io" if self.registry == "docker.io" else self.registry
+
+    @property
+    def base_url(self) -> str:
+        """Beginning of every address in the repository."""
+        return f"{'http' if _LOCAL.fullmatch(self.host) else 'https'}://{self.host}/v2/{self.repository}"
+
+    def __str__(self) -> str:
+        return f"{self.uri}{'@' if _DIGEST.fullmatch(self.reference) else ':'}{self.reference}"
+
+
+def address(rest: str) -> Address:
+    """The address after `oci://`. Raises ModelError."""
+    found = _ADDRESS.fullmatch(rest)
+    if not found:
+        raise ModelError(
+            f"model 'oci://{rest}': oci://registry/repository:tag or oci://registry/repository@sha256:... is expected"
+        )
+    return Address(found["registry"], found["repository"], found["tag"] or found["digest"])
+
+
+def download(address: Address, credentials: Credentials | None, cache_dir: Path, work: Work) -> Snapshot:
+    """The files of the layers, fetched unless they are there already. Raises ModelError."""
+    auth = RegistryAuth(str(address), address.host, credentials)
+    folder = cache_dir / "oci" / re.sub(r"[/:]", "--", f"{address.registry}/{address.repository}")[-200:]
+    pinned = _DIGEST.fullmatch(address.reference)
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT, auth=auth) as client:
+        source = _Image(address, bool(credentials), client, work)
+        return snapshot(source, folder, address.reference, version=pinned[1] if pinned else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """One manifest and its layers."""
+
+    address: Address
+    known: bool
+    client: httpx.Client
+    work: Work
+
+    @property
+    def uri(self) -> str:
+        return self.address.uri
+
+    @property
+    def name(self) -> str:
+        return str(self.address)
+
+    @property
+    def where(self) -> str:
+        return str(self.address)
+
+    def listing(self) -> Listing:
+        """The layers of the manifest; of several manifests, those of the first. Raises Unreachable, ModelError."""
+        digest, body = self._manifest(self.address.reference)
+        try:
+            if "manifests" in body:
+                real = [entry for entry in body["manifests"] if entry.get("platform", {}).get("os") != "unknown"]
+                if not real:
+                    raise ModelError(f"{self.where}: its index names no manifest")
+                _, body = self._manifest(str(real[0]["digest"]))
+            files = [self._file(layer) for layer in body["layers"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{self.where}: its manifest is not understood") from error
+        names = [file.name for file, _ in files]
+        if len(set(names)) < len(names):
+            raise ModelError(f"{self.where}: two layers have the same name")
+        return Listing(digest, [file for file, tar in files if not tar], [file for file, tar in files if tar])
+
+    def _manifest(self, reference: str) -> tuple[str, dict[str, Any]]:
+        """The digest and content of a manifest, checked if it was asked for by digest."""
+        url = f"{self.address.base_url}/manifests/{reference}"
+        response = ask(self, "GET", url, self.where, {"Accept": ", ".join(_MANIFESTS + _INDEXES)})
+        if response.status_code != 200:
+            raise self.refusal(response, None)
+        digest = hashlib.sha256(response.content).hexdigest()
+        if _DIGEST.fullmatch(reference) and reference != f"sha256:{digest}":
+            raise ModelError(f"{self.where}: the manifest arrived wrong: its SHA-256 is {digest}, not {reference[7:]}")
+        try:
+            body = json.loads(response.content)
+        except ValueError as error:
+            raise ModelError(f"{self.address.registry} is no registry: its manifest is no JSON") from error
+        if not isinstance(body, dict):
+            raise ModelError(f"{self.address.registry} is no registry: its manifest is no JSON object")
+        return digest, body
+
+    def _file(self, layer: dict[str, Any]) -> tuple[RemoteFile, bool]:
+        """A layer as a file, and whether it is an archive."""
+        digest = _DIGEST.fullmatch(str(layer["digest"]))
+        if not digest:
+            raise ModelError(f"{self.where}: a layer has the digest {layer['digest']!r}; only sha256 is known")
+        notes = layer.get("annotations") or {}
+        title = notes.get(_TITLE)
+        archive = title is None or notes.get(_UNPACK) == "true"
+        if archive and not _TAR.fullmatch(str(layer["mediaType"])):
+            raise ModelError(f"{self.where}: a layer of type {layer['mediaType']} is neither a named file nor tar or tar+gzip")
+        name = f"{digest[1]}.tar" if archive else str(title)
+        url = f"{self.address.base_url}/blobs/{digest[0]}"
+        return RemoteFile(name, url, int(layer["size"]), Digest("SHA-256", digest[1])), archive
+
+    def pinned(self, file: RemoteFile) -> RemoteFile:
+        """The file itself: its address is its digest."""
+        return file
+
+    def refusal(self, response: httpx.Response, file: str | None) -> ModelError:
+        """The error that an answer other than the wanted one means."""
+        what = self.where if file is None else f"{self.where}: {file}"
+        if response.status_code in (401, 403):
+            if self.known:
+                return ModelError(f"{what}: {self.address.registry} refuses the credentials of config.json in DOCKER_CONFIG")
+            secret = "give credentials in config.json of DOCKER_CONFIG (in a cluster: the Secret that spec.model.secretRef names)"
+            return ModelError(f"{what} is private or does not exist: {secret}")
+        if response.status_code == 404:
+            return ModelError(f"{what}: there is no such {'manifest' if file is None else 'layer'}")
+        return ModelError(f"{what}: HTTP {response.status_code}")

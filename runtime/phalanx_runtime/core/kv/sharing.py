@@ -1,0 +1,258 @@
+"""How requests share pages: what a request need not compute because a page holds it, or will hold it after this step.
+
+    [0, run) pages found by key · [run, full) own pages, published at once · tail: own, partly filled
+
+A page found by key may not be written yet. Nobody owns that work: whoever has a chunk there first writes it, and all others
+skip to what is written by the plans made so far (a step writes all keys and values of a layer before it attends). So when a
+writer leaves before it wrote, the next one goes on in its place.
+The tail of a prompt (its tokens after the last full page, but for the last token) has no key; while its first owner runs, or one
+who copied from it, equal requests copy its page. Copies happen before the pass, so they take only pages that earlier plans wrote:
+a request whose tail is being written in this very step waits for the next one. A page that begins like ours but goes on
+otherwise is copied as well.
+At least the last token is always computed: its scores are wanted. Requests that want details of their prompt compute all of it,
+unless they come with output: then these were told.
+"""
+
+from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_runtime.core.heavy import HeavyPrefixes
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.step_builder import Chunk, Making
+
+Tail = tuple[bytes, tuple[int, ...]]
+"""Key before the page, and the tokens in it."""
+
+
+class Sharing:
+    """The pages of requests, over one pool. Counts prompt tokens: those wanted, and those that were there already."""
+
+    def __init__(self, pool: PagePool, model: str, is_on: bool = True) -> None:
+        self.pool = pool
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.taken_pages = 0
+        """New pages that requests got when they started, since the start."""
+        self.heavy = HeavyPrefixes()
+        self._model = model
+        self._is_on = is_on
+        self._tails: dict[Tail, list[int]] = {}
+        """The pages that hold each tail, its first owner's first; the others are copies."""
+        self._tail_of: dict[int, Tail] = {}
+
+    def begin(self, request: Request, asked: wire.Request) -> None:
+        """Prepares the keys of a new request."""
+        root = root_key(self._model, "", asked.tenant, asked.cache_salt)
+        request.keys = PrefixKeys(root, self.pool.page_size)
+
+    def find(self, request: Request) -> list[int]:
+        """The pages that a waiting request would share now."""
+        if not self._shares(request):
+            return []
+        return self.pool.match(self._keys(request)[: self._full(request)])
+
+    def must_wait(self, request: Request, run: list[int], making: Making) -> bool:
+        """Whether all but the tail of a waiting request is written, and the tail is being written in this step."""
+        if len(run) < self._full(request) or not self._shares(request):
+            return False
+        pages = self._tails.get(self._tail(request))
+        return pages is not None and pages[0] in making.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
+
+    def take(self, request: Request, run: list[int], making: Making) -> None:
+        """Gives a request all pages for its tokens: the run, which `find` gave just now, and new ones, published for others."""
+        pool, keys = self.pool, self._keys(request)
+        pool.reuse(run, self._full(request))
+        own = pool.take(pool.pages_for(len(request.tokens)) - len(run))
+        assert own is not None, "admission checked the free pages"
+        self.taken_pages += len(own)
+        request.pages = run + own
+        request.keyed = len(run)
+        request.found = len(run) * pool.page_size
+        if not request.farthest:
+            self.queried_tokens += request.num_prompt
+            self.heavy.add(keys[: request.num_prompt // pool.page_size], request.num_prompt)
+        before = request.computed
+        self.skip(request, making)
+        if request.computed == len(run) * pool.page_size and self._shares(request):
+            self._copy_beginning(request, len(run), making)
+        self._note_hits(request, before)
+        self._publish(request, keys)
+        self._offer_tail(request)
+
+    def hold(self, request: Request) -> list[int]:
+        """The wholly written pages that a request would share now, held from now on: it will come with the rest of them."""
+        run = self.find(request)
+        size = self.pool.page_size
+        written = next((i for i, page in enumerate(run) if self.pool.written(page) < size), len(run))
+        self.pool.share(run[:written])
+        return run[:written]
+
+    def adopt(self, request: Request, pages: list[int], num_held: int, computed: int) -> None:
+        """Gives a request pages that hold its first `computed` tokens; those after the first `num_held` can be found now."""
+        request.pages, request.keyed = pages, num_held
+        request.computed = request.farthest = computed
+        full = computed // self.pool.page_size
+        self._publish(request, self._keys(request), full)
+        for page in pages[num_held:full]:
+            self.pool.mark_written(page, self.pool.page_size)
+
+    def skip(self, request: Request, making: Making) -> bool:
+        """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
+        if not self._shares(request) or request.missing <= 1:
+            return True
+        before = request.computed
+        size, last = self.pool.page_size, len(request.tokens) - 1
+        full = self._full(request)
+        while request.computed < full * size:
+            page = request.pages[request.computed // size]
+            end = request.computed // size * size + self.pool.written(page)
+            if end <= request.computed:
+                break
+            request.computed = end
+        ready = True
+        if request.computed == full * size < last:
+            ready = self._take_tail(request, full, making)
+        self._note_hits(request, before)
+        return ready
+
+    def note_written(self, chunk: Chunk, making: Making) -> None:
+        """This chunk writes its tokens: pages that become full get their key, and others may read them from this step on."""
+        request, size = chunk.request, self.pool.page_size
+        if request.is_chained and chunk.end // size > request.keyed:
+            self._publish(request, self._keys(request), chunk.end // size)
+        is_decode = chunk.count == 1 and chunk.end == len(request.tokens)  # nobody reads a page that grows before it is full
+        for i in range((chunk.start - len(chunk.strays)) // size, chunk.end // size if is_decode else -(-chunk.end // size)):
+            page = request.pages[i]
+            self.pool.mark_written(page, min(size, chunk.end - i * size))
+            making.fresh.add(page)
+        if chunk.count > 1:
+            self._offer_tail(request)
+
+    def note_accepted(self, chunk: Chunk) -> None:
+        """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now, as
+        far as they lie in their places."""
+        request, size = chunk.request, self.pool.page_size
+        full = request.placed // size
+        if request.is_chained and full > request.keyed:
+            self._publish(request, self._keys(request), full)
+        for page in request.pages[chunk.start // size : full]:
+            self.pool.mark_written(page, size)
+
+    def goes_on(self, chunk: Chunk) -> bool:
+        """Whether nobody wrote what follows the chunk, so that it may be made longer."""
+        size = self.pool.page_size
+        return self.pool.written(chunk.request.pages[chunk.end // size]) <= chunk.end % size
+
+    def let_go(self, request: Request) -> None:
+        """Gives all pages of a request back."""
+        for page in request.pages:
+            tail = self._tail_of.pop(page, None) if self._tail_of else None
+            if tail is not None:
+                self._tails[tail].remove(page)
+                if not self._tails[tail]:
+                    del self._tails[tail]
+        self.pool.give_back(request.pages)
+        request.pages = []
+        request.farthest = max(request.farthest, request.computed)
+        request.computed = request.keyed = request.sent = request.found = 0
+        request.is_chained = True
+        request.is_cut = False
+        request.strays = []
+        if request.proposing is not None:
+            request.proposing.num_drafted_pages = 0
+
+    def _shares(self, request: Request) -> bool:
+        return self._is_on and (request.sampling.prompt_logprobs is None or request.num_output > 0)
+
+    def _full(self, request: Request) -> int:
+        """How many full pages may come from others, so that the last token is computed."""
+        return (len(request.tokens) - 1) // self.pool.page_size
+
+    def _keys(self, request: Request) -> list[bytes]:
+        assert request.keys is not None, "the scheduler prepares keys when a request comes"
+        return request.keys.extend(request.tokens) if self._is_on else []
+
+    def _tail(self, request: Request) -> Tail:
+        full = self._full(request)
+        assert request.keys is not None, "the scheduler prepares keys when a request comes"
+        before = request.keys.keys[full - 1] if full else request.keys.root
+        return before, tuple(request.tokens[full * self.pool.page_size : -1])
+
+    def _take_tail(self, request: Request, full: int, making: Making) -> bool:
+        """Copies the tail from a page that holds it, or makes this request the one that others copy from.
+
+        The page that is copied to may have other sharers: when the prompt ends with a page, that page has a key already. They
+        share it for equal tokens after equal tokens, so the copy puts there what is there or what they wait for.
+        """
+        tail, own = self._tail(request), request.pages[full]
+        pages = self._tails.get(tail, [])
+        if own in pages:
+            return True
+        if pages and pages[0] in making.fresh:
+            return False
+        if pages and self.pool.written(pages[0]) >= len(tail[1]):
+            self._copy(pages[0], own, len(tail[1]), making)
+            request.computed += len(tail[1])
+            self.pool.mark_written(own, len(tail[1]))
+            making.fresh.add(own)
+            self._offer(own, tail)
+            return True
+        for page in pages:
+            del self._tail_of[page]
+        self._tails.pop(tail, None)
+        self._offer_tail(request)
+        return True
+
+    def _offer_tail(self, request: Request) -> None:
+        """Lets equal requests copy the tail of this one, unless they have one to copy already."""
+        full = self._full(request)
+        if self._is_on and full * self.pool.page_size < len(request.tokens) - 1:
+            tail, own = self._tail(request), request.pages[full]
+            if tail not in self._tails:
+                self._offer(own, tail)
+
+    def _offer(self, page: int, tail: Tail) -> None:
+        if page not in self._tail_of:
+            self._tails.setdefault(tail, []).append(page)
+            self._tail_of[page] = tail
+
+    def _copy_beginning(self, request: Request, position: int, making: Making) -> None:
+        """Copies what a cached page has in common with the first page that was not found."""
+        if not position or request.missing <= 1:
+            return
+        start = position * self.pool.page_size
+        found = self.pool.match_beginning(request.pages[position - 1], request.tokens[start : start + self.pool.page_size])
+        if found is None or found[0] in making.fresh or found[0] == request.pages[position]:
+            return
+        same = min(found[1], request.missing - 1)
+        if same:
+            self._copy(found[0], request.pages[position], same, making)
+            request.computed += same
+
+    def _copy(self, source: int, target: int, count: int, making: Making) -> None:
+        """Copies happen before the pass: what a draft computes in this very step is not among them."""
+        making.copies.append((source, target))
+        self.pool.copied(source, target, count, is_drafted=source not in making.drafted)
+
+    def _publish(self, request: Request, keys: list[bytes], end: int | None = None) -> None:
+        """Offers full pages of a request to the cache, those not written yet included.
+
+        Stops for good at a page that the cache has already: what came after would keep that page held beside the request's own,
+        and a request that fits the pool alone might not fit any more.
+        """
+        size = self.pool.page_size
+        for i in range(request.keyed, len(keys) if end is None else min(end, len(keys))):
+            if not request.is_chained:
+                return
+            parent = request.pages[i - 1] if i else None
+            own = request.tokens[i * size : (i + 1) * size]
+            request.is_chained = self.pool.publish(request.pages[i], keys[i], parent, own)
+            request.keyed = i + 1
+
+    def _note_hits(self, request: Request, before: int) -> None:
+        """Counts prompt tokens that were skipped, except those that this request had computed before it was preempted."""
+        hits = min(request.computed, request.num_prompt) - max(before, request.farthest)
+        if hits > 0:
+            request.cached_tokens += hits
+            self.hit_tokens += hits
+        request.farthest = max(request.farthest, request.computed)

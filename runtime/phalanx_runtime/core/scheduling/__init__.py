@@ -1,0 +1,1 @@
+"""The scheduler: queue, policies, step composition, running requests and load reports."""

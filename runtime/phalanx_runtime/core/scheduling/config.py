@@ -1,0 +1,50 @@
+"""How an engine schedules and caches, by name: from these names to a scheduler."""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.kv.eviction.protocol import PolicyName as EvictionName
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.policy_fair import Fair
+from phalanx_runtime.core.scheduling.policies import Deadline, Fcfs, Policy, PolicyName, Priority
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import Fitting, Speculating
+from phalanx_runtime.core.step_plan import PoolShape
+
+NO_SPECULATION = Speculating()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Order of requests, order of eviction, whether pages are shared at all, the model's hash, in the keys of pages, and who
+    proposes tokens."""
+
+    scheduling_policy: PolicyName = "fcfs"
+    eviction_policy: EvictionName = "adaptive"
+    prefix_caching: bool = True
+    model: str = ""
+    speculating: Speculating = NO_SPECULATION
+
+
+def make_policy(name: PolicyName) -> Policy:
+    """The policy of a name."""
+    match name:
+        case "fcfs":
+            return Fcfs()
+        case "priority":
+            return Priority()
+        case "deadline":
+            return Deadline()
+        case "fair":
+            return Fair()
+        case _:
+            assert_never(name)
+
+
+def make_scheduler(limits: Limits, pool: PoolShape, rules: Rules, fitting: Fitting | None = None) -> Scheduler:
+    """A scheduler without requests over an empty pool."""
+    pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
+    sharing = Sharing(pages, rules.model, rules.prefix_caching)
+    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing, rules.speculating, fitting)

@@ -1,0 +1,1 @@
+"""Speculation decisions: which requests get draft tokens, and how many."""

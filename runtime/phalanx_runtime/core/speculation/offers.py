@@ -1,0 +1,148 @@
+"""What could be proposed for the decodes of a step, and which of it makes the batch fastest.
+
+    a lookup   tokens that were found, up to the first that the request may not draw
+    a draft    so many tokens as the request may still get, and what the draft model has to catch up with first
+
+Each comes with the chances of its tokens (`candidates`), in one line and as it may branch; trees are taken where they promise
+more tokens per second than chains (`depths`). What a step may hold and what it costs is told.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx_runtime.core.acceptance import Shares, share_of
+from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.ngram import AT_ONCE, PLACES
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.speculation.draft_backfill import num_missing
+from phalanx_runtime.core.speculation.draft_length import Offer, StepCosts, choose_all, choose_depths, with_catching_up
+from phalanx_runtime.core.step_builder import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not. `missing`:
+    tokens that a draft model catches up with first."""
+
+    chunk: Chunk
+    chain: Candidates
+    tree: Candidates
+    is_drafted: bool
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Of each offer what it is taken from, and which nodes of that; none where nothing pays."""
+
+    of: list[Candidates]
+    taken: list[list[int]]
+
+
+class Offering:
+    """Makes offers from what an engine knows: its shares of acceptance, its pages, and what requests may draw."""
+
+    def __init__(self, pool: PagePool, shares: Shares, fitting: Fitting | None) -> None:
+        self._pool = pool
+        self._shares = shares
+        self._fitting = fitting
+        self._places = 0
+        """Places that lookups may still enter in this step."""
+
+    def offers(self, chunks: Sequence[Chunk], may_look_up: bool, may_draft: bool) -> list[Offered]:
+        """All that there are behind these decodes. Lookups enter their requests' new tokens."""
+        self._places = AT_ONCE
+        return [one for chunk in chunks if (one := self._offer(chunk, may_look_up, may_draft)) is not None]
+
+    def _offer(self, chunk: Chunk, may_look_up: bool, may_draft: bool) -> Offered | None:
+        """What could be proposed behind a decode."""
+        request = chunk.request
+        proposing = request.proposing
+        if proposing is None or chunk.end != len(request.tokens) or not request.num_output:
+            return None
+        most = min(proposing.most, request.max_len - len(request.tokens) - 1)
+        if most < 1:
+            return None
+        share, widths, missing = share_of(proposing.shares, self._shares), proposing.tree.widths, 0
+        if proposing.method == "ngram":
+            if not may_look_up:
+                return None
+            self._places -= proposing.lookup.enter(request.tokens, self._places)
+            lines = proposing.lookup.find(request.tokens, most, PLACES if widths else 1)
+            counts = [self._num_fitting(request, tokens) for tokens, _ in lines]
+            fitting = [(tokens[:count], agreed) for (tokens, agreed), count in zip(lines, counts, strict=True) if count]
+            one = looked_up(share, most, (), fitting[:1])
+            tree = looked_up(share, most, widths, fitting) if widths else one
+        elif not may_draft:
+            return None
+        else:
+            missing = num_missing(self._pool, chunk) if lags(chunk) else 0
+            one = drafted(share, most, ())
+            tree = drafted(share, most, widths) if widths else one
+        return Offered(chunk, one, tree, proposing.method != "ngram", missing) if tree.parents else None
+
+    def _num_fitting(self, request: Request, tokens: list[int]) -> int:
+        """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""
+        if self._fitting is None or request.row is None or not request.sent:
+            return len(tokens)
+        return self._fitting(request.row, tokens, request.num_output)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of a step: its decodes, how many proposals it may hold, how many tokens drafts may catch up with, and whether what passes
+    of a draft cost is known."""
+
+    decodes: int
+    proposals: int
+    behind: int
+    knows_passes: bool
+
+
+def take_all(offered: Sequence[Offered], room: Room) -> Chosen:
+    """All that is offered, as it may branch, in turns while there is room."""
+    trees = [one.tree for one in offered]
+    worth = [_worth(one, tree, None, room, knows_drafts=True) for one, tree in zip(offered, trees, strict=True)]
+    return Chosen(trees, choose_all(worth, room.proposals))
+
+
+def choose(
+    offered: Sequence[Offered], costs: StepCosts | None, costs_of_trees: Callable[[], StepCosts | None], room: Room
+) -> Chosen:
+    """Which of what each gets: of trees, where these promise more than chains. costs None: not known yet."""
+    chains, trees = [one.chain for one in offered], [one.tree for one in offered]
+
+    def best(found: Sequence[Candidates], costs: StepCosts | None) -> tuple[float, list[list[int]]]:
+        worth = [_worth(one, of, costs, room, room.knows_passes) for one, of in zip(offered, found, strict=True)]
+        choice = choose_depths(worth, costs, room.decodes, room.proposals)
+        return choice.speed, choice.taken
+
+    speed, taken = best(chains, costs)
+    if costs is None or all(one.tree is one.chain for one in offered):
+        return Chosen(chains, taken)
+    speed_of_trees, taken_of_trees = best(trees, costs_of_trees())
+    return Chosen(trees, taken_of_trees) if speed_of_trees > speed else Chosen(chains, taken)
+
+
+def _worth(one: Offered, found: Candidates, costs: StepCosts | None, room: Room, knows_drafts: bool) -> Offer:
+    """What is offered, less what it costs to catch up; nothing where a draft cannot catch up in one step, nor, where it follows
+    what pays, before a pass was measured: a probe does that."""
+    request = one.chunk.request
+    is_unknown = one.is_drafted and not knows_drafts
+    chances: Sequence[float] = () if is_unknown or one.missing > max(0, room.behind) else found.chances
+    if chances and one.missing:
+        chances = with_catching_up(chances, costs, room.decodes, one.missing, request.max_len - len(request.tokens))
+    behind_s = 0.0 if costs is None else one.missing * costs.behind_s
+    return Offer(chances, one.is_drafted, found.levels if chances else (), behind_s)
+
+
+def lags(chunk: Chunk) -> bool:
+    """Whether a draft model drafts for the request, which computes no more than it is told."""
+    return chunk.request.proposing is not None and chunk.request.proposing.method == "draft"
+
+
+def looks_up(chunk: Chunk) -> bool:
+    """Whether any step may bring something to propose for the request."""
+    return chunk.request.proposing is not None and chunk.request.proposing.method == "ngram"

@@ -1,0 +1,1 @@
+"""Paged attention: the torch reference implementation and the CPU kernels."""

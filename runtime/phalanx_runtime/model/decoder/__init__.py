@@ -1,0 +1,1 @@
+"""The fused decoder block of the Llama-shaped families, and how its weights load."""

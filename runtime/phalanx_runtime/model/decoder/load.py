@@ -1,0 +1,183 @@
+"""The fused decoder's weights: from a checkpoint's tensors to this rank's part of each block."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.cpu import choose_attention
+from phalanx_runtime.model.attention.paged import Attention, AttentionForm
+from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.decoder.cpu import choose_steps
+from phalanx_runtime.model.decoder.decoder import Decoder, Layer
+from phalanx_runtime.model.layers import HeadNorm, QkNorm, Table, VocabEmbedding, WholeNorm
+from phalanx_runtime.model.linear.cpu import NativeLinear
+from phalanx_runtime.model.linear.linear import Gated, Linear, make_gated, make_linear
+from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
+from phalanx_runtime.model.protocol import Form
+from phalanx_runtime.model.rope import RopeTable
+from phalanx_runtime.model.weights import Checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+"""For each place of norms, their names in checkpoints: attention in and out, MLP in and out."""
+
+
+def load(
+    folder: Path,
+    config: ModelConfig,
+    collective: Collective,
+    form: Form,
+    attention: Attention | None = None,
+    stage: Stage = WHOLE,
+) -> Decoder:
+    """This rank's part of the checkpoint in `folder`. Raises ModelError."""
+    if any(rope and rope.kind == "longrope" for rope in config.ropes) and form.positions > config.max_position:
+        raise ModelError(
+            f"longrope: requests of up to {config.max_position} tokens are computed, not of {form.positions}: "
+            "a longer one turns all its keys anew"
+        )
+    shard = partition(config, collective.world_size)[collective.rank]
+    size, dtype, device = config.head_dim, form.dtype, form.device
+    ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
+    attention = attention or choose_attention(device, form.is_fixed)
+    model = Decoder(config, shard, collective, ropes, attention, choose_steps(device), stage)
+    model.positions = form.positions
+    own = stage.layers(config.num_layers)
+    with Checkpoint(folder, dtype, device) as checkpoint:
+        loader = _Loader(config, shard, checkpoint, form, collective)
+        has_head = stage.is_last or (stage.is_first and form.has_exit)
+        if stage.is_first or (has_head and config.tied):
+            embedding = loader.vocab(EMBEDDING)
+        model.layers = [loader.layer(index) for index in range(own.start, own.stop)]
+        if has_head:
+            model.norm = loader.norm("model.norm.weight", config.hidden_size)
+            model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
+        if stage.is_first:
+            table = _table(embedding, model.head) if config.tied and has_head else embedding
+            model.embedding = VocabEmbedding(table, shard.vocab, collective)
+        model.num_bytes = loader.num_bytes
+    return model
+
+
+def _table(embedding: Tensor, head: Linear) -> Table:
+    """Where a tied embedding is looked up: in the head's blocks where they hold it, so that it is kept once."""
+    shared = isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
+    return head.blocks if shared and isinstance(head, NativeLinear) else embedding
+
+
+class _Loader:
+    """Reads this rank's slices and counts their bytes."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, form: Form, collective: Collective) -> None:
+        self.num_bytes = 0
+        self._config = config
+        self._shard = shard
+        self._checkpoint = checkpoint
+        self._kernels = form.kernels
+        self._collective = collective
+        # A bias after a sum over ranks must enter it once: rank 0 brings it.
+        self._first = collective.rank == 0
+
+    def vocab(self, name: str) -> Tensor:
+        """Rows of an embedding or head."""
+        return self._count(self._checkpoint.rows(name, (self._config.vocab_size, self._config.hidden_size), self._shard.vocab))
+
+    def norm(self, name: str, size: int, span: Span | None = None) -> Tensor:
+        """A vector, or part of it. Where weights are stored less 1, that is added, in fp32 at least: bf16 would round it off."""
+        weight = self._checkpoint.vector(name, size, span)
+        if self._config.norm_offset:
+            weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1
+        return self._count(weight)
+
+    def layer(self, index: int) -> Layer:
+        """One decoder block."""
+        config, name = self._config, f"model.layers.{index}."
+        norms = [
+            None if norm is None else self.norm(f"{name}{norm}.weight", config.hidden_size) for norm in NORM_NAMES[config.norms]
+        ]
+        heads = config.num_heads * config.head_dim
+        return Layer(
+            attention_in=norms[0],
+            qkv=self._qkv(name + "self_attn."),
+            qk_norm=self._qk_norm(name + "self_attn."),
+            rope=config.ropes[index],
+            form=AttentionForm(config.windows[index], config.scale, config.softcap),
+            o=self._row_parallel(name + "self_attn.o_proj", heads, self._dims(self._shard.heads), config.o_bias),
+            attention_out=norms[1],
+            mlp_in=norms[2],
+            gate_up=self._gate_up(name + "mlp."),
+            down=self._row_parallel(name + "mlp.down_proj", config.intermediate_size, self._shard.mlp, config.mlp_bias),
+            mlp_out=norms[3],
+        )
+
+    def _qk_norm(self, prefix: str) -> QkNorm | None:
+        config, shard = self._config, self._shard
+        q, k, dim, eps = prefix + "q_norm.weight", prefix + "k_norm.weight", config.head_dim, config.rms_norm_eps
+        if config.qk_norm == "none":
+            return None
+        if config.qk_norm == "head":
+            return HeadNorm(self.norm(q, dim), self.norm(k, dim), eps)
+        sizes = (config.num_heads * dim, config.num_kv_heads * dim)
+        group = config.num_heads // config.num_kv_heads
+        return WholeNorm(
+            self.norm(q, sizes[0], self._dims(shard.heads)).view(-1, dim),
+            self.norm(k, sizes[1], self._dims(shard.kv_heads)).view(-1, dim),
+            eps,
+            sizes,
+            self._collective,
+            shard.heads.start == shard.kv_heads.start * group,
+        )
+
+    def _qkv(self, prefix: str) -> Linear:
+        config, shard = self._config, self._shard
+        sizes = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
+        spans = [self._dims(shard.heads), *[self._dims(shard.kv_heads)] * 2]
+        names = [prefix + "qkv_proj"] if config.joined else [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        return self._linear(*self._rows(names, sizes, spans, config.qkv_bias))
+
+    def _gate_up(self, prefix: str) -> Gated:
+        sizes, spans = [self._config.intermediate_size] * 2, [self._shard.mlp] * 2
+        names = [prefix + "gate_up_proj"] if self._config.joined else [prefix + "gate_proj", prefix + "up_proj"]
+        weight, bias = self._rows(names, sizes, spans, self._config.mlp_bias)
+        made = make_gated(weight, bias, self._config.activation, self._kernels)
+        self.num_bytes += made.num_bytes
+        return made
+
+    def _dims(self, heads: Span) -> Span:
+        return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+
+    def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Tensor, Tensor | None]:
+        """Output rows and biases of several linears, one below the other. One name for all: the checkpoint joins them already."""
+        parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
+        read, hidden = self._checkpoint, self._config.hidden_size
+        weight = torch.cat([read.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
+        bias = torch.cat([read.vector(name + ".bias", size, span) for name, size, span in parts]) if biased else None
+        return weight, bias
+
+    def _row_parallel(self, name: str, size: int, span: Span, biased: bool) -> Linear:
+        """Input columns of one linear whose outputs are summed over the ranks."""
+        weight = self._checkpoint.columns(name + ".weight", (self._config.hidden_size, size), span)
+        bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._first else None
+        return self._linear(weight, bias)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        made = make_linear(weight, bias, self._kernels)
+        self.num_bytes += made.num_bytes
+        return made
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+
+def _joined(name: str, sizes: list[int], spans: list[Span]) -> list[tuple[str, int, Span]]:
+    """Parts of one matrix that holds several, one below the other."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [(name, sum(sizes), Span(start + span.start, start + span.stop)) for start, span in zip(starts, spans, strict=True)]

@@ -1,0 +1,215 @@
+"""Linear layers of a rank: compiled or prepacked for oneDNN on CPU, plain elsewhere.
+
+`DenseLinear` is the slow twin of the others, equal within rounding. Times of all linears of a 135M model in one step, fp32,
+one thread of an AVX-512 Intel, ms: batch 1: dense 59, packed 68, transposed 51; batch 16: dense 136, packed 93.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.layers import gated
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies, quantized
+from phalanx_runtime.model.native.library import library
+from phalanx_runtime.model.processor import Processor
+
+PACK_BATCH = 16
+"""Batch size that the packed layout is chosen for: a typical decode step."""
+
+
+class Linear(Protocol):
+    """y = x W^T + b."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        ...
+
+
+class DenseLinear:
+    """The plain linear layer."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class PackedLinear:
+    """A linear layer whose weight lies in oneDNN's own layout. The dense weight is not kept."""
+
+    __slots__ = ("bias", "num_bytes", "packed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_BATCH)
+        self.bias = bias
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class TwofoldLinear:
+    """A packed linear layer that also keeps its weight transposed, for a single row: MKL streams that fastest."""
+
+    __slots__ = ("_packed", "bias", "num_bytes", "transposed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = PackedLinear(weight, bias)
+        self.transposed = weight.t().contiguous()
+        self.bias = bias
+        self.num_bytes = self._packed.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        if x.shape[0] > 1:
+            return self._packed(x)
+        return x @ self.transposed if self.bias is None else torch.addmm(self.bias, x, self.transposed)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class QuantizedLinear:
+    """The slow twin of a compiled int8 linear: weights of int8 with a scale per output, arithmetic in the dtype of x."""
+
+    __slots__ = ("bias", "num_bytes", "scales", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.scales = quantized(weight)
+        self.bias = bias
+        self.num_bytes = self.weight.nbytes + self.scales.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out]."""
+        y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scales.to(x.dtype))
+        return y if self.bias is None else y.add_(self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds what it gives for x to the residual, in place."""
+        residual.add_(self(x))
+
+
+class Gated(Protocol):
+    """activation(x G^T) * (x U^T)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        ...
+
+
+class PlainGated:
+    """A linear layer of G above U, then the activation: the slow twin."""
+
+    __slots__ = ("_activation", "_linear", "num_bytes")
+
+    def __init__(self, linear: Linear, activation: Activation) -> None:
+        self._linear = linear
+        self._activation: Activation = activation
+        self.num_bytes = linear.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        return gated(self._linear(x), self._activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How linears are laid out: packed for oneDNN, and beside that transposed, at twice the memory, for single rows.
+
+    `compiled` is the precision of those that the compiled kernels take; bf16 only where it holds the weight exactly. `int8`
+    rounds every linear, compiled or not.
+    """
+
+    packed: bool = False
+    transposed: bool = False
+    compiled: bool = False
+    precision: Precision = "bf16"
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
+    """A linear layer laid out so."""
+    made = library() if kernels.compiled and _compiles(weight, kernels.precision) else None
+    if made is not None:
+        return NativeLinear(made, weight, bias, kernels.precision)
+    if kernels.precision == "int8":
+        return QuantizedLinear(weight, bias)
+    if kernels.packed:
+        return TwofoldLinear(weight, bias) if kernels.transposed else PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
+    """Gate and up, G above U in the weight, with what follows them."""
+    made = library() if kernels.compiled and activation == "silu" and _compiles(weight, kernels.precision) else None
+    if made is not None:
+        return NativeGated(made, weight, bias, kernels.precision)
+    return PlainGated(make_linear(weight, bias, kernels), activation)
+
+
+def _compiles(weight: Tensor, precision: Precision) -> bool:
+    """Whether the compiled kernel takes this weight, and loses nothing by bf16."""
+    if not multiplies(weight, weight.dtype):
+        return False
+    return precision == "int8" or weight.dtype == torch.bfloat16 or bool((weight.bfloat16().float() == weight).all())
+
+
+def choose_kernels(
+    dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
+) -> Kernels:
+    """The fastest layout here, for linears of `num_bytes` with `spare_bytes` of memory free for a second copy."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return Kernels(precision=precision)
+    packed = can_pack(dtype)
+    # On AMD oneDNN is ahead of MKL at any batch; in bf16 too.
+    transposed = packed and cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes
+    return Kernels(packed, transposed, library() is not None, precision)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this processor. It refuses bf16 on some."""
+    if not torch._C._has_mkldnn:
+        return False
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), PACK_BATCH)
+    except RuntimeError:
+        return False
+    return True

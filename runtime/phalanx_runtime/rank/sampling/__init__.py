@@ -1,0 +1,1 @@
+"""Sampling: logits processors, keyed noise, verification of draft tokens, grammars, logprobs."""

@@ -1,0 +1,1 @@
+"""KV transfer: page copies between the ranks of two groups."""

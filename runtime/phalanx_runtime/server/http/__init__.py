@@ -1,0 +1,1 @@
+"""HTTP of a pod: the application, metrics and health."""

@@ -1,0 +1,1 @@
+"""Supervision of the rank processes: rendezvous of the pods, incarnations, hang detection."""

@@ -1,0 +1,238 @@
+"""How the pods of a group meet: one TCP connection from each pod to the leader's supervisor.
+
+Both sides prove the service's token over both nonces before anything else is believed. The leader turns what pods say into
+events for `incarnation`; a pod obeys the leader's commands, and looks for it again when it is lost.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Callable
+
+from phalanx_runtime.server.supervision import incarnation as inc
+from phalanx_runtime.server.supervision.rendezvous_wire import (
+    DEFAULT_TIMING,
+    VERSION,
+    Challenge,
+    Command,
+    Connection,
+    Failed,
+    Join,
+    Leaving,
+    Ready,
+    Refused,
+    Serve,
+    Start,
+    Stop,
+    Timing,
+    Welcome,
+    prove,
+)
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+
+
+class LeaderRendezvous:
+    """The leader's end: listens, lets pods in that prove the token, and turns what they say into events."""
+
+    def __init__(self, token: str, num_pods: int, happened: Callable[[inc.Event], None], timing: Timing = DEFAULT_TIMING) -> None:
+        self._token = token
+        self._num_pods = num_pods
+        self._happened = happened
+        self._timing = timing
+        self._pods: dict[int, Connection] = {}
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        self.own_host: str | None = None
+        """Our address as the pods reached it; None before the first came."""
+
+    async def listen(self, host: str | None, port: int) -> int:
+        """The port that is listened on; 0 asks for any. Raises OSError."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def send(self, command: Command) -> None:
+        """Tells every pod."""
+        for connection in self._pods.values():
+            connection.send(command)
+
+    async def close(self) -> None:
+        """Stops listening and ends all connections; nothing happens after it."""
+        self._happened = _ignore
+        if self._server is not None:
+            self._server.close()
+        await _settle()  # connections that are being accepted get their tasks
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await _settle()  # their sockets are closed
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a connection is served in a task"
+        self._open.add(task)
+        connection = Connection(reader, writer, self._timing)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                pod = await self._let_in(connection)
+            await self._follow(pod, connection)
+        except (Refused, ConnectionError, TimeoutError) as error:
+            log.warning("pod turned away: %s", error, extra={"peer": connection.peer_host})
+        except asyncio.CancelledError:
+            pass  # `close` ended us; asyncio's server would log it as an error.
+        finally:
+            self._open.discard(task)
+            connection.close()
+
+    async def _let_in(self, connection: Connection) -> int:
+        """Which pod this is, after both sides proved the token. Raises Refused or ConnectionError."""
+        nonce = secrets.token_bytes(32)
+        connection.send(Challenge(VERSION, nonce))
+        join = await connection.receive()
+        if not isinstance(join, Join):
+            raise Refused(f"expected Join, got {type(join).__name__}")
+        if not hmac.compare_digest(join.proof, prove(self._token, f"pod {join.pod}", nonce, join.nonce)):
+            raise self._refuse(connection, "the service token is wrong")
+        why = self._misfit(join)
+        if why:
+            raise self._refuse(connection, why)
+        connection.send(Welcome(prove(self._token, "leader", join.nonce, nonce)))
+        return join.pod
+
+    def _refuse(self, connection: Connection, why: str) -> Refused:
+        connection.send(Welcome(b"", why))
+        return Refused(why)
+
+    def _misfit(self, join: Join) -> str:
+        if join.version != VERSION:
+            return f"the leader speaks rendezvous version {VERSION}, pod {join.pod} speaks {join.version}"
+        if join.num_pods != self._num_pods or not 0 < join.pod < self._num_pods:
+            return f"the leader has {self._num_pods} pods, but pod {join.pod} says it is one of {join.num_pods}"
+        return ""
+
+    async def _follow(self, pod: int, connection: Connection) -> None:
+        """Turns a pod's frames into events until its connection ends or the pod comes anew."""
+        self.own_host = connection.own_host
+        self._pods[pod] = connection
+        ping = asyncio.create_task(connection.keep_alive())
+        why = "the supervisor is closing"
+        try:
+            self._happened(inc.Joined(pod, connection.peer_host))
+            while True:
+                match await connection.receive():
+                    case Ready(number, memory):
+                        self._happened(inc.RanksReady(pod, number, tuple(memory)))
+                    case Failed(number, text, is_echo, is_draft):
+                        self._happened(inc.RanksFailed(pod, number, text, is_echo, is_draft=is_draft))
+                    case Leaving(why_leaving):
+                        self._happened(inc.Leaving(pod, why_leaving))
+                    case frame:
+                        raise ConnectionError(f"unexpected {type(frame).__name__}")
+        except ConnectionError as error:
+            why = str(error)
+        finally:
+            ping.cancel()
+            if self._pods.get(pod) is connection:
+                del self._pods[pod]
+                self._happened(inc.Left(pod, why))
+
+
+class Membership:
+    """A pod's end: keeps a connection to the leader, obeys it, and says what became of its ranks."""
+
+    def __init__(
+        self, token: str, pod: int, num_pods: int, obey: Callable[[Command], None], timing: Timing = DEFAULT_TIMING
+    ) -> None:
+        self._token = token
+        self._pod = pod
+        self._num_pods = num_pods
+        self._obey = obey
+        self._timing = timing
+        self._connection: Connection | None = None
+        self._leaving: Leaving | None = None
+
+    def leave(self, why: str) -> None:
+        """Tells the leader, this one or the next, that this pod is about to go."""
+        self._leaving = Leaving(why)
+        self.say(self._leaving)
+
+    def say(self, frame: Ready | Failed | Leaving) -> None:
+        """Tells the leader, if it is there; a leader that comes later starts a new incarnation anyway."""
+        if self._connection is not None:
+            self._connection.send(frame)
+
+    async def run(self, host: str, port: int, lost: Callable[[str], None]) -> None:
+        """Stays with the leader for ever, trying again when it is lost; `lost` hears why each time."""
+        retry_s = self._timing.first_retry_s
+        while True:
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    connection = Connection(*await asyncio.open_connection(host, port), self._timing)
+                why = await self._stay(connection)
+                retry_s = self._timing.first_retry_s
+            except (OSError, TimeoutError, Refused) as error:
+                why = str(error) or type(error).__name__
+            lost(f"leader {host}:{port}: {why}")
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, self._timing.max_retry_s)
+
+    async def _stay(self, connection: Connection) -> str:
+        """Why the connection ended after the leader let us in. Raises before that."""
+        ping = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._join(connection)
+            self._connection = connection
+            if self._leaving is not None:
+                self.say(self._leaving)
+            ping = asyncio.create_task(connection.keep_alive())
+            while True:
+                match await self._next(connection):
+                    case str() as why:
+                        return why
+                    case command:
+                        self._obey(command)
+        finally:
+            self._connection = None
+            if ping is not None:
+                ping.cancel()
+            connection.close()
+
+    async def _next(self, connection: Connection) -> Command | str:
+        try:
+            match await connection.receive():
+                case Start() | Serve() | Stop() as command:
+                    return command
+                case frame:
+                    return f"unexpected {type(frame).__name__}"
+        except ConnectionError as error:
+            return str(error)
+
+    async def _join(self, connection: Connection) -> None:
+        challenge = await connection.receive()
+        if not isinstance(challenge, Challenge):
+            raise Refused(f"expected Challenge, got {type(challenge).__name__}")
+        nonce = secrets.token_bytes(32)
+        proof = prove(self._token, f"pod {self._pod}", challenge.nonce, nonce)
+        connection.send(Join(VERSION, self._pod, self._num_pods, nonce, proof))
+        welcome = await connection.receive()
+        if not isinstance(welcome, Welcome):
+            raise Refused(f"expected Welcome, got {type(welcome).__name__}")
+        if welcome.refused:
+            raise Refused(welcome.refused)
+        if not hmac.compare_digest(welcome.proof, prove(self._token, "leader", nonce, challenge.nonce)):
+            raise Refused("the leader does not know the service token")
+
+
+async def _settle() -> None:
+    """Lets the loop do what is due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _ignore(event: inc.Event) -> None:
+    """Nothing is listened to any more."""
