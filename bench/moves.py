@@ -25,7 +25,7 @@ from bench.figures import percentile, table
 from bench.mover import Mover, Stream, linked
 from bench.programs import running
 from phalanx_api import moves, wire
-from phalanx_api.seeds import mix
+from phalanx_api.wire.router import mix
 
 TOKEN = "bench"
 MODES: tuple[moves.MoveMode, ...] = ("stop", "precopy")

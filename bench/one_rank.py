@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner

@@ -28,8 +28,8 @@ from prometheus_client import CollectorRegistry
 from bench.figures import percentile
 from bench.programs import Program, running
 from phalanx_api import wire
-from phalanx_api.seeds import mix
 from phalanx_api.summary import BalancePolicy
+from phalanx_api.wire.router import mix
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import Fleet
 from phalanx_router.links.endpoints import StaticLeaders

@@ -28,9 +28,8 @@ from bench.control_scale import nodes
 from bench.control_scale.bounds import missed
 from bench.control_scale.measure import OPERATOR_NAMESPACE, Sets, Use, control_plane_cpu, leader_of, use_of
 from phalanx_api import labels
-from phalanx_operator.errors import Conflict, KubeError, Retry
 from phalanx_operator.kube.client import NODES as NODE
-from phalanx_operator.kube.client import PODS, SERVICES_OF_OURS, Json, KubeClient
+from phalanx_operator.kube.client import PODS, SERVICES_OF_OURS, Conflict, Json, KubeClient, KubeError, Retry
 from phalanx_operator.kube.http import HttpKube, connect
 from tests.cluster import operator as installation
 from tests.cluster.access import Cluster, ours

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx_operator.errors import KubeError
-from phalanx_operator.kube.client import LEASES, PODS, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube.client import LEASES, PODS, STATEFUL_SETS, KubeClient, KubeError
 from phalanx_operator.kube.informer import SELECTOR
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster

@@ -13,8 +13,7 @@ from aiohttp import web
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, Histogram, RouterSummary
 from phalanx_api.wire.versions import SUMMARY
-from phalanx_operator.errors import Conflict, Gone, KubeError
-from phalanx_operator.kube.client import LEASES, NODES, PODS, Json, KubeClient
+from phalanx_operator.kube.client import LEASES, NODES, PODS, Conflict, Gone, Json, KubeClient, KubeError
 
 PREFIX = "fake-"
 LABEL = "phalanx.dev/fake"

@@ -18,8 +18,8 @@ from bench.simulate.cache import PAGE, Pages
 from bench.simulate.jobs import Job
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.budget import prompt_share
 from phalanx_runtime.core.kv.exhaustion import Going, expected_rest, steps_to_full
+from phalanx_runtime.core.scheduling.compose import prompt_share
 
 HISTORY = 1 << 16
 NO_LIMITS = Limits(max_model_len=1 << 30, max_num_seqs=1, max_num_batched_tokens=1)

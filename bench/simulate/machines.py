@@ -18,7 +18,7 @@ from bench.step_grid import read_model
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Traffic
 from phalanx_operator.decide.scaling.demand import Ability, Load, Targets, busy_groups
-from phalanx_router.routing.speed import scaled
+from phalanx_router.routing.look import scaled
 
 ANALYTIC = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=142, context_s=0.068e-6, attention_s=0.0)
 """A 32B model on one H200: 3 ms, 17 ms of weights, 0.12 ms a prompt token, 0.068 us a token of context (balancing.md 4.3)."""

@@ -8,7 +8,7 @@ from bench.simulate.jobs import Job
 from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_router.balancing.records import StreamView
-from phalanx_router.routing.speed import scaled
+from phalanx_router.routing.look import scaled
 
 FOLLOWED = 1 / 20
 FAR_STEPS = 200

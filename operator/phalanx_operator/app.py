@@ -11,13 +11,13 @@ import time
 import aiohttp
 import kopf
 
-from phalanx_operator import probes
+from phalanx_operator import metrics as probes
 from phalanx_operator.apply.executor import Hands
 from phalanx_operator.decide.pacing import CALM_S
 from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
 from phalanx_operator.kube.events import Notes
 from phalanx_operator.kube.http import SILENCE_S, HttpKube, connect
-from phalanx_operator.kube.informer import Informer, silence_s
+from phalanx_operator.kube.informer import Informer, read_event, silence_s
 from phalanx_operator.kube_metrics import CountedKube
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import handlers
@@ -26,13 +26,12 @@ from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe.api_discovery import Offers
 from phalanx_operator.observe.observe import Children
+from phalanx_operator.observe.pod_failure import Refusals
 from phalanx_operator.observe.service_cache import Known
-from phalanx_operator.refusals import Refusals
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.routers import Asking
 from phalanx_operator.settings import Settings
-from phalanx_operator.watched import read_event
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx_operator.errors import KubeError
-from phalanx_operator.kube.client import Json, KubeClient, Page, Resource
+from phalanx_operator.kube.client import Json, KubeClient, KubeError, Page, Resource
 from phalanx_operator.metrics import Metrics
 
 

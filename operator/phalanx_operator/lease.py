@@ -10,8 +10,7 @@ from typing import Any
 
 from phalanx_api import labels
 from phalanx_operator.decide.leadership import Held, Take, Wait, claim
-from phalanx_operator.errors import Conflict, Gone, KubeError
-from phalanx_operator.kube.client import LEASES, Json, KubeClient
+from phalanx_operator.kube.client import LEASES, Conflict, Gone, Json, KubeClient, KubeError
 
 log = logging.getLogger(__name__)
 NAME = labels.LEASE

@@ -21,10 +21,9 @@ from phalanx_api import labels
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from phalanx_api.wire.versions import HTTP_WRONG_VERSION, SUMMARY
 from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
-from phalanx_operator.errors import KubeError
-from phalanx_operator.kube.client import SECRETS, KubeClient
+from phalanx_operator.kube.client import SECRETS, KubeClient, KubeError
 from phalanx_operator.kube.store import Key
-from phalanx_operator.render import names
+from phalanx_operator.render import objects as names
 
 log = logging.getLogger(__name__)
 

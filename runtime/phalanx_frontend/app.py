@@ -9,20 +9,18 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.api_keys import ApiKeys
 from phalanx_frontend.auth.caller import Gate, caller_of
 from phalanx_frontend.backend import Backend, BackendError
-from phalanx_frontend.errors import ApiError, error_response, internal_error, of_backend
-from phalanx_frontend.health import health_routes
+from phalanx_frontend.errors import ApiError, error_response, internal_error, of_backend, of_validation
+from phalanx_frontend.fields import ERRORS
+from phalanx_frontend.health import Health, Totals, Vitals, health_routes
 from phalanx_frontend.limits import BodyLimit, Limits
 from phalanx_frontend.metrics import DoorMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.openai.context import Door
 from phalanx_frontend.openai.routes import openai_routes
-from phalanx_frontend.openapi import ERRORS
-from phalanx_frontend.validation import of_validation
-from phalanx_frontend.vitals import Health, Totals, Vitals
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

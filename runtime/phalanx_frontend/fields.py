@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, PlainValidator, WithJsonSchema
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
@@ -118,3 +118,41 @@ Text = Annotated[str, AfterValidator(whole_text)]
 ShortText = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(whole_text)]
 UserId = Annotated[str, Field(max_length=512), AfterValidator(whole_text)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
+
+
+# Answers as /openapi.json describes them, beside those that the routes' own types do.
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, for people and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error, as OpenAI's clients know it."""
+
+    error: ErrorDetail
+
+
+_RETRY_AFTER: dict[str, Any] = {
+    "Retry-After": {"schema": {"type": "integer"}, "description": "Of 429 and 503, where a time is known: seconds to wait."}
+}
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {
+    "4XX": {
+        "model": ErrorBody,
+        "description": "It cannot be served as it is, or not now (429).",
+        "headers": _RETRY_AFTER,
+    },
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve it, or not now (503).", "headers": _RETRY_AFTER},
+}
+"""Of every route."""
+STREAMED: Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Whole, or streamed."}}
+"""Of routes that take `stream`."""
+EXPOSITION: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}, "description": "Metrics."}}
+"""Of /metrics."""

@@ -5,6 +5,7 @@ in the event that brings the text, so that a client has both or neither.
 """
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,3 +48,16 @@ class EventIds:
     def now(self) -> str:
         """The id of now, to be told."""
         return (self._begin + b",".join(self._indices)).decode().removeprefix("id: ")
+
+
+# Random names and seeds, from the system's own source: two routers never draw the same.
+
+
+def draw_id(prefix: str) -> str:
+    """A request id with 128 random bits."""
+    return prefix + secrets.token_hex(16)
+
+
+def draw_seed() -> int:
+    """A seed of 63 random bits, for a request that brings none."""
+    return secrets.randbits(63)

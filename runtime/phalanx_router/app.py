@@ -4,23 +4,60 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from phalanx_api.speculation import SpeculationCounts
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import DoorVitals, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.key_file import KeyFile
+from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.health import Health, Totals, Vitals
 from phalanx_router.backend import Fleet
-from phalanx_router.group_gauges import GroupGauges
 from phalanx_router.links.endpoints import LeaderSource
-from phalanx_router.metrics import RouterMetrics
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.links.link_pool import Links
+from phalanx_router.metrics import GroupGauges, RouterMetrics
 from phalanx_router.operator_endpoint import BesideTheDoor, SummaryDoor
 from phalanx_router.resume.peer_endpoint import PeerDoor
 from phalanx_router.resume.peers import Peers
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import Summing
-from phalanx_router.vitals import FleetVitals
+
+# What a router tells at /v1/health and /v1/metrics: the door's `Vitals`, with what its groups last told of themselves.
+
+
+class FleetVitals:
+    """Implements the door's `Vitals`. Requests are those of this router; what was proposed is so for the requests of all."""
+
+    def __init__(self, door: Vitals, links: Links) -> None:
+        self._door = door
+        self._links = links
+
+    def health(self) -> Health:
+        """That of the door."""
+        return self._door.health()
+
+    def totals(self) -> Totals:
+        """The door's requests, and what became of proposals in the engines of all groups."""
+        counts = [_counts(link) for link in self._links.all()]
+        proposed, accepted = sum(sum(one.proposed) for one in counts), sum(sum(one.accepted) for one in counts)
+        return replace(self._door.totals(), proposed=proposed, accepted=accepted)
+
+    def memory(self) -> Sequence[MemoryAccount]:
+        """Nothing: a router has no rank. Each runtime tells of its own."""
+        return ()
+
+    def kv_bytes_per_token(self) -> int | None:
+        """That of the group where it is most: groups of two revisions may differ."""
+        told = [link.told for link in self._links.all()]
+        return max((one.served.page_bytes // one.page_size for one in told), default=0) or None
+
+
+def _counts(link: LeaderLink) -> SpeculationCounts:
+    return link.told.load.speculation if link.told.load is not None else SpeculationCounts()
 
 
 def _raise(error: BaseException) -> None:

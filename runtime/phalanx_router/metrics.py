@@ -1,13 +1,58 @@
 """What a router counts. Names are the router's own; the door counts requests and tokens as clients see them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from phalanx_api.summary import Freshness
-from phalanx_router.balance_metrics import BalanceMetrics
+from phalanx_api import labels
+from phalanx_api.summary import Freshness, GroupSummary, Hotspot
+from phalanx_router.balancing.records import Rung
 from phalanx_router.routing.choose import Reason
+
+# What balancing shows: hotspots, moves proposed and refused, returns, saturation.
+
+
+class BalanceMetrics:
+    """Counters and gauges of one router's balancing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._hotspot = Gauge("phalanx_router_hotspot", "1 for a group that is one.", ["group", "cause"], registry=registry)
+        self._proposed = Counter("phalanx_router_moves_proposed", "Moves that were begun, by rung.", ["rung"], registry=registry)
+        self._refused = Counter(
+            "phalanx_router_moves_refused",
+            "Times that a group gave nothing away, by rung and why.",
+            ["rung", "why"],
+            registry=registry,
+        )
+        self._pingpong = Counter("phalanx_router_pingpong", "Streams that came back to a group just left.", registry=registry)
+        self._saturated = Gauge("phalanx_router_fleet_saturated", "1 while most groups are loaded.", registry=registry)
+        self._shown: set[tuple[str, str]] = set()
+
+    def proposed(self, rung: Rung) -> None:
+        """Counts a move that begins."""
+        self._proposed.labels(rung).inc()
+
+    def refused(self, rung: Rung, why: str) -> None:
+        """Counts a look at a group from which nothing (more) went. `why`: a code."""
+        self._refused.labels(rung, why).inc()
+
+    def returned(self) -> None:
+        """Counts a stream that came back."""
+        self._pingpong.inc()
+
+    def show(self, hotspots: list[Hotspot], is_saturated: bool) -> None:
+        """Shows what a tick found."""
+        now = {(hotspot.group, hotspot.cause) for hotspot in hotspots}
+        for shown in self._shown - now:
+            self._hotspot.remove(*shown)
+        for shown in now - self._shown:
+            self._hotspot.labels(*shown).set(1)
+        self._shown = {(group, str(cause)) for group, cause in now}
+        self._saturated.set(is_saturated)
+
 
 WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -111,3 +156,40 @@ class RouterMetrics:
     def show_streams(self, streams: int) -> None:
         """Shows how many streams are open."""
         self._streams.set(streams)
+
+
+# Gauges of each group as the router sees it, made when they are scraped, so that groups that are gone leave none behind.
+
+_GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
+    ("streams", "Streams of this router in the group.", lambda group: group.streams),
+    ("running_requests", "Requests that the group computes, of all routers.", lambda group: group.running),
+    ("waiting_requests", "Requests that wait in the group, of all routers.", lambda group: group.waiting),
+    ("kv_use", "Share of the KV cache's tokens in requests.", lambda group: _kv_use(group)),
+    ("step_seconds", "Time of a step; 0 while nothing runs.", lambda group: group.itl_s),
+    ("incarnation", "How often the ranks of the group were started.", lambda group: group.incarnation),
+)
+
+
+class GroupGauges(Collector):
+    """What `/metrics` shows of each group. `groups` is asked at each scrape."""
+
+    def __init__(self, groups: Callable[[], Sequence[GroupSummary]]) -> None:
+        self._groups = groups
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """The names alone."""
+        for name, told, _ in _GAUGES:
+            yield GaugeMetricFamily(labels.GROUP_GAUGES + name, told, labels=["group"])
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The values as of now."""
+        groups = self._groups()
+        for family, (_, _, value) in zip(self.describe(), _GAUGES, strict=True):
+            for group in groups:
+                family.add_metric([group.group], value(group))
+            yield family
+
+
+def _kv_use(group: GroupSummary) -> float:
+    tokens = group.total_pages * group.page_size
+    return min(group.live_tokens / tokens, 1.0) if tokens else 0.0

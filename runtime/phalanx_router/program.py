@@ -20,7 +20,7 @@ from phalanx_router.backend import Fleet
 from phalanx_router.links.connection import MAX_FRAME_BYTES
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, router_selector, selector
 from phalanx_router.links.leader_link import LinkSettings
-from phalanx_router.routing.admit import QueueBounds
+from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
 from phalanx_router.settings import Settings, read_settings
 

@@ -10,9 +10,8 @@ import msgspec
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings
-from phalanx_router.routing.admit import QueueBounds
 from phalanx_router.routing.prefixes import PromptKeys
-from phalanx_router.routing.queue import Waiting
+from phalanx_router.routing.queue import QueueBounds, Waiting
 from phalanx_router.routing.quota import Granted
 from phalanx_router.streams.stream import Setback, Stream
 

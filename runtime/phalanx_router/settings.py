@@ -11,7 +11,7 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
-from phalanx_frontend.key_file import KeyFile
+from phalanx_frontend.auth.key_file import KeyFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,7 @@ def _convert(settings: ConvertSettings) -> int:
 
 
 def _fetch(settings: FetchSettings) -> int:
-    from phalanx_runtime.checkpoint.locate import locate
-    from phalanx_runtime.checkpoint.locate_exit import locate_exit
+    from phalanx_runtime.checkpoint.locate import locate, locate_exit
 
     told, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
     try:

@@ -15,20 +15,18 @@ from typing import Self
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError, KeepAlive
-from phalanx_frontend.draw import draw_id, draw_seed
 from phalanx_frontend.errors import ApiError
+from phalanx_frontend.ids import draw_id, draw_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.accept import make_reply, requests_of
 from phalanx_frontend.openai.prompt import completion_prompts
 from phalanx_frontend.openai.sampling import check_fields
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
-from phalanx_frontend.shown import NOTHING
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import NOTHING, Reply
 from phalanx_runtime.offline.group import GroupEnded, OwnGroup
-from phalanx_runtime.offline.options import settings_of
 from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, told, told_prompt
-from phalanx_runtime.offline.params import SamplingParams, body_of
+from phalanx_runtime.offline.params import SamplingParams, body_of, settings_of
 from phalanx_runtime.rank_spec import DType
 
 Prompt = str | Sequence[int]

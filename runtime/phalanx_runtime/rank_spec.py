@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from phalanx_api.account import MemoryAccount
 from phalanx_api.speculation import CHAIN, Method, Tree
 from phalanx_api.wire import Served
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.core.kv.eviction.protocol import PolicyName
 from phalanx_runtime.core.scheduling.policies import PolicyName as SchedulingPolicy
 

@@ -8,12 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import Routing
-from phalanx_router.balancing.causes import THRESHOLDS
+from phalanx_router.balancing.hotspots import THRESHOLDS
 from phalanx_router.balancing.ladder import Action
 from phalanx_router.balancing.records import RefusalCode, Rung
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.routing.freshness import SUSPECT_AFTER_S
+from phalanx_router.routing.view import SUSPECT_AFTER_S
 from phalanx_router.session import FleetSettings
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balancing.md"

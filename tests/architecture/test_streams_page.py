@@ -11,10 +11,9 @@ from phalanx_api.spec.autoscaling import ScaleToZero
 from phalanx_router.backend import ALONE_AFTER
 from phalanx_router.links import leader_link as link
 from phalanx_router.resume import peers
-from phalanx_router.resume.journal_store import PeerCopies
+from phalanx_router.resume.journal_store import PeerCopies, Shelf
 from phalanx_router.session import FleetSettings
 from phalanx_router.settings import make_parser
-from phalanx_router.shelf import Shelf
 from phalanx_runtime.server.link import connection as open_link
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "streams.md"

@@ -5,7 +5,8 @@ from typing import Any
 
 import yaml
 
-from phalanx_operator.render import exposed, gangs, monitoring
+from phalanx_operator.render import gangs, monitoring
+from phalanx_operator.render import network as exposed
 from tests.control.builders import make_service
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"

@@ -9,7 +9,7 @@ from phalanx_api.spec.inference_service import InferenceService, Spec, parse
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.groups import Desired
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
-from phalanx_operator.render.names import group_names
+from phalanx_operator.render.objects import group_names
 
 NOW = "2026-01-02T03:04:05Z"
 SETTLED_ROUTER = ObservedRouter(wanted=1, updated=1, ready=1, current=True)

@@ -11,12 +11,23 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, RouterSummary
 from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
-from phalanx_operator.errors import Conflict, Gone
-from phalanx_operator.kube.client import CORE_EVENTS, DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.kube.client import (
+    CORE_EVENTS,
+    DEPLOYMENTS,
+    NODES,
+    PODS,
+    SERVICES,
+    STATEFUL_SETS,
+    Conflict,
+    Gone,
+    Json,
+    Page,
+    Resource,
+)
+from phalanx_operator.kube.informer import read_event
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.routers import Target
-from phalanx_operator.watched import read_event
 from tests.control.builders import pod_body
 
 Where = tuple[str, str, str]

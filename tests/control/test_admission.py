@@ -7,8 +7,7 @@ import pytest
 
 from phalanx_operator.decide.groups import admission
 from phalanx_operator.decide.state.snapshot import ObservedGroup
-from phalanx_operator.errors import Denied
-from phalanx_operator.kube.client import EVENTS, PODS
+from phalanx_operator.kube.client import EVENTS, PODS, Denied
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import CALLED_S, LONGEST_S, TOLD_S
 from tests.control.builders import NOW, make_group

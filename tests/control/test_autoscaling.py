@@ -12,8 +12,7 @@ from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
 from phalanx_operator.decide.scaling import autoscaler, scale
 from phalanx_operator.decide.scaling import demand as scale_demand
 from phalanx_operator.decide.state.policy import Granted, policy_of
-from phalanx_operator.errors import Conflict
-from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS, Conflict
 from phalanx_operator.routers import Pace
 from tests.control.builders import NOW, make_service
 from tests.control.fake_kube import written_by

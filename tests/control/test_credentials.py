@@ -10,9 +10,9 @@ import pytest
 
 from phalanx_operator.render import pods
 from phalanx_operator.render.pods import Making
-from phalanx_runtime.checkpoint.oci_auth import Credentials, credentials_of
-from phalanx_runtime.checkpoint.sigv4 import AccessKey
 from phalanx_runtime.checkpoint.sources import gcs, s3
+from phalanx_runtime.checkpoint.sources.oci import Credentials, credentials_of
+from phalanx_runtime.checkpoint.sources.s3 import AccessKey
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.control.builders import make_service
 from tests.control.test_render import IMAGES

@@ -9,8 +9,7 @@ from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.groups.drain import for_good, is_awaited, left_s, marks, to_empty, why_over
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup
-from phalanx_operator.errors import Conflict
-from phalanx_operator.kube.client import PODS
+from phalanx_operator.kube.client import PODS, Conflict
 from phalanx_operator.observe.observe import draining_of
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube

@@ -18,12 +18,11 @@ from phalanx_operator.decide import plan
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.plan import Seen
 from phalanx_operator.decide.scaling import autoscaler
-from phalanx_operator.decide.scaling.autoscaler import Mind
-from phalanx_operator.decide.schedule import bounds
+from phalanx_operator.decide.scaling.autoscaler import Mind, bounds
 from phalanx_operator.decide.state.policy import policy_of
 from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedNode, Restarts
 from phalanx_operator.render import gangs, pods
-from phalanx_operator.render.names import group_names
+from phalanx_operator.render.objects import group_names
 from phalanx_operator.render.pods import Making
 from phalanx_operator.render.revision import revision
 from tests.control.builders import NOW, make_group, make_service, make_snapshot

@@ -14,11 +14,12 @@ import pytest
 from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Cause, Hotspot
-from phalanx_operator.decide import exposed, speculating
 from phalanx_operator.decide.conditions import capacity
 from phalanx_operator.decide.conditions import compatibility as versions
 from phalanx_operator.decide.conditions import model as caching
 from phalanx_operator.decide.conditions import traffic as balanced
+from phalanx_operator.decide.conditions import traffic as exposed
+from phalanx_operator.decide.conditions import traffic as speculating
 from phalanx_operator.decide.conditions.status import status
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.admission import FREE, Turn
@@ -26,8 +27,7 @@ from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import Mind
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter, ReplicasWriter
-from phalanx_operator.errors import Rejected
-from phalanx_operator.kube.client import SERVICES_OF_OURS
+from phalanx_operator.kube.client import SERVICES_OF_OURS, Rejected
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 from tests.control.kstatus import kstatus
 from tests.control.said import SAID, said

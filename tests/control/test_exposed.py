@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from phalanx_operator.apply.shared_objects import EXPOSE_AGAIN_S
-from phalanx_operator.errors import Denied, Rejected, Retry
-from phalanx_operator.kube.client import HTTP_ROUTES, INGRESSES, STATEFUL_SETS
-from phalanx_operator.render import exposed
+from phalanx_operator.kube.client import HTTP_ROUTES, INGRESSES, STATEFUL_SETS, Denied, Rejected, Retry
+from phalanx_operator.render import network as exposed
 from tests.control.builders import make_service
 from tests.control.conftest import Check
 from tests.control.test_render import as_yaml

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.forecast import Trend, followed, growth
+from phalanx_operator.decide.scaling.load import Trend, followed, growth
 
 HORIZON_S = 105.0
 Rate = Callable[[float], float]

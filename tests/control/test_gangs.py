@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx_operator.errors import Denied, KubeError, Retry
-from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS, Json, Page, Resource
+from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS, Denied, Json, KubeError, Page, Resource, Retry
 from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.gangs import KUEUE_QUEUE, NATIVE_API, VOLCANO_API

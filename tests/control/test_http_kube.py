@@ -11,10 +11,21 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
-from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.kube.client import DEPLOYMENTS, PODS, RESOURCES, SERVICES_OF_OURS, resource_of
+from phalanx_operator.kube.client import (
+    DEPLOYMENTS,
+    PODS,
+    RESOURCES,
+    SERVICES_OF_OURS,
+    Conflict,
+    Denied,
+    Gone,
+    KubeError,
+    Rejected,
+    Retry,
+    resource_of,
+)
 from phalanx_operator.kube.http import HttpKube, failure, settle_proxy
-from phalanx_operator.watched import read_event
+from phalanx_operator.kube.informer import read_event
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
 

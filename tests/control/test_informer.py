@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_operator.errors import Denied, Gone, KubeError, Retry
-from phalanx_operator.kube.client import PODS, SERVICES
+from phalanx_operator.kube.client import PODS, SERVICES, Denied, Gone, KubeError, Retry
 from phalanx_operator.kube.informer import Informer, silence_s
 from phalanx_operator.kube.store import Key, Store
 from phalanx_operator.observe.observe import trim_name

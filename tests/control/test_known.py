@@ -2,8 +2,7 @@
 
 import pytest
 
-from phalanx_operator.errors import Conflict
-from phalanx_operator.kube.client import SERVICES_OF_OURS, Json
+from phalanx_operator.kube.client import SERVICES_OF_OURS, Conflict, Json
 from phalanx_operator.observe.service_cache import FRESH_S, Known
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import KEY, World

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_operator.decide.leadership import Held, Take, Wait, claim
-from phalanx_operator.errors import Retry
-from phalanx_operator.kube.client import LEASES
+from phalanx_operator.kube.client import LEASES, Retry
 from phalanx_operator.lease import GIVE_UP_S, LEASE_S, LEAST_S, NAME, RENEW_S, Lease, LeaseLost
 from tests.control.fake_kube import FakeKube
 

@@ -10,7 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from phalanx_api.summary import Hotspot
-from phalanx_operator.errors import Denied, Gone
+from phalanx_operator.kube.client import Denied, Gone
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import Metrics

@@ -6,12 +6,11 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_operator.apply.owned import APPLY_AGAIN_S
 from phalanx_operator.apply.shared_objects import MONITOR_AGAIN_S
-from phalanx_operator.errors import Denied, Retry
-from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS
+from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS, Denied, Retry
 from phalanx_operator.render import monitoring, router, services
 from phalanx_operator.render.objects import Images
 from phalanx_router.metrics import RouterMetrics
-from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
+from phalanx_runtime.server.http.metrics import SpeculationMetrics
 from tests.control.builders import make_service
 from tests.control.worlds import World
 

@@ -157,7 +157,7 @@ WITHIN = {
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
 }
 """Between the processes of one pod: zmq over a file, by the address that the supervisor makes."""
-UNHELD = {("phalanx_operator.probes", "web.TCPSite")}
+UNHELD = {("phalanx_operator.metrics", "web.TCPSite")}
 """The operator's own door, for the kubelet and Prometheus: the policies are of services, so they hold no pod of it."""
 ADDRESSES = {
     ("phalanx_router.links.connection", "ws"): "http of a pod",

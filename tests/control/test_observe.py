@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from phalanx_operator.decide.state.snapshot import ObservedPod, ObservedRouter
+from phalanx_operator.kube.informer import read_event
 from phalanx_operator.observe.observe import owner_uid, trim_deployment, trim_name, trim_node, trim_pod, trim_set
-from phalanx_operator.watched import read_event
 
 READY = {"type": "Ready", "status": "True"}
 LOST = "ContainerStatusUnknown"

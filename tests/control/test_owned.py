@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from phalanx_operator.apply.owned import APPLY_AGAIN_S
 from phalanx_operator.apply.shared_objects import START_S
-from phalanx_operator.errors import Conflict, KubeError, Rejected, Retry
 from phalanx_operator.kube.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -20,10 +19,14 @@ from phalanx_operator.kube.client import (
     SERVICES,
     SERVICES_OF_OURS,
     STATEFUL_SETS,
+    Conflict,
     Json,
+    KubeError,
+    Rejected,
     Resource,
+    Retry,
 )
-from phalanx_operator.manifests import Manifests
+from phalanx_operator.observe.service_cache import Manifests
 from phalanx_operator.render.objects import Images
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import summary

@@ -11,8 +11,7 @@ from phalanx_api.conditions import Condition
 from phalanx_api.status import GroupStatus, RecoveryStatus, Status
 from phalanx_operator.decide.pacing import PACE_S, is_calm, may_wait
 from phalanx_operator.decide.state.snapshot import ObservedDeployment, ObservedPod, ObservedRouter
-from phalanx_operator.errors import Retry
-from phalanx_operator.kube.client import PODS, Json, Resource
+from phalanx_operator.kube.client import PODS, Json, Resource, Retry
 from phalanx_operator.observe.observe import ObservedName
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import World

@@ -13,8 +13,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from phalanx_operator import __main__ as program
-from phalanx_operator import probes
-from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
+from phalanx_operator import metrics as probes
+from phalanx_operator.kube.client import Conflict, Denied, Gone, KubeError, Rejected, Retry
 from phalanx_operator.kube.store import Key
 from phalanx_operator.logs import FieldFormatter
 from phalanx_operator.loop import handlers

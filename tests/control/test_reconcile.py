@@ -6,7 +6,6 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.apply.owned import APPLY_AGAIN_S
-from phalanx_operator.errors import Rejected, Retry
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
     EVENTS,
@@ -16,7 +15,9 @@ from phalanx_operator.kube.client import (
     SERVICES_OF_OURS,
     STATEFUL_SETS,
     Json,
+    Rejected,
     Resource,
+    Retry,
 )
 from phalanx_operator.kube.events import LONGEST_NOTE
 from phalanx_operator.loop.reconcile import RESYNC_S, utc_now

@@ -13,8 +13,7 @@ from phalanx_api.summary import BalancePolicy, GroupSummary
 from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
-from phalanx_operator.errors import Rejected, Retry
-from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Resource
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
 from tests.control.builders import make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group as group_summary

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.errors import Denied, Gone
-from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS
-from phalanx_operator.refusals import ASK_AGAIN_S, Refusals
+from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS, Denied, Gone
+from phalanx_operator.observe.pod_failure import ASK_AGAIN_S, Refusals
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.test_admission import waiting

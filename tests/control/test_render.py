@@ -9,11 +9,11 @@ from phalanx_api import labels
 from phalanx_api.crd import schema
 from phalanx_api.spec.extra_args import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
-from phalanx_operator.render import monitoring, names, network, pods, router, services
+from phalanx_operator.render import monitoring, network, pods, router, services
+from phalanx_operator.render import objects as names
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.overlay import merged
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import Making, merged
 from phalanx_operator.render.revision import revision
 from phalanx_runtime.core.scheduling.policies import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.settings import make_parser

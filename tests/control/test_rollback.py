@@ -9,7 +9,7 @@ import pytest
 from phalanx_api.conditions import find_condition
 from phalanx_operator.apply.owned import APPLY_AGAIN_S
 from phalanx_operator.kube.client import CONFIG_MAPS, DEPLOYMENTS, PODS, STATEFUL_SETS
-from phalanx_operator.render import former
+from phalanx_operator.render import revision as former
 from phalanx_operator.render.revision import revision
 from tests.control.builders import NOW, make_service
 from tests.control.test_rollout_strategies import LONG_AFTER, leave_unplaced, revisions, settled

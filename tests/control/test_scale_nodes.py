@@ -7,8 +7,7 @@ import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
 from bench.control_scale.nodes import FakeNodes
-from phalanx_operator.errors import Gone
-from phalanx_operator.kube.client import PODS
+from phalanx_operator.kube.client import PODS, Gone
 from phalanx_operator.kube.http import HttpKube
 from phalanx_operator.kube_metrics import CountedKube
 from phalanx_operator.metrics import Metrics

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api.spec.autoscaling import Autoscaling, Schedule, Targets
 from phalanx_api.spec.cron import parse_cron
-from phalanx_operator.decide.schedule import Bounds, bounds, last_fired
+from phalanx_operator.decide.scaling.autoscaler import Bounds, bounds, last_fired
 
 UTC = datetime.UTC
 MINUTE = datetime.timedelta(minutes=1)

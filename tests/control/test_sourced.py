@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.status import ModelStatus, Status
-from phalanx_operator.decide import sourced
+from phalanx_operator.decide.conditions import model as sourced
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 from phalanx_operator.kube.client import PODS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.decide import speculating
+from phalanx_operator.decide.conditions import traffic as speculating
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 from tests.control.builders import NOW, make_group, make_service, make_snapshot

@@ -8,11 +8,11 @@ from phalanx_operator.apply.executor import Hands
 from phalanx_operator.kube.client import EVENTS, SERVICES_OF_OURS, STATEFUL_SETS, Json
 from phalanx_operator.kube.events import Notes
 from phalanx_operator.loop.reconcile import Reconciler
-from phalanx_operator.manifests import Manifests
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe.api_discovery import Offers
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.refusals import Refusals
+from phalanx_operator.observe.pod_failure import Refusals
+from phalanx_operator.observe.service_cache import Manifests
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body, refuse_strangers
 from tests.control.fake_kube import FakeCluster, FakeKube, FakeRouters

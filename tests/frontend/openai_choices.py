@@ -7,7 +7,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import CompletionUsage
 
-from phalanx_api.seeds import mix
+from phalanx_api.wire.router import mix
 from tests.frontend.openai_target import PROMPT, Asked, Target, complete
 
 PROMPTS = [PROMPT, f"{PROMPT}, there was", "The"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx_api import wire
-from phalanx_api.seeds import mix
+from phalanx_api.wire.router import mix
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import Delta, KeepAlive
 from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, token_ids

@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.app import create_app, create_health_app
+from phalanx_frontend.health import Health
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import DoorMetrics, response_counter
 from phalanx_frontend.openai.context import Door
 from phalanx_frontend.openai.routes import model_card
 from phalanx_frontend.openai.served_model import KEPT_MODELS, Models
-from phalanx_frontend.vitals import Health
 from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, saying, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.posting import FULL, client_of
 

@@ -9,7 +9,7 @@ from phalanx_frontend.openai.accept import echoes_of
 from phalanx_frontend.openai.sampling import wants_of
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
-from phalanx_frontend.shown import Echo
+from phalanx_frontend.stream.reply import Echo
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import tiny_assets, token_ids
 

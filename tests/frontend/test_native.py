@@ -7,14 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import MAX_MESSAGE_CHARS
-from phalanx_frontend.native.routes import metrics_document
-from phalanx_frontend.native_schemas import MAX_BATCH
-from phalanx_frontend.vitals import Totals
+from phalanx_frontend.health import Totals
+from phalanx_frontend.native.routes import MAX_BATCH, metrics_document
 from tests.frontend.fakes import FakeBackend, eos_id, saying, token_ids
 from tests.frontend.serving import served
 

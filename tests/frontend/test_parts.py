@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ToolCall
-from phalanx_frontend.text.reasoning import ReasoningParser
+from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ReasoningParser, ToolCall
 from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, format_of
 
 NAMES = frozenset("fgh")

@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.openai.sampling import Defaults, check_fields, output_tokens, read_defaults, sampling_of
+from phalanx_frontend.openai.sampling import NEUTRAL, Defaults, check_fields, output_tokens, read_defaults, sampling_of
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phalanx_frontend.unsupported import NEUTRAL
 
 EOS = 7
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api.seeds import SEED_MASK, mix
+from phalanx_api.wire.router import SEED_MASK, mix
 
 SEEDS = st.integers(0, SEED_MASK)
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.shown import Echo, ShownToken, Wants
 from phalanx_frontend.stream.logprobs import LOWEST, Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import Echo, Reply, ShownToken, Wants
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import eos_id, tiny_tokenizer_json, token_ids

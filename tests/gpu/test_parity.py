@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.rank.loader import load_rank
-from phalanx_runtime.rank.noise import gumbel, noise_bits, noise_key
 from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank.sampling.draw import gumbel, noise_bits, noise_key
 from phalanx_runtime.rank_spec import RankSpec
 from tests.runtime.equal import Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks

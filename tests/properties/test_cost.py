@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, describe, hung_after_s
-from phalanx_router.routing.speed import scaled
+from phalanx_router.routing.look import scaled
 
 MODELS = st.builds(
     StepModel,

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_router.routing.page_feed import PageFeed
-from phalanx_runtime.core.page_events import PageEvents
+from phalanx_router.routing.prefixes import PageFeed
+from phalanx_runtime.core.kv.page_index import PageEvents
 from phalanx_runtime.engine.page_keys import PageKeys
 
 LOG = 4

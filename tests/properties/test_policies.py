@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.policy_fair import MAX_TENANTS, OUTPUT_WEIGHT, Fair
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.scheduling.policies import AGING_S, POLICY_NAMES, Deadline, Fcfs, PolicyName
+from phalanx_runtime.core.scheduling.policies import (
+    AGING_S,
+    MAX_TENANTS,
+    OUTPUT_WEIGHT,
+    POLICY_NAMES,
+    Deadline,
+    Fair,
+    Fcfs,
+    PolicyName,
+)
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape

@@ -21,7 +21,7 @@ from phalanx_router.backend import Fleet
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.routing.admit import QueueBounds
+from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
 from tests.frontend.fakes import detail_of, prompt_details_of
 

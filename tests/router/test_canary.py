@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
-from phalanx_router.routing.canary import share
+from phalanx_router.routing.choose import share
 from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
 
 KEYS = ("a", "b", "c", "d")

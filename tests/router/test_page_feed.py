@@ -1,7 +1,7 @@
 """What a router makes of the numbers of page changes."""
 
 from phalanx_api import wire
-from phalanx_router.routing.page_feed import PageFeed
+from phalanx_router.routing.prefixes import PageFeed
 
 KEY = bytes(16)
 

@@ -22,13 +22,12 @@ from phalanx_router.backend import Fleet
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, PeerCopies
+from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, PeerCopies, Shelf
 from phalanx_router.resume.peer_endpoint import PeerDoor
 from phalanx_router.resume.peer_wire import Copy, Ended
 from phalanx_router.resume.peers import Outgoing, Peers, ring
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import Run
-from phalanx_router.shelf import Shelf
 from phalanx_router.streams.stream import Stream
 from tests.router.clients import Told, chars, read
 from tests.router.doors import http_server

@@ -11,9 +11,8 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_frontend.backend import BackendError
-from phalanx_router.routing.admit import QueueBounds
-from phalanx_router.routing.freshness import DEGRADED_AFTER_S
-from phalanx_router.routing.queue import PER_KIND
+from phalanx_router.routing.queue import PER_KIND, QueueBounds
+from phalanx_router.routing.view import DEGRADED_AFTER_S
 from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
 
 ROOM = wire.Load(0, 1, 0, 900, 1000, max_num_seqs=8, max_num_batched_tokens=512)

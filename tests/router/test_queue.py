@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_router.routing.admit import QueueBounds, drain_s, refusal
 from phalanx_router.routing.cost import Newcomer
 from phalanx_router.routing.late_binding import Dispatch, Known, Sat, is_open, next_dispatch, requeues
-from phalanx_router.routing.queue import RequestQueue, Waiting
+from phalanx_router.routing.queue import QueueBounds, RequestQueue, Waiting, drain_s, refusal
 from phalanx_router.routing.view import GroupView
 from tests.router.test_route import MODEL
 

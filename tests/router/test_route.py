@@ -21,10 +21,9 @@ from phalanx_router.routing.cost import (
     terms,
     wait_of,
 )
-from phalanx_router.routing.freshness import freshness
 from phalanx_router.routing.ledger import Ledger, Sent, sent_of
-from phalanx_router.routing.speed import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
-from phalanx_router.routing.view import GroupView
+from phalanx_router.routing.look import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
+from phalanx_router.routing.view import GroupView, freshness
 from tests.router.fakes import make_request
 
 MODEL = StepModel(fixed_s=0.005, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_router.streams.adopting import Adopting
+from phalanx_router.streams.stream import Adopting
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))

@@ -12,12 +12,11 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
-from phalanx_router.routing import turns
-from phalanx_router.routing.choose import Choice, NoChoice, in_turn
+from phalanx_router.routing import choose as turns
+from phalanx_router.routing.choose import Choice, NoChoice, Turns, in_turn
 from phalanx_router.routing.cost import Newcomer
 from phalanx_router.routing.late_binding import Known, next_dispatch
 from phalanx_router.routing.queue import RequestQueue, Waiting
-from phalanx_router.routing.turns import Turns
 from phalanx_router.routing.view import GroupView
 from phalanx_router.session import FleetSettings
 from tests.router.fakes import FakeLeader, Script, World, expected, hear, make_request, make_settings, running_world

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
-from phalanx_frontend.key_file import KeyFile
+from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_router.app import make_router
 from phalanx_router.routing.quota import Exceeded, Granted, Quotas
 from tests.frontend.fakes import tiny_assets

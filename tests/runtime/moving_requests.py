@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.mover import Mover, Stream
 from phalanx_api import moves, wire
-from phalanx_api.seeds import mix
+from phalanx_api.wire.router import mix
 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
 TOKENS = 40

@@ -9,8 +9,7 @@ import torch
 
 from phalanx_api import wire
 from phalanx_api.speculation import Tree
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import Rules
 from phalanx_runtime.core.speculation.config import Speculating

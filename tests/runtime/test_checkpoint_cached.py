@@ -10,8 +10,7 @@ import pytest
 from phalanx_api.conditions import Reason
 from phalanx_operator.decide.conditions.model import cause_of
 from phalanx_runtime.__main__ import main
-from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.locate_exit import locate_exit
+from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fetch_spec import FetchSettings
 from phalanx_runtime.settings import ServeSettings, read_settings

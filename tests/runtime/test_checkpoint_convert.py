@@ -20,10 +20,9 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from phalanx_runtime.checkpoint.gguf import convert as convert_module
-from phalanx_runtime.checkpoint.gguf.convert import convert
+from phalanx_runtime.checkpoint.gguf.convert import convert, llama3_divisors
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer
-from phalanx_runtime.checkpoint.gguf_rope import llama3_divisors
 from phalanx_runtime.errors import ModelError
 from tests.runtime.gguf_files import HEAD_DIM, TinyGguf, vocabulary
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from phalanx_runtime.checkpoint.crc32c import Crc32c
+from phalanx_runtime.checkpoint.sources.remote_file import Crc32c
 from tests.runtime.stores import crc32c
 
 

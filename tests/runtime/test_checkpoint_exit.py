@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_runtime.checkpoint.locate_exit import locate_exit
+from phalanx_runtime.checkpoint.locate import locate_exit
 from phalanx_runtime.errors import ModelError
 from tests.runtime.hub import running_hub
 from tests.runtime.store_kinds import Kind, each, kind

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.oci_auth import Credentials, RegistryAuth, credentials_of
 from phalanx_runtime.checkpoint.sources import oci
+from phalanx_runtime.checkpoint.sources.oci import Credentials, RegistryAuth, credentials_of
 from phalanx_runtime.errors import ModelError
 from tests.runtime.store_kinds import FILES, WEIGHTS, Kind, each, kind, layer, manifest, tar
 

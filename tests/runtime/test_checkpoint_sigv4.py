@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import httpx
 import pytest
 
-from phalanx_runtime.checkpoint.sigv4 import AccessKey, SignatureV4
+from phalanx_runtime.checkpoint.sources.s3 import AccessKey, SignatureV4
 
 KEY = AccessKey("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
 AT = datetime(2013, 5, 24, tzinfo=UTC)

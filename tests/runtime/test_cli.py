@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.__main__ import main
-from phalanx_runtime.server.drafts import Drafts, find_drafts
+from phalanx_runtime.server.serve import Drafts, find_drafts
 from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
 from tests.runtime.pods import make_model
 

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.connect import Place, connect
-from phalanx_runtime.collective.futex import has_futex
 from phalanx_runtime.collective.library import join_library
 from phalanx_runtime.collective.links import Links
 from phalanx_runtime.collective.own import OwnCollective
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.shared import FRAGMENT_BYTES, Pod, SharedMemory
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES, Pod, SharedMemory, has_futex
 from phalanx_runtime.errors import PeerLost
 from tests.runtime.ranks import JOIN_S, in_threads, make_places, with_group
 

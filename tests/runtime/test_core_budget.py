@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.budget import LEAST_TOKENS, prefill_tokens
+from phalanx_runtime.core.scheduling.compose import LEAST_TOKENS, prefill_tokens
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.core.step_plan import PoolShape, StepResult

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_runtime.core.kv.eviction.adaptive import Adaptive
-from phalanx_runtime.core.kv.eviction.ghosts import Ghosts
+from phalanx_runtime.core.kv.eviction.adaptive import Adaptive, Ghosts
 from phalanx_runtime.core.kv.eviction.orders import Lfu, Lru
 from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
-from phalanx_runtime.core.kv.eviction.sketch import Sketch
+from phalanx_runtime.core.kv.eviction.tinylfu import Sketch
 from phalanx_runtime.core.kv.page_pool import PagePool
 from tests.runtime.reference_caches import ExactCounts, SlowWTinyLfu, make_slow, slow_hits
 

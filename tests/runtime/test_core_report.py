@@ -9,7 +9,7 @@ from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.heavy import HeavyPrefixes, depths
+from phalanx_runtime.core.kv.sharing import HeavyPrefixes, depths
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
 from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.core.step_plan import StepPlan

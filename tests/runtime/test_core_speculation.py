@@ -16,17 +16,16 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Speculation, Tree
 from phalanx_runtime.core.acceptance import Shares, add_tree, draft_grade, lookup_grade, share_of
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.candidates import looked_up
 from phalanx_runtime.core.draft_tree import OWN, levels, places
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.ngram import AT_ONCE
-from phalanx_runtime.core.proposing import Proposing
+from phalanx_runtime.core.ngram import AT_ONCE, Proposing
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.request import make_request as new_request
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.core.speculation.draft_length import MARGIN, Offer, StepCosts, choose_depths
+from phalanx_runtime.core.speculation.offers import looked_up
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
 from phalanx_runtime.core.step_builder import Chunk, Making

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import DraftLost
 from phalanx_runtime.model.attention.paged import LayerCache, StepBatch

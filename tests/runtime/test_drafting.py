@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from phalanx_runtime.checkpoint.vocabulary import difference
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.checkpoint.assets import difference
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import load_rank

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.load import kinds_of, places, read_stack
 from phalanx_runtime.model.generic.split import Cut
-from phalanx_runtime.model.generic.stack import kinds_of, places, read_stack
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import INDEX, Checkpoint
 

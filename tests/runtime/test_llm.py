@@ -24,9 +24,8 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.llm import GenerationError, Prompt
 from phalanx_runtime.offline.group import GroupEnded, OwnGroup
-from phalanx_runtime.offline.options import settings_of
 from phalanx_runtime.offline.outputs import CompletionOutput
-from phalanx_runtime.offline.params import StructuredOutputsParams, body_of
+from phalanx_runtime.offline.params import StructuredOutputsParams, body_of, settings_of
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor
 from tests.runtime.pods import is_alive
 from tests.runtime.tiny import EOS_ID, save_tiny

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import StepBatch
 from phalanx_runtime.model.decoder.decoder import Decoder

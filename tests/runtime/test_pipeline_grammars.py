@@ -11,8 +11,7 @@ import torch
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.grammar_orders import Compile, Compiled
-from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.core.step_plan import Compile, Compiled, NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling import grammar as module
 from phalanx_runtime.rank.sampling.grammar import Compiled as CompiledGrammar

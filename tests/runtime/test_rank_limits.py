@@ -9,8 +9,7 @@ import pytest
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.memory.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
-from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit
-from phalanx_runtime.rank.threads import SPINS, rank_threads, wait_briefly
+from phalanx_runtime.rank.process.cgroup import SPINS, System, cpu_limit, memory_limit, rank_threads, wait_briefly
 
 GIB = 1 << 30
 
@@ -99,7 +98,7 @@ def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:
 
 
 def test_threads_that_wait_sleep_soon() -> None:
-    program = "import os; from phalanx_runtime.rank.threads import wait_briefly; wait_briefly(os.environ); import torch"
+    program = "import os; from phalanx_runtime.rank.process.cgroup import wait_briefly; wait_briefly(os.environ); import torch"
     environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
     environment.pop("GOMP_SPINCOUNT", None)
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stderr

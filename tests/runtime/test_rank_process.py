@@ -15,7 +15,7 @@ import zmq
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.checkpoint.model_hash import model_hash
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank.process.cgroup import System, memory_limit

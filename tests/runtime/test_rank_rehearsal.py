@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import paged as attention
 from phalanx_runtime.model.attention.paged import AttentionForm, LayerCache, PagedAttention, StepBatch, attend

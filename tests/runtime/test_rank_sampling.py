@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx_runtime.rank.noise import gumbel, gumbel_of, noise_bits, noise_key
-from phalanx_runtime.rank.sampling.draw import CANDIDATES, Draw, draw, keep_filtered, scaled
+from phalanx_runtime.rank.sampling.draw import (
+    CANDIDATES,
+    Draw,
+    draw,
+    gumbel,
+    gumbel_of,
+    keep_filtered,
+    noise_bits,
+    noise_key,
+    scaled,
+)
 
 DRAWS = 20_000
 QUANTILE_SCALE = 5.612

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
+from phalanx_frontend.health import Totals
 from phalanx_frontend.metrics import Tally
-from phalanx_frontend.vitals import Totals
 from phalanx_runtime.engine.client import NO_LOAD
 from phalanx_runtime.engine.meter import Ended
 from phalanx_runtime.server.http.metrics import EngineMetrics

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx_runtime.server.progress import View, why_stuck
+from phalanx_runtime.server.supervision.pod import View, why_stuck
 
 STUCK = "the launcher has been"
 

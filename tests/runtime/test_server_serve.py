@@ -14,15 +14,14 @@ import pytest
 import websockets
 
 from phalanx_api import wire
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_api.wire.versions import LINK
 from phalanx_frontend.app import create_health_app
+from phalanx_frontend.health import RankHealth
 from phalanx_frontend.metrics import Tally
-from phalanx_frontend.vitals import RankHealth
 from phalanx_runtime.server.http.health import PodVitals
-from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.serve import make_rank_specs, make_server
-from phalanx_runtime.server.supervision.pod import Launch
+from phalanx_runtime.server.supervision.pod import Launch, View, why_stuck
 from phalanx_runtime.server.supervision.supervisor import Status
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_runtime.server.speculation_metrics import SpeculationMetrics
+from phalanx_runtime.server.http.metrics import SpeculationMetrics
 
 
 def test_counters_add_up_over_reports_and_engines() -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.acceptance import draft_grade, draft_grades
-from phalanx_runtime.core.candidates import Candidates, drafted, looked_up
 from phalanx_runtime.core.draft_tree import OWN, chain, is_chain, levels, part, places
+from phalanx_runtime.core.speculation.offers import Candidates, drafted, looked_up
 from phalanx_runtime.core.step_plan import Growth, NewRow, Path, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionForm, DenseAttention, LayerCache, PagedAttention
-from phalanx_runtime.rank.growth import BestFirst, Fixed
+from phalanx_runtime.rank.drafting.draft_passes import BestFirst, Fixed
 from phalanx_runtime.rank.sampling.draw import Draw, Rivals, draw, draw_several
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.linear.linear import Kernels, can_pack, make_linear
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model

@@ -9,7 +9,7 @@ import pytest
 
 from bench.mover import Mover, Stream, linked
 from phalanx_api import moves, wire
-from phalanx_api.seeds import mix
+from phalanx_api.wire.router import mix
 from tests.system.test_hung_rank import model, runtime
 
 __all__ = ["model"]

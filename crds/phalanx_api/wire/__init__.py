@@ -14,9 +14,9 @@ Structs are arrays on the wire: a field is added only at the end and with a defa
 import msgspec
 
 from phalanx_api import moves
-from phalanx_api.wire.assets import Assets, make_assets
 from phalanx_api.wire.leader import (
     Adopted,
+    Assets,
     Cached,
     Cause,
     Finished,
@@ -30,9 +30,22 @@ from phalanx_api.wire.leader import (
     TokenDetail,
     Tokens,
     Welcome,
+    make_assets,
 )
-from phalanx_api.wire.request import FinishReason, Grammar, Request, Sampling
-from phalanx_api.wire.router import Abort, Adopt, Disown, Fetch, Hello, Prepare, SendPages, Submit
+from phalanx_api.wire.router import (
+    Abort,
+    Adopt,
+    Disown,
+    Fetch,
+    FinishReason,
+    Grammar,
+    Hello,
+    Prepare,
+    Request,
+    Sampling,
+    SendPages,
+    Submit,
+)
 
 __all__ = [
     "LINK_PATH",

@@ -1,11 +1,12 @@
 """Frames of the link that a leader sends, many of them just as its engine told them. Moves: `phalanx_api.moves`."""
 
+import hashlib
 from typing import Literal
 
 import msgspec
 
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.wire.request import FinishReason, Request
+from phalanx_api.wire.router import FinishReason, Request
 
 Cause = Literal["", "outside", "alone"]
 """Why an incarnation ended: perhaps any request that ran; nothing inside (a pod left); or, of all requests, only one alone."""
@@ -216,3 +217,56 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
     """Incarnations of this leader that ended, or never came to serve, for no cause outside of the group nor by what drafts."""
     death: str = ""
     """Why the last of them did."""
+
+
+# Where the memory of a rank's device goes, as measured at load: told by each rank, shown by /v1/metrics.
+
+
+class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank's device. `total_bytes` is what the rank may use; what the parts leave of it is free.
+
+    Activations and `logits_sampler_bytes` are the peak of a dry run of the largest step. `kv_bytes_per_token` is this rank's.
+    """
+
+    rank: int
+    weights_bytes: int
+    activations_bytes: int
+    logits_sampler_bytes: int
+    kv_pool_bytes: int
+    kv_bytes_per_token: int
+    total_bytes: int
+
+
+# What a door needs of a model, told once by each leader and kept by the hash of its content.
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):
+    """What a door needs of a model: files by name (tokenizer, chat template, generation config) and limits.
+
+    `content_hash` is `make_assets` of the rest, so a door may keep it for ever.
+    """
+
+    content_hash: str
+    files: dict[str, bytes]
+    served_names: list[str]
+    max_model_len: int
+    eos_token_ids: list[int]
+    vocab_size: int | None = None
+    """Rows of the embedding: a tokenizer may know ids that the model does not. None: not told."""
+
+
+def make_assets(
+    files: dict[str, bytes],
+    served_names: list[str],
+    max_model_len: int,
+    eos_token_ids: list[int],
+    vocab_size: int | None = None,
+) -> Assets:
+    """Assets with their content hash: SHA-256 over files sorted by name, names and limits."""
+    hasher = hashlib.sha256()
+    for name in sorted(files):
+        hasher.update(_encode([name, files[name]]))
+    hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size]))
+    return Assets(hasher.hexdigest(), files, served_names, max_model_len, eos_token_ids, vocab_size)

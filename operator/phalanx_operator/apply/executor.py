@@ -14,8 +14,7 @@ from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.apply.shared_objects import Shared
 from phalanx_operator.decide.groups.drain import LAST_S
-from phalanx_operator.decide.groups.recovery import written
-from phalanx_operator.decide.retry import RETRIED
+from phalanx_operator.decide.groups.recovery import RETRIED, written
 from phalanx_operator.decide.state.actions import (
     Action,
     CreateGroup,
@@ -36,12 +35,22 @@ from phalanx_operator.decide.state.actions import (
     SetReplicas,
 )
 from phalanx_operator.decide.state.snapshot import Draining, Snapshot
-from phalanx_operator.errors import Conflict, Gone, KubeError, Rejected
-from phalanx_operator.kube.client import DEPLOYMENTS, PODS, SERVICES_OF_OURS, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube.client import (
+    DEPLOYMENTS,
+    PODS,
+    SERVICES_OF_OURS,
+    STATEFUL_SETS,
+    Conflict,
+    Gone,
+    KubeClient,
+    KubeError,
+    Rejected,
+)
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.api_discovery import POD_GROUPS
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.render import gangs, names, pods
+from phalanx_operator.render import gangs, pods
+from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from phalanx_api.spec.inference_service import InferenceService
-from phalanx_operator.errors import Conflict, Gone, Rejected, Retry
-from phalanx_operator.kube.client import Json, KubeClient, resource_of
+from phalanx_operator.kube.client import Conflict, Gone, Json, KubeClient, Rejected, Retry, resource_of
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import owner_uid
 

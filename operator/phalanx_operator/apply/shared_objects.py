@@ -18,11 +18,14 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
 from phalanx_operator.apply.owned import APPLY_AGAIN_S, Owned
 from phalanx_operator.decide.state.snapshot import Snapshot
-from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
-from phalanx_operator.kube.client import CONFIG_MAPS, Json, KubeClient
+from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children, owner_uid
-from phalanx_operator.render import disruption, exposed, former, monitoring, names, network, router, services
+from phalanx_operator.render import monitoring, network, router, services
+from phalanx_operator.render import network as exposed
+from phalanx_operator.render import objects as names
+from phalanx_operator.render import revision as former
+from phalanx_operator.render import services as disruption
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 

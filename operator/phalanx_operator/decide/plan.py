@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide import retry, sourced, speculating
 from phalanx_operator.decide.conditions import capacity
 from phalanx_operator.decide.conditions import compatibility as versions
 from phalanx_operator.decide.conditions import model as caching
+from phalanx_operator.decide.conditions import model as sourced
 from phalanx_operator.decide.conditions import traffic as balanced
+from phalanx_operator.decide.conditions import traffic as speculating
 from phalanx_operator.decide.conditions.status import status
 from phalanx_operator.decide.groups import admission, progress, recovery, rollback
 from phalanx_operator.decide.groups import drain as draining
 from phalanx_operator.decide.groups import lost_nodes as lost
+from phalanx_operator.decide.groups import recovery as retry
 from phalanx_operator.decide.groups.admission import FREE, Turn
 from phalanx_operator.decide.groups.rollout import next_step
 from phalanx_operator.decide.scaling import autoscaler

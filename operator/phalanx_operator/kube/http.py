@@ -11,8 +11,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from phalanx_api import labels
-from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected, Retry
-from phalanx_operator.kube.client import Json, Page, Resource
+from phalanx_operator.kube.client import Conflict, Denied, Gone, Json, KubeError, Page, Rejected, Resource, Retry
 
 PAGE = 500
 REQUEST_TIMEOUT_S = 30

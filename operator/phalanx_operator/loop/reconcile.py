@@ -13,8 +13,9 @@ from phalanx_api.spec.inference_service import FieldError, InferenceService
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.apply.executor import Hands
 from phalanx_operator.apply.shared_objects import EXPOSE_AGAIN_S
-from phalanx_operator.decide import exposed, pacing, plan
+from phalanx_operator.decide import pacing, plan
 from phalanx_operator.decide.conditions import status as decide_status
+from phalanx_operator.decide.conditions import traffic as exposed
 from phalanx_operator.decide.groups import admission, rollback
 from phalanx_operator.decide.groups.admission import FREE, Turn
 from phalanx_operator.decide.groups.drain import for_good, is_awaited, to_empty
@@ -31,23 +32,21 @@ from phalanx_operator.decide.state.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.state.clock import parsed
 from phalanx_operator.decide.state.groups import staying
 from phalanx_operator.decide.state.policy import Granted
-from phalanx_operator.decide.state.snapshot import Snapshot, changed
-from phalanx_operator.errors import Denied, Gone, KubeError, Rejected
-from phalanx_operator.kube.client import SERVICES_OF_OURS, Json, KubeClient
+from phalanx_operator.decide.state.snapshot import Snapshot, changed, parsed
+from phalanx_operator.kube.client import SERVICES_OF_OURS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.events import LONGEST_NOTE, Note, Notes
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import Turns
-from phalanx_operator.manifests import Manifests
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import observe
 from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S, Offers
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.observe.service_cache import Known
-from phalanx_operator.refusals import Refusals
-from phalanx_operator.render import gangs, names
+from phalanx_operator.observe.pod_failure import Refusals
+from phalanx_operator.observe.service_cache import Known, Manifests
+from phalanx_operator.render import gangs
+from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.routers import Routers, Target, address_of
 

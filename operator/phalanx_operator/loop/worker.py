@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
-from phalanx_operator.errors import Conflict, Denied, Gone, KubeError, Rejected
+from phalanx_operator.kube.client import Conflict, Denied, Gone, KubeError, Rejected
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.wakeups import Wakeups, backoff
 from phalanx_operator.metrics import Metrics

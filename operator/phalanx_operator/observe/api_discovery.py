@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
-from phalanx_operator.errors import Denied, Gone, KubeError
-from phalanx_operator.kube.client import KubeClient, Resource
+from phalanx_operator.kube.client import Denied, Gone, KubeClient, KubeError, Resource
 from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from phalanx_api.schema import read
 from phalanx_api.status import Status
 from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.groups.drain import LAST_S
-from phalanx_operator.decide.retry import RETRIED
+from phalanx_operator.decide.groups.recovery import RETRIED
 from phalanx_operator.decide.state.snapshot import (
     Draining,
     ObservedDeployment,

@@ -5,7 +5,9 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.decide.state.policy import policy_of
-from phalanx_operator.render import disruption, names, placement
+from phalanx_operator.render import objects as names
+from phalanx_operator.render import placement
+from phalanx_operator.render import services as disruption
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.revision import revision
 

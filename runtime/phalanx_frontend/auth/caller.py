@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.draw import draw_id
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_frontend.ids import NAME_END
+from phalanx_frontend.ids import NAME_END, draw_id
 
 log = logging.getLogger(__name__)
 

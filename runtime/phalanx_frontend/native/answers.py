@@ -14,11 +14,10 @@ from phalanx_frontend.backend import Backend, BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, in_stream, internal_error, of_backend
 from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
-from phalanx_frontend.siblings import close
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.stream.reply import Reply, StreamBroken
-from phalanx_frontend.stream.resume import Past, go_on
+from phalanx_frontend.stream.resume import Past, close, go_on
 
 log = logging.getLogger(__name__)
 

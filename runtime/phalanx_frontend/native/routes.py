@@ -1,28 +1,58 @@
 """Our own API: /v1/generate with text and token ids at once, /v1/batch of such requests, and /v1/metrics as one document."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.errors import ApiError, invalid, of_backend
+from phalanx_frontend.errors import ApiError, invalid, of_backend, of_validation
+from phalanx_frontend.fields import STREAMED, Text, TokenIds
+from phalanx_frontend.health import Totals, Vitals
 from phalanx_frontend.metrics import RequestMeter
 from phalanx_frontend.native.answers import BatchAnswer, Entry, Generation, NativeAnswer
-from phalanx_frontend.native_schemas import BatchRequest, GenerateRequest
 from phalanx_frontend.openai.accept import names_of, wire_request
 from phalanx_frontend.openai.context import Door
 from phalanx_frontend.openai.routes import Asker
 from phalanx_frontend.openai.sampling import check_fields, output_tokens, sampling_of
-from phalanx_frontend.openapi import STREAMED
+from phalanx_frontend.openai.schemas import CommonRequest, GenerationRequest
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import begun_before, seed_of
 from phalanx_frontend.text.detokenize import make_detokenizer
-from phalanx_frontend.validation import of_validation
-from phalanx_frontend.vitals import Totals, Vitals
+
+# Requests of our own API, /v1/generate and /v1/batch, as pydantic checks them. A field that is not here is refused.
+
+MAX_BATCH = 256
+"""Entries of one batch: more would hold one connection for very long, and one client could fill the queue at once."""
+
+
+class GenerateRequest(CommonRequest):
+    """POST /v1/generate: either `prompt` or `prompt_tokens`, and how to go on from there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Text | None = None
+    prompt_tokens: TokenIds | None = None
+
+    def generation(self) -> GenerationRequest:
+        """What it has in common with the OpenAI calls."""
+        return GenerationRequest.model_validate({name: getattr(self, name) for name in CommonRequest.model_fields})
+
+
+class BatchRequest(BaseModel):
+    """POST /v1/batch. Each entry is a body of /v1/generate without `stream`; a bad one fails alone, in its place."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    requests: Annotated[
+        list[Any],
+        Field(min_length=1, max_length=MAX_BATCH),
+        WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_BATCH, "items": {}}),
+    ]
+
 
 GENERATE, BATCH = "/v1/generate", "/v1/batch"
 

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from phalanx_api import wire
-from phalanx_api.seeds import mix
 from phalanx_api.speculation import Speculation, Tree
+from phalanx_api.wire.router import mix
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
@@ -24,12 +24,10 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Gene
 from phalanx_frontend.openai.served_model import DoorModel
 from phalanx_frontend.openai.structured import Asked, grammar_of, only_one
 from phalanx_frontend.openai.tools import forced_calls
-from phalanx_frontend.shown import Echo, Wants
-from phalanx_frontend.stream.answer import Answer
+from phalanx_frontend.stream.answer import Answer, Choice, Job
 from phalanx_frontend.stream.formats import AnswerFormat, Head
-from phalanx_frontend.stream.job import Choice, Job
 from phalanx_frontend.stream.logprobs import Spelling
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import Echo, Reply, Wants
 from phalanx_frontend.stream.resume import Past, begun_before, read_last_event_id, seed_of
 from phalanx_frontend.text.detokenize import make_detokenizer
 

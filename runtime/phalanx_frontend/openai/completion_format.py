@@ -5,10 +5,9 @@ from typing import Any
 
 import orjson
 
-from phalanx_frontend.shown import Echo
 from phalanx_frontend.stream.formats import Envelope, Head, Piece, Usage, token_fields
 from phalanx_frontend.stream.logprobs import completion_logprobs, prompt_logprobs
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import Echo, Reply
 
 
 class CompletionFormat:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError
-from phalanx_frontend.draw import draw_seed
+from phalanx_frontend.ids import draw_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import Clock, DoorMetrics
 from phalanx_frontend.openai.served_model import DoorModel, Models

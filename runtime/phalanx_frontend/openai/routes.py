@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller, caller_of
+from phalanx_frontend.fields import STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
 from phalanx_frontend.openai.context import Door
 from phalanx_frontend.openai.prompt import tokenize_prompt
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from phalanx_frontend.openapi import STREAMED
 from phalanx_frontend.stream.held import HeldAnswer
 
 Asker = Annotated[Caller, Depends(caller_of)]

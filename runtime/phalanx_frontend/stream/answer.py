@@ -6,19 +6,70 @@ which aborts their requests; the same for a stop string, an error, a server that
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError, error_body, error_headers, in_stream, internal_error, of_backend
 from phalanx_frontend.ids import EventIds
-from phalanx_frontend.metrics import DoorMetrics
-from phalanx_frontend.siblings import Item, Siblings
-from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, Piece, event
-from phalanx_frontend.stream.job import Choice, Job
-from phalanx_frontend.stream.resume import go_on
+from phalanx_frontend.metrics import DoorMetrics, RequestMeter
+from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
+from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.resume import Item, Past, Siblings, go_on
+
+# One accepted request of the OpenAI routes: the choices to generate, and how to write them.
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice: what the backend is asked, its answer so far, how that is written and what is measured of it."""
+
+    request: wire.Request
+    reply: Reply
+    format: ChoiceFormat
+    meter: RequestMeter
+    past: Past | None = None
+    """What the client has of it, when it is resumed."""
+
+    @property
+    def have(self) -> int:
+        """How many of its tokens the client had before."""
+        return 0 if self.past is None else self.past.have
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All choices of one answer: those of the first prompt, then those of the next. Each prompt has `per_prompt` of them.
+
+    `stream`: the name in the ids of its events.
+    """
+
+    id: str
+    stream: str
+    choices: Sequence[Choice]
+    per_prompt: int
+    format: AnswerFormat
+    is_streamed: bool
+    has_usage: bool
+    has_running_usage: bool
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts: each prompt once, whatever its number of choices, and the output of all choices."""
+        firsts = self.choices[:: self.per_prompt]
+        prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
+        completion_tokens = sum(choice.reply.completion_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.reply.cached_tokens for choice in firsts)},
+        }
+
 
 log = logging.getLogger(__name__)
 

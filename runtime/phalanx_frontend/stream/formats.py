@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from phalanx_frontend.shown import Echo, ShownToken, Wants
 from phalanx_frontend.stream.logprobs import Spelling
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import Echo, Reply, ShownToken, Wants
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended well."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx_api import wire
-from phalanx_frontend.shown import ShownToken, Wants
+from phalanx_frontend.stream.reply import ShownToken, Wants
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
 LOWEST = -9999.0

@@ -15,7 +15,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from phalanx_frontend.text.reasoning import END
+from phalanx_frontend.text.parts import END
 from phalanx_frontend.text.tool_calls import format_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -9,8 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from phalanx_frontend.text.pieces import PieceRule
-from phalanx_frontend.text.tokenizer import TextTokenizer
+from phalanx_frontend.text.tokenizer import PieceRule, TextTokenizer
 
 CONTEXT_TOKENS = 8
 """Tokens of the text before that are decoded again as context: enough for any character and word start."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from phalanx_api.summary import BalancePolicy, Hotspot
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.causes import Targets
-from phalanx_router.balancing.guards import AttractionGuard
-from phalanx_router.balancing.hotspots import HotGroup, HotspotBook, Transition
+from phalanx_router.balancing.guards import AttractionGuard, PingPong
+from phalanx_router.balancing.hotspots import HotGroup, HotspotBook, Targets, Transition
 from phalanx_router.balancing.ladder import (
     HOME_EVERY_S,
     Plan,
@@ -20,11 +19,45 @@ from phalanx_router.balancing.ladder import (
     replicate,
     rescue,
 )
-from phalanx_router.balancing.moving import Moving
-from phalanx_router.balancing.pingpong import PingPong
+from phalanx_router.balancing.projection import Moving
 from phalanx_router.balancing.records import Proposal, Refusal, RefusalCode, StreamView
-from phalanx_router.balancing.shed import Shed, Shedding
 from phalanx_router.routing.view import GroupView
+
+# When waiting requests are refused: the fleet is saturated, and even its best group misses the target, for a second.
+# Each further second one more priority band is refused, the lowest first. A started stream is never shed; who is refused
+# within a band is the queue's (`route`).
+
+PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """Refuse waiting requests of so many bands, the lowest first, and tell them when to come again."""
+
+    bands: int
+    retry_after_s: float
+    why: str
+
+
+class Shedding:
+    """Follows how long shedding has been due."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def decide(self, is_saturated: bool, best_ttft_s: float | None, target_s: float | None, now: float) -> Shed | None:
+        """What to refuse now, if anything. `best_ttft_s`: predicted at the best group for a newcomer, None without a group."""
+        is_due = is_saturated and best_ttft_s is not None and target_s is not None and best_ttft_s > target_s
+        if not is_due or best_ttft_s is None or target_s is None:
+            self._since = None
+            return None
+        self._since = self._since if self._since is not None else now
+        bands = int((now - self._since) / PATIENCE_S)
+        if not bands:
+            return None
+        why = f"every group is loaded, and the best would need {best_ttft_s:.1f} s where {target_s:.1f} s are the target"
+        return Shed(bands, max(1.0, best_ttft_s - target_s), why)
+
 
 StreamsOf = Callable[[str], Sequence[StreamView]]
 """This router's streams in the group of a key. Asked for hotspots and emptied groups only."""

@@ -13,11 +13,10 @@ from typing import Literal
 
 from phalanx_api.summary import Mode
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.copying import FREEZE_S, copy_s, recompute_s, way_of
 from phalanx_router.balancing.hotspots import HotGroup
 from phalanx_router.balancing.projection import appeal, joined, median_itl_s, strain, without
 from phalanx_router.balancing.records import FOR_BALANCE, Proposal, Refusal, RefusalCode, Rung, StreamView, Way
-from phalanx_router.balancing.targets import RESCUE_GROWTH, has_room, may_take, roomiest
+from phalanx_router.balancing.targets import FREEZE_S, RESCUE_GROWTH, copy_s, has_room, may_take, recompute_s, roomiest, way_of
 from phalanx_router.balancing.victims import Scales, expected_rest, may_go, victims
 from phalanx_router.routing.view import GroupView
 

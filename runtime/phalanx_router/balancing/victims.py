@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from phalanx_router.balancing.causes import THRESHOLDS
-from phalanx_router.balancing.copying import FREEZE_S, copy_s
+from phalanx_router.balancing.hotspots import THRESHOLDS
 from phalanx_router.balancing.projection import does_help, joined, strain, without
 from phalanx_router.balancing.records import StreamView
-from phalanx_router.balancing.targets import may_take
+from phalanx_router.balancing.targets import FREEZE_S, copy_s, may_take
 from phalanx_router.routing.view import GroupView
 
 DWELL_S = 5.0

@@ -17,15 +17,11 @@ from phalanx_router.dispatch.tenants import Tenants
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import Links
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.routing.admit import drain_s, refusal
-from phalanx_router.routing.canary import share
-from phalanx_router.routing.choose import Choice
+from phalanx_router.routing.choose import Choice, Turns, share
 from phalanx_router.routing.cost import UNKNOWN_OUTPUT
-from phalanx_router.routing.freshness import is_stale
 from phalanx_router.routing.late_binding import Known, Sat, is_open, next_dispatch, requeues
-from phalanx_router.routing.queue import RequestQueue, Waiting
-from phalanx_router.routing.turns import Turns
-from phalanx_router.routing.view import GroupView
+from phalanx_router.routing.queue import RequestQueue, Waiting, drain_s, refusal
+from phalanx_router.routing.view import GroupView, is_stale
 from phalanx_router.session import FleetSettings, Run
 from phalanx_router.streams.stream import Lost
 

@@ -19,15 +19,12 @@ import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import moves, wire
-from phalanx_router.link_end import LinkBroken, explain, is_proper_end
-from phalanx_router.link_hello import Greeter
-from phalanx_router.links.connection import Connection, Dial, dial
+from phalanx_router.links.connection import Connection, Dial, Greeter, LinkBroken, Sink, dial, explain, is_proper_end
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.routing.ledger import sent_of
 from phalanx_router.routing.look import Told
-from phalanx_router.routing.page_feed import PageFeed
-from phalanx_router.sink import Sink
-from phalanx_router.streams.adopting import Adopting
+from phalanx_router.routing.prefixes import PageFeed
+from phalanx_router.streams.stream import Adopting
 
 log = logging.getLogger(__name__)
 

@@ -4,16 +4,107 @@ Who the leaders are says a `LeaderSource`; each link keeps itself up. Whoever wa
 """
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from phalanx_api import wire
-from phalanx_router.assets import AssetShelf
 from phalanx_router.links.endpoints import Leaders, LeaderSource
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.outlook import Outlook
+from phalanx_router.routing.look import Lookout
+from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
+from phalanx_router.routing.view import GroupView
+
+# What the router sees of its groups: their views as of now, and how much of a prompt each holds.
+
+
+class Outlook:
+    """Looks at links. `emptied`: groups that are to be emptied, by name; they get no newcomers."""
+
+    def __init__(self) -> None:
+        self.emptied: frozenset[str] = frozenset()
+        self.prefixes = PrefixIndex()
+        self._lookout = Lookout()
+
+    def is_leaving(self, link: LeaderLink) -> bool:
+        """Whether this group is being emptied: it finishes its streams, or others take them."""
+        return link.endpoint.leaving or link.state.draining or link.endpoint.group in self.emptied
+
+    def views(self, links: Sequence[LeaderLink]) -> list[GroupView]:
+        """The view of each group, in this order."""
+        for link in links:
+            link.told.draining = self.is_leaving(link)
+        return self._lookout.look([link.told for link in links], asyncio.get_running_loop().time())
+
+    def hits(self, asked: PromptKeys, links: Mapping[str, LeaderLink]) -> dict[str, int]:
+        """How many tokens of a prompt these groups hold, by their keys; only those that hold some."""
+        held = self.prefixes.hits(asked)
+        return {key: held[link.endpoint.key] for key, link in links.items() if link.endpoint.key in held} if held else held
+
+    def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
+        """Notes what a group's prefix cache finds."""
+        space = KeySpace(link.told.served.model_hash, link.told.page_size)
+        self.prefixes.apply(link.endpoint.key, space, changes)
+
+    def link_gone(self, link: LeaderLink) -> None:
+        """Forgets what a group held."""
+        self.prefixes.forget(link.endpoint.key)
+
+
+# What the router knows of the model: assets by content hash, and which of them the door uses now.
+# The door uses those of the newest ready group; when none is ready, those it used last. A group is given only requests whose
+# token ids it reads the same way, so groups are compared by their tokenizer, not by all their assets.
+
+
+class AssetShelf:
+    """Assets that leaders sent. `current` are those that the door uses."""
+
+    def __init__(self, served_names: Collection[str] = ()) -> None:
+        self._served_names = list(served_names)
+        self._known: dict[str, wire.Assets] = {}
+        self._tokenizers: dict[str, str] = {}
+        self._current: str | None = None
+
+    def has(self, assets_hash: str) -> bool:
+        """Whether these assets came already."""
+        return assets_hash in self._known
+
+    def add(self, assets: wire.Assets) -> bool:
+        """Whether the assets are what their hash says, and were kept."""
+        made = wire.make_assets(assets.files, assets.served_names, assets.max_model_len, assets.eos_token_ids, assets.vocab_size)
+        if made.content_hash != assets.content_hash:
+            return False
+        if self._served_names:
+            assets = msgspec.structs.replace(assets, served_names=self._served_names)
+        self._known[made.content_hash] = assets
+        self._tokenizers[made.content_hash] = hashlib.sha256(assets.files.get("tokenizer.json", b"")).hexdigest()
+        return True
+
+    def use(self, assets_hash: str) -> None:
+        """Makes these known assets the current ones."""
+        self._current = assets_hash
+
+    def keep(self, in_use: Collection[str]) -> None:
+        """Forgets assets of groups that are gone, except the current ones."""
+        for assets_hash in set(self._known) - set(in_use) - {self._current}:
+            del self._known[assets_hash], self._tokenizers[assets_hash]
+
+    def current(self) -> wire.Assets | None:
+        """The assets that the door uses, or None before any came."""
+        return None if self._current is None else self._known[self._current]
+
+    def current_tokenizer(self) -> str | None:
+        """The tokenizer of the current assets, as a hash."""
+        return None if self._current is None else self._tokenizers[self._current]
+
+    def tokenizer(self, assets_hash: str) -> str | None:
+        """The tokenizer of these assets, as a hash, or None while they are not known."""
+        return self._tokenizers.get(assets_hash)
+
 
 log = logging.getLogger(__name__)
 

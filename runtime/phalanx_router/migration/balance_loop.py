@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx_api.summary import BalancePolicy
-from phalanx_router.balance_metrics import BalanceMetrics
 from phalanx_router.balancing.balancer import Balancer, Decision
-from phalanx_router.balancing.pingpong import OFF_S
+from phalanx_router.balancing.guards import OFF_S
 from phalanx_router.balancing.records import FOR_BALANCE, Proposal, Refusal, Rung, StreamView
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import Links
+from phalanx_router.metrics import BalanceMetrics
 from phalanx_router.migration.mover import Moving
 from phalanx_router.moves.records import Over, Why
 from phalanx_router.moves.records import Proposal as Move

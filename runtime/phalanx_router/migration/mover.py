@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import assert_never
 
 from phalanx_api import moves, wire
+from phalanx_router.links.connection import Sink
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import Links
 from phalanx_router.metrics import RouterMetrics
@@ -29,8 +30,73 @@ from phalanx_router.moves.records import (
     Warm,
     Why,
 )
-from phalanx_router.moving_sinks import FirstToken, Warming
 from phalanx_router.session import FleetSettings, Run
+
+# Who hears of a request during a move: the stream with an ear for its first token, and nobody's request that warms a cache.
+
+
+class FirstToken:
+    """Gives all to another sink, and says once that the first token came. Implements `phalanx_router.links.connection.Sink`."""
+
+    def __init__(self, sink: Sink, began: Callable[[int], None]) -> None:
+        self.handle = 0
+        self._sink = sink
+        self._began = began
+
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        """The first token; after it the other sink hears by itself."""
+        self._sink.token(epoch, index, token, detail)
+        self._began(self.handle)
+
+    def prompt_told(self, told: wire.PromptDetails) -> None:
+        """For the other sink."""
+        self._sink.prompt_told(told)
+
+    def cached(self, found: wire.Cached) -> None:
+        """For the other sink."""
+        self._sink.cached(found)
+
+    def finished(self, end: wire.Finished) -> None:
+        """For the other sink."""
+        self._sink.finished(end)
+
+    def refused(self, refused: wire.Refused) -> None:
+        """For the other sink."""
+        self._sink.refused(refused)
+
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
+        """For the other sink."""
+        self._sink.lost(epoch, why, is_leave, cause)
+
+
+class Warming:
+    """Hears of a request that is computed for the prefix cache alone. Implements `phalanx_router.links.connection.Sink`."""
+
+    def __init__(self, computed: Callable[[], None], refused: Callable[[str, str], None]) -> None:
+        self._computed = computed
+        self._refused = refused
+
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        """Nobody wants it."""
+
+    def prompt_told(self, told: wire.PromptDetails) -> None:
+        """Nobody asked."""
+
+    def cached(self, found: wire.Cached) -> None:
+        """Nobody asked."""
+
+    def finished(self, end: wire.Finished) -> None:
+        """All of it is in pages."""
+        self._computed()
+
+    def refused(self, refused: wire.Refused) -> None:
+        """The group does not compute it."""
+        self._refused(refused.code, refused.message)
+
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
+        """The group is lost."""
+        self._refused("target_lost", why)
+
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,10 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Begun
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import Links
-from phalanx_router.resume.journal_store import PeerCopies
+from phalanx_router.resume.journal_store import PeerCopies, Shelf
 from phalanx_router.resume.peer_wire import Copy
 from phalanx_router.session import FleetSettings, Run
-from phalanx_router.shelf import Shelf
-from phalanx_router.streams.adopting import Adopting
-from phalanx_router.streams.stream import Stream
+from phalanx_router.streams.stream import Adopting, Stream
 
 log = logging.getLogger(__name__)
 

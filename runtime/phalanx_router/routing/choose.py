@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx_router.routing.cost import Newcomer, Terms, terms, wait_of
-from phalanx_router.routing.freshness import is_stale
-from phalanx_router.routing.view import GroupView
+from phalanx_router.routing.view import GroupView, is_stale
 
 NEAR = 1.05
 HOME_S = 0.1
@@ -166,3 +165,54 @@ def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[
         return parts[place].first_token_s * parts[place].factor, _requests(candidates[place])
 
     return other if rank(other) < rank(one) else one
+
+
+# Which groups a new request may go to while two revisions serve and the newest has a share: `rollout.canaryWeight`.
+
+
+def share(
+    revisions: Mapping[str, str],
+    newest: str,
+    percent: int,
+    lot: float,
+    excluded: Collection[str] = (),
+    closed: Collection[str] = (),
+) -> frozenset[str]:
+    """The groups that a request may go to, by key.
+
+    `revisions`: of all groups that could take it. `lot`: its own, uniform in [0, 1).
+
+    Those of the side that its lot falls on, unless all of them are `excluded` (they failed or refused it) or `closed` (nothing
+    more is sent there just now), or there are none: then those of the other side, if one of them can take it. To be answered
+    goes before the share. Where all are closed, it waits for its own side.
+    """
+    new = frozenset(key for key, revision in revisions.items() if revision == newest)
+    old = frozenset(revisions) - new
+    first, second = (new, old) if lot * 100 < percent else (old, new)
+    for busy in ({*excluded, *closed}, excluded):
+        for side in (first, second):
+            if side.difference(busy):
+                return side
+    return frozenset(revisions)
+
+
+# Whose turn it is where groups are taken one after another: the number of the last request that went to each.
+
+MOST = 4096
+"""Groups that are remembered. One that is forgotten is next."""
+
+
+class Turns:
+    """By the groups' keys. `last` is read by `choose.in_turn`."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, int] = {}
+        self._count = 0
+
+    def take(self, key: str) -> None:
+        """Notes that this group got a request."""
+        self._count += 1
+        self.last.pop(key, None)
+        self.last[key] = self._count  # the last one stands last
+        if len(self.last) > MOST:
+            del self.last[next(iter(self.last))]

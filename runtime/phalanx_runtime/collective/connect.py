@@ -13,12 +13,10 @@ import time
 from dataclasses import dataclass
 
 from phalanx_runtime.collective import proof
-from phalanx_runtime.collective.futex import has_futex
 from phalanx_runtime.collective.links import Links
 from phalanx_runtime.collective.own import OwnCollective
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.shared import Pod, SharedMemory
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.collective.shared import Pod, SharedMemory, has_futex
 from phalanx_runtime.errors import PeerLost
 
 HANDSHAKE_S = 5.0

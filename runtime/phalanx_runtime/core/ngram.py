@@ -10,6 +10,10 @@ tokens are: a request takes 64 KiB, and 4 bytes a place, at most 192 KiB in all.
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from phalanx_api.speculation import CHAIN, Method, Tree
+from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, Shares
 
 SHORTEST = 2
 """Tokens that must agree. One alone agrees nearly everywhere and says little."""
@@ -93,3 +97,22 @@ def _following(tokens: Sequence[int], place: int, count: int) -> list[int]:
     while len(found) < count:
         found.append(found[len(found) - period])
     return found
+
+
+# What an engine knows of one request that wants proposals.
+
+
+@dataclass(slots=True)
+class Proposing:
+    """By which method, how many at once at most, and how they may branch.
+
+    num_drafted_pages: so many of its first pages a draft model has computed whole; see `catching_up`.
+    """
+
+    method: Method
+    most: int
+    tree: Tree = CHAIN
+    lookup: Lookup = field(default_factory=Lookup)
+    shares: Shares = field(default_factory=lambda: Shares(FADE_OF_REQUEST))
+    num_drafted_pages: int = 0
+    last_step: int = 0

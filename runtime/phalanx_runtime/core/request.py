@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys
-from phalanx_runtime.core.proposing import Proposing
+from phalanx_runtime.core.ngram import Proposing
 
 
 @dataclass(frozen=True, slots=True)

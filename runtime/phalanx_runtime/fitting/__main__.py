@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fit_spec import FitSpec
-from phalanx_runtime.rank.threads import rank_threads, wait_briefly
+from phalanx_runtime.rank.process.cgroup import rank_threads, wait_briefly
 
 
 def main(line: bytes) -> int:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
-from phalanx_runtime.model.fields import Json, integer, number, optional_number
-from phalanx_runtime.model.rope import Rope, read_ropes
+from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, read_ropes
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -9,6 +9,7 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.rope import Angles, rotate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -112,3 +113,32 @@ class VocabEmbedding:
         elsewhere = (local < 0) | (local >= self.span.size)
         rows = self.weight.index_select(0, local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0)
         return self._collective.all_reduce(rows)
+
+
+# The small steps between the linears of a decoder block, as one seam: torch's are the twin of those compiled for CPU.
+
+
+class Steps(Protocol):
+    """Norm and rotation."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [tokens, size], normalised over the last dimension."""
+        ...
+
+    def turned(self, x: Tensor, angles: Angles) -> Tensor:
+        """x: [tokens, heads, dim], turned; maybe in place."""
+        ...
+
+
+class TorchSteps:
+    """`Steps` in plain torch."""
+
+    __slots__ = ()
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [tokens, size], normalised over the last dimension."""
+        return rms_norm(x, weight, eps)
+
+    def turned(self, x: Tensor, angles: Angles) -> Tensor:
+        """x: [tokens, heads, dim], turned."""
+        return rotate(x, angles)

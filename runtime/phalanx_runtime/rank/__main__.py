@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
-from phalanx_runtime.rank.threads import wait_briefly
+from phalanx_runtime.rank.process.cgroup import wait_briefly
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
 
 log = logging.getLogger("phalanx_runtime.rank")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from phalanx_api.account import MemoryAccount
 from phalanx_api.wire import Served
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import PoolShape
@@ -24,13 +24,12 @@ from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.kv_sizing import measure_room
 from phalanx_runtime.rank.memory.kv_cache import longest_request, make_caches, page_bytes
 from phalanx_runtime.rank.memory.memory_profiler import make_gauge
-from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit
+from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
-from phalanx_runtime.rank.threads import rank_threads
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, FarGramm
 from phalanx_runtime.rank.sampling.logprobs import rows_at_once, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import DrawnRows
 from phalanx_runtime.rank.sampling.sampler import Sampler
-from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.batch import BatchBuilder, PromptPart, prompt_parts
 from phalanx_runtime.rank.step.paths import (
     drafted_numbers,
     filled,
@@ -38,7 +38,6 @@ from phalanx_runtime.rank.step.paths import (
     undrafted,
 )
 from phalanx_runtime.rank.step.pipeline import Pipeline
-from phalanx_runtime.rank.step.prompt_logprobs import PromptPart, prompt_parts
 
 POLL_S = 0.001
 """How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""

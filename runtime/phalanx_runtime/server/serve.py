@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -22,10 +23,10 @@ from phalanx_frontend.app import create_health_app
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import Tally
 from phalanx_runtime.checkpoint.assets import read_assets
-from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.drafts import NO_DRAFTS, Drafts, find_drafts
 from phalanx_runtime.server.http.app import make_leader_app, supervised
 from phalanx_runtime.server.http.health import PodVitals
 from phalanx_runtime.server.http.metrics import EngineMetrics
@@ -35,6 +36,41 @@ from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
 from phalanx_runtime.settings import ServeSettings
+
+# What a group drafts with, found on this machine before its ranks start.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The draft model's folder and the file of an exit, where they are wanted; `missing` says why one was not found."""
+
+    draft_dir: str = ""
+    exit: str = ""
+    missing: str = ""
+
+
+NO_DRAFTS = Drafts()
+
+
+def find_drafts(settings: ServeSettings, stop: threading.Event) -> Drafts:
+    """What the settings ask for, fetched if need be. Blocks. A draft that cannot be had stops no group: it serves without."""
+    cache, token, cached_only = settings.download_dir, settings.hf_token, settings.cached_only
+    try:
+        if settings.speculative_draft_model is not None and settings.node_rank == 0:
+            model = settings.speculative_draft_model
+            found = locate(model, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
+            return Drafts(draft_dir=str(found.dir))
+        if settings.speculative_exit is not None:
+            uri = settings.speculative_exit
+            file = locate_exit(uri, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
+            return Drafts(exit=str(file))
+    except ModelError as error:
+        log.warning("the group starts without speculation", extra={"why": str(error)})
+        return Drafts(missing=str(error))
+    return NO_DRAFTS
+
 
 log = logging.getLogger(__name__)
 

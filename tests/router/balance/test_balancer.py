@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
-from phalanx_router.balancing.balancer import Balancer, Decision
+from phalanx_router.balancing.balancer import Balancer, Decision, Shed, Shedding
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.copying import way_of
 from phalanx_router.balancing.ladder import Action
 from phalanx_router.balancing.records import Proposal, Refusal, Rung
-from phalanx_router.balancing.shed import Shed, Shedding
+from phalanx_router.balancing.targets import way_of
 from tests.router.balance.groups import FREE, World, group, stream
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from phalanx_api.summary import Cause
-from phalanx_router.balancing.causes import Targets
-from phalanx_router.balancing.hotspots import HotspotBook, Seen
+from phalanx_router.balancing.hotspots import HotspotBook, Seen, Targets
 from phalanx_router.routing.view import GroupView
 from tests.router.balance.groups import group
 

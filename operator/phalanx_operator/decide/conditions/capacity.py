@@ -6,9 +6,8 @@ from phalanx_api.conditions import Reason, set_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.conditions.status import is_quota
 from phalanx_operator.decide.groups.admission import Turn
-from phalanx_operator.decide.state.clock import age_s
 from phalanx_operator.decide.state.groups import live
-from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, age_s
 
 WAITING = ("Unschedulable", "SchedulingGated")
 MISSING_S = 10.0

@@ -6,12 +6,13 @@ ends.
 
 import datetime
 
-from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
+from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, find_condition, set_condition
+from phalanx_api.spec.inference_service import Engine
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
 from phalanx_api.summary import Cause, Hotspot
-from phalanx_operator.decide.state.clock import parsed
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import Snapshot
+from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.snapshot import Snapshot, overruled, parsed
 
 LASTING_S = 5.0
 REASONS: dict[Cause, Reason] = {
@@ -75,3 +76,52 @@ def _set_balanced(
     else:
         verdict, reason = True, Reason.BALANCED
     return set_condition(conditions, "Balanced", verdict, reason=reason, message=message, generation=generation, now=now)
+
+
+# Whether groups propose tokens as the service asks: the condition `Speculating`, only where `spec.engine.speculative` does.
+# A draft that cannot be loaded, or that fails, is done without; its group tells the routers, and they the operator.
+
+
+def with_speculating_condition(
+    status: Status, engine: Engine, snapshot: Snapshot, revision: str, fleet: Fleet, now: str
+) -> Status:
+    """The status with what ready groups of this revision say of their drafts. While no router is heard, it stays as it was."""
+    conditions = status.conditions
+    is_asked = engine.speculative is not None and engine.speculative.method != "None"
+    if not is_asked:
+        conditions = drop_condition(conditions, "Speculating")
+    elif not (fleet.asked and not fleet.answered and find_condition(conditions, "Speculating")):
+        conditions = _set(conditions, snapshot, revision, fleet, now)
+    return status.model_copy(update={"conditions": conditions})
+
+
+def _set(conditions: tuple[Condition, ...], snapshot: Snapshot, revision: str, fleet: Fleet, now: str) -> tuple[Condition, ...]:
+    names = sorted(group.name for group in live(snapshot.groups) if group.ready and group.revision == revision)
+    seen = [fleet.groups[name] for name in names if name in fleet.groups]
+    lost = [f"{group.name}: {group.draft_lost}" for group in seen if group.draft_lost]
+    reason = Reason.DRAFT_LOST if lost else Reason.PROPOSING if seen else Reason.NO_READY_GROUP
+    verdict = not lost if seen else None
+    return set_condition(
+        conditions, "Speculating", verdict, reason=reason, message="; ".join(lost), generation=snapshot.generation, now=now
+    )
+
+
+# What the status says where clients from outside cannot come in as the spec asks: `spec.router.expose`.
+
+
+def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:
+    """The status with why the Ingress or HTTPRoute could not be made; unchanged where it could, or none is wanted.
+
+    The service serves in the cluster all the same, so only what says that all is as asked for says so no more.
+    """
+    if not why:
+        return status
+    conditions = drop_condition(status.conditions, "Reconciling")  # though groups may come and go: a person must act
+    message = f"spec.router.expose: {why}"[:1024]
+    ready = find_condition(conditions, "Ready")
+    verdicts: list[tuple[ConditionType, bool]] = [("RouterReady", False)]
+    verdicts += [("Ready", False)] if ready and ready.status == "True" else []
+    verdicts += [("Stalled", True)] if find_condition(conditions, "Stalled") is None else []
+    for kind, is_true in verdicts:
+        conditions = overruled(conditions, kind, is_true, Reason.REJECTED, message, snapshot, now)
+    return status.model_copy(update={"conditions": conditions})

@@ -7,9 +7,8 @@ could hold one; or when its time is over. What is noted on the group is all that
 from collections.abc import Iterable, Sequence
 
 from phalanx_operator.decide.state.actions import DrainGroup, EndPod, GroupAction, KeepGroup, MarkLeader
-from phalanx_operator.decide.state.clock import age_s
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import ObservedGroup, changed
+from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, changed
 
 LAST_S = 10
 """Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""

@@ -9,8 +9,7 @@ their own.
 from collections.abc import Iterable, Mapping
 
 from phalanx_operator.decide.state.actions import EndPod
-from phalanx_operator.decide.state.clock import age_s
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, changed
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, changed
 
 
 def assess(

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.spec.lifecycle import Rollout
 from phalanx_api.status import Status
-from phalanx_operator.decide.state.clock import age_s
 from phalanx_operator.decide.state.groups import live, staying
-from phalanx_operator.decide.state.snapshot import ObservedGroup, changed
+from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, changed
 
 PODLESS_S = 60.0
 """As how long it counts at most that a group has no pod at all."""

@@ -16,9 +16,8 @@ from phalanx_api.conditions import ConditionType, Reason, drop_condition, find_c
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.decide.groups import progress, recovery
-from phalanx_operator.decide.overrule import overruled
 from phalanx_operator.decide.state.groups import Desired, staying
-from phalanx_operator.decide.state.snapshot import Snapshot
+from phalanx_operator.decide.state.snapshot import Snapshot, overruled
 
 NO_RECORD = "there is no record of a revision that was rolled out whole while spec.rollout.onFailure said Rollback"
 _WELL: tuple[ConditionType, ...] = ("Ready", "Progressing")

@@ -17,16 +17,17 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from phalanx_operator.decide.consolidate import objection
-from phalanx_operator.decide.forecast import Trend, followed, growth
-from phalanx_operator.decide.scaling.demand import DRAIN_S, Ability, Demand, Targets, demand
+from phalanx_operator.decide.scaling.demand import DRAIN_S, Ability, Demand, Targets, demand, objection
 from phalanx_operator.decide.scaling.load import (
     SHORT_S,
     USUAL_S,
+    Trend,
     ability_of,
     arrivals_alone,
     burstiness_of,
+    followed,
     fresh,
+    growth,
     heaviest_load_of,
     load_of,
     panic_load_of,

@@ -1,9 +1,11 @@
 """What the operator knows of one service at one moment, as frozen records."""
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition, set_condition
 from phalanx_api.status import Status
 
 
@@ -212,3 +214,41 @@ class Snapshot:
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     router: ObservedRouter | None = None
     router_pods: tuple[ObservedPod, ...] = ()
+
+
+# Conditions that were set already in a look, set again by what weighs more.
+
+
+def overruled(
+    conditions: tuple[Condition, ...],
+    kind: ConditionType,
+    is_true: bool,
+    reason: Reason,
+    message: str,
+    snapshot: Snapshot,
+    now: str,
+) -> tuple[Condition, ...]:
+    """The conditions with this one set, since when it was so at the last look: what was set meanwhile of it nobody saw."""
+    former = find_condition(snapshot.status.conditions, kind)
+    if former:
+        there = find_condition(conditions, kind)
+        conditions = tuple(former if one is there else one for one in conditions) if there else (*conditions, former)
+    return set_condition(conditions, kind, is_true, reason=reason, message=message, generation=snapshot.generation, now=now)
+
+
+# Times as Kubernetes writes them, as seconds.
+
+
+def parsed(text: str) -> datetime.datetime | None:
+    """The moment that a text names; None when it names none, or no zone."""
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else None
+
+
+def age_s(since: str, now: str) -> float | None:
+    """Seconds from one time to another; None when either cannot be read."""
+    first, last = parsed(since), parsed(now)
+    return (last - first).total_seconds() if first and last else None

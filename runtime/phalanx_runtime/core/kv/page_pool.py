@@ -35,8 +35,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.kv.eviction.protocol import PolicyName
 from phalanx_runtime.core.kv.eviction.registry import make_eviction
 from phalanx_runtime.core.kv.page_check import PoolState, find_wrong
-from phalanx_runtime.core.kv.page_index import Beginnings
-from phalanx_runtime.core.page_events import PageEvents
+from phalanx_runtime.core.kv.page_index import Beginnings, PageEvents
 
 
 @dataclass(slots=True)

@@ -7,8 +7,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.eviction.protocol import PolicyName as EvictionName
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import Sharing
-from phalanx_runtime.core.policy_fair import Fair
-from phalanx_runtime.core.scheduling.policies import Deadline, Fcfs, Policy, PolicyName, Priority
+from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, PolicyName, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, Speculating
 from phalanx_runtime.core.step_plan import PoolShape

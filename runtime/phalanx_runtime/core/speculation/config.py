@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, Tree
 from phalanx_runtime.core.admission import Refuse
-from phalanx_runtime.core.proposing import Proposing
+from phalanx_runtime.core.ngram import Proposing
 
 Fitting = Callable[[int, Sequence[int], int], int]
 """How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""

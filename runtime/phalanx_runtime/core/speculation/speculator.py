@@ -14,22 +14,49 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx_api.cost import StepModel
-from phalanx_api.speculation import SpeculationCounts
+from phalanx_api.speculation import MAX_DEPTH, SpeculationCounts
 from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.candidates import Candidates
-from phalanx_runtime.core.draft_tree import is_chain, part
+from phalanx_runtime.core.draft_tree import is_chain, levels, part, places
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.speculation.config import Fitting, Speculating
 from phalanx_runtime.core.speculation.draft_backfill import catch_up, mark
 from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay
-from phalanx_runtime.core.speculation.offers import Chosen, Offered, Offering, Room, choose, lags, looks_up, take_all
+from phalanx_runtime.core.speculation.offers import Candidates, Chosen, Offered, Offering, Room, choose, lags, looks_up, take_all
 from phalanx_runtime.core.speculation.probing import Probing
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
 from phalanx_runtime.core.step_builder import Chunk, Making
 from phalanx_runtime.core.step_plan import Growth
-from phalanx_runtime.core.tally import Tally
+
+# What became of all proposals of an engine: counted, and told as `SpeculationCounts`.
+
+
+class Tally:
+    """Of one engine, since it started."""
+
+    __slots__ = ("_accepted", "_branched", "_paths", "_proposed", "_saved")
+
+    def __init__(self) -> None:
+        self._paths = self._saved = self._branched = 0
+        self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
+
+    def add(self, chunk: Chunk, accepted: Sequence[int], kept: int) -> None:
+        """Of these proposals so many were accepted; their request kept so many tokens."""
+        self._paths += chunk.depth > len(chunk.undrafted)
+        self._saved += max(0, kept - 1)
+        shape = tuple(chunk.parents)
+        for node, (level, place) in enumerate(zip(levels(shape), places(shape), strict=True)):
+            self._proposed[level] += node not in chunk.undrafted
+            self._accepted[level] += node in accepted
+            self._branched += place > 0 and node in accepted
+
+    def counts(self, draft_s: float, verify_s: float, lost: str) -> SpeculationCounts:
+        """All of it, with the time in drafts, the time that proposals cost their steps, and why there are no drafts any more."""
+        longest = max((at + 1 for at, count in enumerate(self._proposed) if count), default=0)
+        proposed, accepted = self._proposed[:longest], self._accepted[:longest]
+        return SpeculationCounts(self._paths, proposed, accepted, self._saved, draft_s, verify_s, lost, self._branched)
+
 
 NEAR = 64
 """Tokens that a draft may lack of a request that is probed for its turn; of those that lack more the one that lacks least is."""

@@ -5,10 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.layers import rms_norm
+from phalanx_runtime.model.layers import Steps, TorchSteps, rms_norm
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.rope import Angles, rotate
-from phalanx_runtime.model.steps import Steps, TorchSteps
 
 _Three = ctypes.c_int64 * 3
 _Five = ctypes.c_int64 * 5

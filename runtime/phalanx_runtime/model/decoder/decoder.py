@@ -13,12 +13,11 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, AttentionForm, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.layers import QkNorm, VocabEmbedding
+from phalanx_runtime.model.layers import QkNorm, Steps, VocabEmbedding
 from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.partition import Shard, Stage
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.model.rope import Angles, Rope, RopeTable
-from phalanx_runtime.model.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,14 @@ from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.cpu import choose_attention
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.config import stored_dtype
-from phalanx_runtime.model.fields import Json
-from phalanx_runtime.model.generic.calls import answered_by, register
 from phalanx_runtime.model.generic.check import probe
-from phalanx_runtime.model.generic.layers import Call, PagedAnswer, layout_of
+from phalanx_runtime.model.generic.layers import Call, PagedAnswer, answered_by, layout_of, register
 from phalanx_runtime.model.generic.load import fill, make_empty
 from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Splitter
 from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import Form, Model
+from phalanx_runtime.model.rope import Json
 from phalanx_runtime.model.weights import Checkpoint
 
 STRETCHING = ("dynamic", "longrope")

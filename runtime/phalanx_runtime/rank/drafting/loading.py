@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
+from phalanx_runtime.checkpoint.assets import difference
 from phalanx_runtime.checkpoint.model_hash import model_hash, weights_hash
-from phalanx_runtime.checkpoint.vocabulary import difference
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.solo import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fit_spec import RATIO

@@ -12,7 +12,7 @@ from weakref import finalize
 
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
-from phalanx_runtime.core.grammar_orders import Compile, Compiled
+from phalanx_runtime.core.step_plan import Compile, Compiled
 from phalanx_runtime.rank.sampling.grammar import Kept
 
 log = logging.getLogger(__name__)

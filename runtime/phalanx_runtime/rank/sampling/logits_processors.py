@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx_frontend.text.grammar import GrammarError
-from phalanx_runtime.rank.penalties import penalise
+from phalanx_runtime.rank.sampling.masks import penalise
 from phalanx_runtime.rank.sampling.row import Row
 
 NOTHING_LEFT = "nothing can be drawn: grammar, allowed_token_ids, bad_words and min_tokens together exclude every token"

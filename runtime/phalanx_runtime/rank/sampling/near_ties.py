@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from phalanx_runtime.rank.noise import gumbel, noise_key
-from phalanx_runtime.rank.sampling.draw import Draw, keep_filtered, scaled
+from phalanx_runtime.rank.sampling.draw import Draw, gumbel, keep_filtered, noise_key, scaled
 
 
 def gap(raw: Tensor, scores: Tensor, one: Draw) -> float:

@@ -7,9 +7,8 @@ from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.request import is_penalised
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.penalties import Seen
 from phalanx_runtime.rank.sampling.grammar import Grammars, Matcher
-from phalanx_runtime.rank.sampling.masks import Bans, wrong_ids
+from phalanx_runtime.rank.sampling.masks import Bans, Seen, wrong_ids
 
 COMPLETE = "its grammar is complete"
 """The failure that is none: the tokens that a row was admitted with are all there is to draw, whatever min_tokens asks for."""

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.grammar_orders import Compile, Compiled
-from phalanx_runtime.core.step_plan import StepPlan, StepResult
+from phalanx_runtime.core.step_plan import Compile, Compiled, StepPlan, StepResult
 from phalanx_runtime.model.partition import Stage
 
 _encode = msgspec.msgpack.Encoder().encode

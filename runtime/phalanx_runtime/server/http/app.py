@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.vitals import Vitals
+from phalanx_frontend.health import Vitals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.link.connection import LinkSettings

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
+from phalanx_frontend.health import Health, RankHealth, Totals
 from phalanx_frontend.metrics import Tally
-from phalanx_frontend.vitals import Health, RankHealth, Totals
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.supervision.supervisor import Status
 

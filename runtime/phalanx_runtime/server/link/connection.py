@@ -21,9 +21,8 @@ from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.gateway import EngineGateway
-from phalanx_runtime.server.link.handles import LinkMoves
+from phalanx_runtime.server.link.handles import LinkMoves, SeenHandles
 from phalanx_runtime.server.link.orphans import Kept, KeptRequests, Orphans
-from phalanx_runtime.server.seen import SeenHandles
 
 CLOSE_BAD_FRAME = 4400
 """Close code: a frame that no router may send here."""

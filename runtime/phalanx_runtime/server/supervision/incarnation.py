@@ -15,7 +15,7 @@ Pure: the clock is an argument; `supervisor` does what is decided here.
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx_frontend.vitals import RankHealth
+from phalanx_frontend.health import RankHealth
 from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from phalanx_runtime.server.supervision import hang_detection as pulse
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, Bounds, Pulse

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx_api.account import MemoryAccount
+from phalanx_api.wire.leader import MemoryAccount
 
 VERSION = 1
 MAX_FRAME_BYTES = 1 << 16

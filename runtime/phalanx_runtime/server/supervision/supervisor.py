@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import assert_never
 
 from phalanx_api import wire
-from phalanx_api.account import MemoryAccount
-from phalanx_frontend.vitals import RankHealth
+from phalanx_api.wire.leader import MemoryAccount
+from phalanx_frontend.health import RankHealth
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.progress import View, why_stuck
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as say
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, Bounds
-from phalanx_runtime.server.supervision.pod import Launch, Pod
+from phalanx_runtime.server.supervision.pod import Launch, Pod, View, why_stuck
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, RanksEnded
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, Membership
 from phalanx_runtime.server.supervision.rendezvous_wire import DEFAULT_TIMING, Timing, rank_key

@@ -12,9 +12,114 @@ Source: Einziger, Friedman, Manes 2017, section 4; Caffeine's segments and share
 
 from array import array
 
-from phalanx_runtime.core.kv.eviction.idle_heap import IdleHeap
-from phalanx_runtime.core.kv.eviction.recency import Recency
-from phalanx_runtime.core.kv.eviction.sketch import Sketch
+from phalanx_runtime.core.kv.eviction.orders import IdleHeap
+
+# How often keys were seen lately, in little room: a count-min sketch of 4-bit counters that ages.
+#     estimate(key) = min over 4 rows of counter[row, (low + row * high) mod width]        never below the true count, up to
+# 15     after `10 * capacity` additions every counter is halved
+# Source: Einziger, Friedman, Manes 2017, TinyLFU (sections 3.2 to 3.4).
+
+ROWS = 4
+AGING = 10
+_LOW = 0xFFFFFFFF
+_HALVED = bytes(byte >> 1 & 0x77 for byte in range(256))
+
+
+class Sketch:
+    """Counters for about `capacity` keys of 64 well-mixed bits. Two counters share a byte."""
+
+    __slots__ = ("_additions", "_mask", "_sample", "_table", "_width")
+
+    def __init__(self, capacity: int) -> None:
+        self._width = 1 << max(4, (4 * capacity - 1).bit_length())
+        self._mask = self._width - 1
+        self._table = bytearray(ROWS * self._width // 2)
+        self._sample = AGING * capacity
+        self._additions = 0
+
+    def add(self, key: int) -> None:
+        """Counts the key once more; halves all counts when it is time. A counter stays at 15."""
+        table, mask, base = self._table, self._mask, 0
+        low, high = key & _LOW, key >> 32 | 1
+        for _ in range(ROWS):
+            at = base + (low & mask)
+            byte = table[at >> 1]
+            if at & 1:
+                if byte < 0xF0:
+                    table[at >> 1] = byte + 0x10
+            elif byte & 0x0F < 0x0F:
+                table[at >> 1] = byte + 1
+            low += high
+            base += self._width
+        self._additions += 1
+        if self._additions >= self._sample:
+            self._table = table.translate(_HALVED)
+            self._additions //= 2
+
+    def estimate(self, key: int) -> int:
+        """How often the key was seen, or a little more."""
+        table, mask, base = self._table, self._mask, 0
+        low, high, least = key & _LOW, key >> 32 | 1, 15
+        for _ in range(ROWS):
+            at = base + (low & mask)
+            byte = table[at >> 1]
+            count = byte >> 4 if at & 1 else byte & 0x0F
+            if count < least:
+                least = count
+            low += high
+            base += self._width
+        return least
+
+
+# Pages in the order of their last use, as a doubly linked list in arrays.
+
+
+class Recency:
+    """A ring through `num_pages + 1` places; the last place is its end. Each call costs O(1)."""
+
+    __slots__ = ("_end", "_next", "_previous", "size")
+
+    def __init__(self, num_pages: int) -> None:
+        self._end = num_pages
+        self._next = array("q", range(num_pages + 1))
+        self._previous = array("q", range(num_pages + 1))
+        self.size = 0
+
+    def add(self, page: int) -> None:
+        """Puts a page that is not in the ring at its most recent end."""
+        end, following, previous = self._end, self._next, self._previous
+        last = previous[end]
+        following[last] = page
+        previous[page] = last
+        following[page] = end
+        previous[end] = page
+        self.size += 1
+
+    def remove(self, page: int) -> None:
+        """Takes a page out of the ring."""
+        following, previous = self._next, self._previous
+        before, after = previous[page], following[page]
+        following[before] = after
+        previous[after] = before
+        self.size -= 1
+
+    def renew(self, page: int) -> None:
+        """Moves a page of the ring to its most recent end."""
+        end, following, previous = self._end, self._next, self._previous
+        before, after = previous[page], following[page]
+        following[before] = after
+        previous[after] = before
+        last = previous[end]
+        following[last] = page
+        previous[page] = last
+        following[page] = end
+        previous[end] = page
+
+    def oldest(self) -> int:
+        """The page used longest ago of a ring that is not empty."""
+        assert self.size, "an empty ring has no oldest page"
+        return self._next[self._end]
+
 
 WINDOW_SHARE = 0.01
 PROTECTED_SHARE = 0.8
