@@ -1,7 +1,7 @@
 # Every command sets up what it needs, in a cache outside the checkout (PHALANX_CACHE, default ~/.cache/phalanx).
 # CLUSTER=      make a real two-node cluster on this machine (root, Go, Debian)   [default]
 # CLUSTER=current   use the cluster of the current kubeconfig; images from IMAGE_PREFIX=registry/path
-# CLUSTER=none      no cluster: the cluster tests do not run, and a line says so
+# CLUSTER=none      no cluster: the cluster tests are skipped, and a line reports it
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -37,7 +37,10 @@ imports:
 	@$(VENV)/bin/lint-imports
 
 unit:
-	@v=$(VENV); rm -f .coverage .coverage.*; $$v/bin/python -m pytest $(UNIT) -q --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+	@v=$(VENV); rm -f .coverage .coverage.*; $$v/bin/python -m pytest $(UNIT) -q --durations=20 --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
+
+house:  ## size, names, calls, cycles and prose of the product code, as a table
+	@python3 -m tests.architecture.house
 
 api-check:  ## schemathesis over /openapi.json and a fuzz of malformed requests, against a real runtime
 	@$(VENV)/bin/python -m pytest tests/system/test_api.py tests/frontend/test_malformed.py -q
@@ -45,7 +48,7 @@ api-check:  ## schemathesis over /openapi.json and a fuzz of malformed requests,
 golden:  ## rewrite the golden files and generated files; read the diff before you commit
 	@$(VENV)/bin/python -m pytest tests/control tests/golden tests/architecture -q --golden-update
 
-requirements:  ## pin requirements/ anew from pyproject.toml
+requirements:  ## pin requirements/ from pyproject.toml
 	@v=$(VENV); for e in operator router runtime dev api clients; do \
 	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --extra $$e --generate-hashes --no-emit-index-url \
 	    --no-emit-find-links --no-header pyproject.toml -o requirements/$$e.txt; done
@@ -53,10 +56,10 @@ requirements:  ## pin requirements/ anew from pyproject.toml
 cluster-up:  ## a real two-node Kubernetes cluster on this machine
 	@python3 -m tests.cluster up
 
-cluster-down:  ## ends it; nothing is left behind but the cache
+cluster-down:  ## stops the cluster and removes everything but the cache
 	@python3 -m tests.cluster down
 
 clean: cluster-down  ## cluster-down, and removes build leftovers of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo test test-all check format-check lint types imports unit api-check golden requirements cluster-up cluster-down clean
+.PHONY: help demo test test-all check format-check lint types imports unit house api-check golden requirements cluster-up cluster-down clean

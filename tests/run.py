@@ -55,7 +55,7 @@ def cluster_tests(python: str, report: pathlib.Path, slow: bool, call: Callable[
         "-m",
         "cluster" if slow else "cluster and not slow",
         "-v",
-        "--durations=10",
+        "--durations=20",
     ]
     pytest += [f"--junit-xml={report}"]
     if mode == "current":
@@ -92,7 +92,8 @@ def main() -> int:
         unit, long, real = (pathlib.Path(folder, f"{stage}.xml") for stage in ["unit", "long", "cluster"])
         wrong = [] if run("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
         chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
-        status = run(python, "-m", "pytest", "-m", chosen, "-v", f"--junit-xml={long}", title="whole programs on this machine")
+        programs = [python, "-m", "pytest", "-m", chosen, "-v", "--durations=20", f"--junit-xml={long}"]
+        status = run(*programs, title="whole programs on this machine")
         wrong += [f"tests of whole programs: exit status {status}"] if status else []
         wrong += cluster_tests(python, real, slow)
         total = count(unit) + count(long) + count(real)

@@ -21,7 +21,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import Attention, LayerCache
-from phalanx_runtime.model.linear.linear import Kernels
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer

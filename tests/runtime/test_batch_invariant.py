@@ -149,7 +149,7 @@ def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, s
         ("llama", {"page_size": 8}, "pages of a multiple of 16"),
         ("qwen3", {}, "norms of its queries and keys"),
         ("gemma", {}, "left to torch"),
-        ("llama", {"model_impl": "transformers"}, "only models that the fused decoder computes"),
+        ("llama", {"model_impl": "transformers"}, "only models of the fused decoder"),
     ],
 )
 def test_what_is_not_fixed_is_refused(tmp_path: Path, family: str, fields: dict[str, Any], why: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.generic.source import GenericModel
-from phalanx_runtime.model.linear.linear import Kernels
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.source import open_model
 from tests.runtime.equal import compare
 from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group

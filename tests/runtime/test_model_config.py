@@ -215,7 +215,7 @@ def test_shards_cover_the_model_once(kv_heads: int, group: int, mlp: int, vocab:
 
 
 def test_too_many_ranks_are_refused() -> None:
-    with pytest.raises(ModelError, match="5 is more than the model's 4 attention heads"):
+    with pytest.raises(ModelError, match="5 exceeds the model's 4 attention heads"):
         partition(parsed(), 5)
     with pytest.raises(ModelError, match="MLP columns"):
         partition(parsed(intermediate_size=2), 3)

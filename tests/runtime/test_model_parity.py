@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.model.attention.paged import DenseAttention
 from phalanx_runtime.model.linear.cpu import NativeLinear
-from phalanx_runtime.model.linear.linear import Kernels, can_pack
+from phalanx_runtime.model.linear.linear import can_pack
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from tests.runtime.equal import Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group

@@ -9,15 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.linear.linear import (
-    DenseLinear,
-    Kernels,
-    PackedLinear,
-    TwofoldLinear,
-    can_pack,
-    choose_kernels,
-    make_linear,
-)
+from phalanx_runtime.model.linear.linear import DenseLinear, PackedLinear, TwofoldLinear, can_pack
+from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_linear
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.processor import Processor, choose_dtype, read_processor

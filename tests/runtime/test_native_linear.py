@@ -3,19 +3,14 @@
 import pytest
 import torch
 
-from phalanx_runtime.model.attention.cpu import NativeAttention, choose_attention
-from phalanx_runtime.model.decoder.cpu import NativeSteps, choose_steps
+from phalanx_runtime.model.attention.cpu import NativeAttention
+from phalanx_runtime.model.attention.registry import choose_attention
+from phalanx_runtime.model.decoder.cpu import NativeSteps
+from phalanx_runtime.model.decoder.load import choose_steps
 from phalanx_runtime.model.layers import gated, rms_norm
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies, quantized
-from phalanx_runtime.model.linear.linear import (
-    DenseLinear,
-    Kernels,
-    PlainGated,
-    QuantizedLinear,
-    choose_kernels,
-    make_gated,
-    make_linear,
-)
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, QuantizedLinear
+from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_gated, make_linear
 from phalanx_runtime.model.native.library import Library
 from phalanx_runtime.model.processor import Processor
 from phalanx_runtime.model.rope import rotate

@@ -16,7 +16,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.linear.linear import Kernels
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from phalanx_runtime.collective.protocol import SoloCollective
-from phalanx_runtime.model.linear.linear import Kernels, can_pack, make_linear
+from phalanx_runtime.model.linear.linear import can_pack
+from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.model.weights import INDEX

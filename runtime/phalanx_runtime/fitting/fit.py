@@ -17,7 +17,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.fit_spec import FitSpec
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, ExitCard, exit_layers
-from phalanx_runtime.model.linear.linear import choose_kernels
+from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.source import open_model

@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says, in our words, for the architectures that the fused decoder block computes.
+"""Parses config.json for the architectures of the fused decoder; refuses others by name.
 
-Anything else is refused with the architecture's name and the list of what works. No transformers here: ranks do not load it.
+Does not import transformers: ranks of fused models never load it.
 """
 
 import json
@@ -18,13 +18,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-"""Names of activations in config.json."""
+"""Activation names in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-shaped model. `windows[l]` is layer l's sliding window in tokens, None where attention is full; `ropes[l]` its
-    rotary embedding, None where it has none. The words are those of `Family`."""
+    """A Llama-shaped model. Terms as in `Family`. `windows[l]` is layer l's sliding window in tokens, None for full attention;
+    `ropes[l]` is its rotary embedding, None without one."""
 
     architecture: str
     hidden_size: int
@@ -55,34 +55,34 @@ class ModelConfig:
 
 
 def read_json(folder: Path) -> Json:
-    """The fields of the folder's config.json. Raises ModelError when it is missing or broken."""
+    """Returns the fields of the folder's config.json. Raises ModelError when it is missing or malformed."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist: the folder holds no model") from error
+        raise ModelError(f"{path} does not exist: expected a model folder with a config.json") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise ModelError(f"{path} is no JSON object")
+        raise ModelError(f"{path}: expected a JSON object")
     if raw.get("quantization_config"):
         raise ModelError(
-            "quantization_config: quantised safetensors are not supported, give an unquantised checkpoint or a GGUF file"
+            "quantization_config: quantised safetensors are not supported; use an unquantised checkpoint or a GGUF file"
         )
     return raw
 
 
 def parse_config(raw: Json) -> ModelConfig:
-    """The model that config.json's fields describe. Raises ModelError naming the field, Unsupported naming what is not known."""
+    """Returns the model that config.json describes. Raises ModelError with the field, Unsupported with the missing feature."""
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     heads = integer(raw, "num_attention_heads")
     kv_heads = integer(raw, "num_key_value_heads", heads)
     hidden = integer(raw, "hidden_size")
     if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     if raw.get("use_bidirectional_attention"):
-        raise Unsupported("use_bidirectional_attention is not supported: tokens would see what follows them")
+        raise Unsupported("use_bidirectional_attention is not supported: the engine generates causally")
     attention_bias = bool(raw.get("attention_bias", False))
     layers = integer(raw, "num_hidden_layers")
     windows = _windows(raw, family, layers)
@@ -119,12 +119,12 @@ def parse_config(raw: Json) -> ModelConfig:
 
 
 def stored_dtype(raw: Json) -> str:
-    """The dtype that config.json names."""
+    """Returns the dtype in config.json."""
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
 
 
 def architectures(raw: Json) -> list[str]:
-    """The names that config.json gives the architecture."""
+    """Returns the architecture names in config.json."""
     named = raw.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 

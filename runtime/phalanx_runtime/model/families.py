@@ -1,4 +1,4 @@
-"""The architectures that the fused decoder computes, as data: how each departs from Llama."""
+"""The architectures of the fused decoder, as data: how each departs from Llama."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,23 +12,24 @@ Slides = Literal["never", "always", "by layer"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What config.json leaves to the architecture.
-
-    norms: where each half of a block is normalised: before it, after it, or around it. qk_norm: queries and keys are
-    normalised per head, or over the whole projection. slides: which layers `sliding_window` is for. norm_offset: weights of
-    norms are stored less 1. embedding_scaled: embeddings are multiplied by sqrt(hidden_size). joined: the checkpoint holds
-    q, k, v as one matrix, and gate and up as another. query_scaled: scores are divided by sqrt(query_pre_attn_scalar).
-    nope_interval: each so-manieth layer has no rotary embedding. From `tied` on: what holds where config.json is silent.
-    """
+    """What config.json does not state. Fields from `tied` on are defaults of config.json fields."""
 
     qkv_bias: Biases = "asked"
+    # Where each half of a block is normalised.
     norms: Norms = "before"
+    # Queries and keys are normalised per head, or over the whole projection.
     qk_norm: HeadNorms = "none"
+    # The layers that `sliding_window` applies to.
     slides: Slides = "never"
+    # The checkpoint stores norm weights minus 1.
     norm_offset: bool = False
+    # Embeddings are multiplied by sqrt(hidden_size).
     embedding_scaled: bool = False
+    # The checkpoint stores q, k, v as one matrix, and gate and up as another.
     joined: bool = False
+    # Attention scores are divided by sqrt(query_pre_attn_scalar).
     query_scaled: bool = False
+    # Every `nope_interval`-th layer has no rotary embedding.
     nope_interval: int | None = None
     tied: bool = False
     activation: str = "silu"
@@ -54,4 +55,4 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": replace(_GEMMA2, full_every=2, softcap=50.0, logit_softcap=30.0),
     "Gemma3ForCausalLM": replace(_GEMMA2, qk_norm="head", full_every=6, theta=1000000.0, local_theta=10000.0),
 }
-"""SmolLM and SmolLM2 say LlamaForCausalLM, Qwen2.5 says Qwen2ForCausalLM."""
+"""By the name in config.json. SmolLM and SmolLM2 use LlamaForCausalLM, Qwen2.5 uses Qwen2ForCausalLM."""

@@ -1,11 +1,11 @@
-"""What has to be so that a token's bits do not depend on what else is in its step, nor on how its request came to be computed.
+"""Conditions of batch invariance: a token's bits depend neither on the rest of its step nor on how its request was computed.
 
-    linears     compiled: each sum goes over the inputs in order, whatever rows, threads and blocks there are
-    attention   compiled, with every run taken the same way: blocks of keys from fixed places, no splits (`is_fixed`)
-    the rest    by rows: norms, rotation, embedding; sums over ranks in their order
+    linears     CPU kernels: each sum runs over the inputs in order, for any rows, threads and blocks
+    attention   CPU kernel with `is_fixed`: blocks of keys at fixed positions, no splits
+    the rest    row by row: norms, rotation, embedding; sums over ranks in rank order
 
-Then a prompt in chunks, a recomputed prefix, another batch and a step with a chain of proposals give the same bits. A tree does
-not: its tokens lie in other slots, and keys are summed up in the order of their slots.
+Chunked prefill, a recomputed prefix, another batch and a step with a chain of draft tokens then give equal bits. A tree does not:
+its tokens occupy other slots, and keys are summed in slot order.
 """
 
 import torch
@@ -19,21 +19,21 @@ from phalanx_runtime.model.protocol import Model
 
 
 def why_not(model: Model, dtype: torch.dtype, page_size: int) -> str:
-    """What of this model's computation depends on the rest of a step; empty when nothing does."""
+    """Returns the reason why this model's computation is not batch-invariant; empty when it is."""
     made = library()
     if made is None or not made.has_runs:
-        return "this processor has no compiled kernels that multiply pairs of bf16 (AVX512-BF16)"
+        return "this processor has no AVX512-BF16, which the batch-invariant CPU kernels need"
     if not isinstance(model, Decoder):
-        return "only models that the fused decoder computes have them"
+        return "only models of the fused decoder are batch-invariant"
     size = model.config.head_dim
     if not attends(made, page_size, size, dtype):
         needs = "bf16, heads of a multiple of 32, pages of a multiple of 16 tokens"
-        return f"attention is compiled for {needs}, and here are {dtype}, {size}, {page_size}"
+        return f"the attention kernel needs {needs}; this model has {dtype}, {size}, {page_size}"
     if not isinstance(model.steps, NativeSteps) or model.config.logit_softcap is not None:
-        return "its norms or its scores are left to torch"
+        return "torch computes its norms or its logit softcap"
     for layer in model.layers:
         if layer.qk_norm is not None or not isinstance(layer.gate_up, NativeGated):
-            return "norms of its queries and keys, or its activation, are left to torch"
+            return "torch computes its query and key norms or its activation"
         if not all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.o, layer.down)):
-            return "its linears are not compiled"
-    return "" if not hasattr(model, "head") or isinstance(model.head, NativeLinear) else "its head is not compiled"
+            return "its linears have no CPU kernel"
+    return "" if not hasattr(model, "head") or isinstance(model.head, NativeLinear) else "its head has no CPU kernel"

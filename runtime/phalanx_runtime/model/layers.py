@@ -1,4 +1,4 @@
-"""The small parts of a decoder: normalisation, gated activation, split vocabulary."""
+"""Layers of a decoder between its linears: normalisation, gated activation, vocabulary-parallel embedding."""
 
 from typing import Protocol
 
@@ -13,9 +13,9 @@ from phalanx_runtime.model.rope import Angles, rotate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; for dtypes below fp32 the scale is computed in fp32.
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the scale in fp32 for narrower dtypes.
 
-    A weight that is kept in fp32 beside a lower dtype enters before the result is rounded.
+    An fp32 weight with a narrower x multiplies before the result is rounded.
     """
     if x.dtype in (torch.float32, torch.float64):
         size = x.shape[-1]
@@ -29,21 +29,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, where gate_up holds both side by side."""
+    """Returns activation(gate) * up, where `gate_up` holds both side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
 class QkNorm(Protocol):
-    """Normalises the queries and keys of a step."""
+    """Normalises queries and keys."""
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Returns [tokens, heads + kv_heads, dim]."""
         ...
 
 
 class HeadNorm:
-    """Each head normalised by itself."""
+    """Normalises each head separately."""
 
     __slots__ = ("_eps", "_k", "_q")
 
@@ -53,15 +53,15 @@ class HeadNorm:
         self._eps = eps
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Returns [tokens, heads + kv_heads, dim]."""
         return torch.cat((rms_norm(q, self._q, self._eps), rms_norm(k, self._k, self._eps)), 1)
 
 
 class WholeNorm:
-    """All heads of all ranks normalised together: the ranks add up their squares.
+    """Normalises over all heads of all ranks: an all-reduce sums their squares.
 
-    q, k: this rank's weights, [heads, dim] and [kv_heads, dim]. sizes: how many queries and keys a token has over all ranks.
-    brings_keys: False where another rank holds the same keys and adds their squares.
+    q, k: this rank's weights, [heads, dim] and [kv_heads, dim]. sizes: query and key elements per token over all ranks.
+    brings_keys: False on ranks with replicated keys, which add no squares.
     """
 
     __slots__ = ("_brings_keys", "_collective", "_eps", "_k", "_q", "_sizes")
@@ -77,7 +77,7 @@ class WholeNorm:
         self._brings_keys = brings_keys
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Gives [tokens, heads + kv_heads, dim]."""
+        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Returns [tokens, heads + kv_heads, dim]."""
         wide_q, wide_k = (part if part.dtype == torch.float64 else part.float() for part in (q, k))
         keys = wide_k.square().sum((1, 2)) if self._brings_keys else torch.zeros_like(wide_k[:, 0, 0])
         squares = torch.stack((wide_q.square().sum((1, 2)), keys), -1)
@@ -88,15 +88,15 @@ class WholeNorm:
 
 
 class Table(Protocol):
-    """Rows that can be looked up, as a Tensor's."""
+    """Row lookup, as of a Tensor."""
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """The rows of these numbers."""
+        """Returns the rows at `index`."""
         ...
 
 
 class VocabEmbedding:
-    """Rows of the embedding that this rank holds; the sum over ranks is the lookup."""
+    """Vocabulary-parallel embedding: each rank holds a span of rows, and a sum over ranks completes the lookup."""
 
     __slots__ = ("_collective", "span", "weight")
 
@@ -106,7 +106,7 @@ class VocabEmbedding:
         self._collective = collective
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens: [n] ids. Gives [n, hidden]."""
+        """tokens: [n] ids. Returns [n, hidden]."""
         if self._collective.world_size == 1:
             return self.weight.index_select(0, tokens)
         local = tokens - self.span.start
@@ -115,30 +115,30 @@ class VocabEmbedding:
         return self._collective.all_reduce(rows)
 
 
-# The small steps between the linears of a decoder block, as one seam: torch's are the twin of those compiled for CPU.
+# Norm and rotation, the steps between the linears that have CPU kernels. TorchSteps is the reference implementation.
 
 
 class Steps(Protocol):
-    """Norm and rotation."""
+    """Norm and rotation of a decoder block."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [tokens, size], normalised over the last dimension."""
+        """x: [tokens, size]. Normalises over the last dimension."""
         ...
 
     def turned(self, x: Tensor, angles: Angles) -> Tensor:
-        """x: [tokens, heads, dim], turned; maybe in place."""
+        """x: [tokens, heads, dim]. Applies the rotary embedding, possibly in place."""
         ...
 
 
 class TorchSteps:
-    """`Steps` in plain torch."""
+    """`Steps` in torch."""
 
     __slots__ = ()
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [tokens, size], normalised over the last dimension."""
+        """x: [tokens, size]. Normalises over the last dimension."""
         return rms_norm(x, weight, eps)
 
     def turned(self, x: Tensor, angles: Angles) -> Tensor:
-        """x: [tokens, heads, dim], turned."""
+        """x: [tokens, heads, dim]. Applies the rotary embedding."""
         return rotate(x, angles)

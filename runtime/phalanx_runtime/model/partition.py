@@ -80,9 +80,9 @@ def num_linear_weights(config: ModelConfig, shard: Shard, stage: Stage = WHOLE) 
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:
     """The shard of each rank. Raises ModelError when there are more ranks than query heads or MLP columns."""
     if world_size > config.num_heads:
-        raise ModelError(f"tensor-parallel size {world_size} is more than the model's {config.num_heads} attention heads")
+        raise ModelError(f"tensor-parallel size {world_size} exceeds the model's {config.num_heads} attention heads")
     if world_size > min(config.intermediate_size, config.vocab_size):
-        raise ModelError(f"tensor-parallel size {world_size} is more than the model's MLP columns or vocabulary")
+        raise ModelError(f"tensor-parallel size {world_size} exceeds the model's MLP columns or vocabulary")
     heads = _cut_heads(config, world_size)
     mlp = _cut_mlp(config, heads, world_size)
     vocab = cut_evenly(config.vocab_size, world_size)
@@ -90,7 +90,7 @@ def partition(config: ModelConfig, world_size: int) -> list[Shard]:
 
 
 def cut_evenly(total: int, parts: int) -> list[Span]:
-    """`parts` adjacent spans over [0, total) whose sizes differ by at most one, the larger ones first."""
+    """Returns `parts` adjacent spans over [0, total) whose sizes differ by at most one, larger ones first."""
     base, extra = divmod(total, parts)
     spans, start = [], 0
     for index in range(parts):
@@ -118,7 +118,10 @@ def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
 
 
 def _cut_mlp(config: ModelConfig, heads: list[tuple[Span, Span]], world_size: int) -> list[Span]:
-    """MLP columns of each rank, fewer where it has more attention: a column has 3 weights per hidden unit, a head 2 * dim."""
+    """Returns the MLP columns of each rank, fewer for a rank with more attention.
+
+    A column has 3 weights per hidden unit, a head 2 * dim.
+    """
     unit = MLP_UNIT if config.intermediate_size % MLP_UNIT == 0 and config.intermediate_size >= MLP_UNIT * world_size else 1
     attention = [(q.size + kv.size) * 2 * config.head_dim / 3 for q, kv in heads]
     total = sum(attention) + config.intermediate_size

@@ -1,7 +1,6 @@
-"""What a rank needs of a model, whatever computes it: the fused decoder, or a `transformers` model around our attention.
+"""The model interface of a rank, for the fused decoder and for `transformers` models with our attention.
 
-A `Source` is a model folder that was understood but not read: what is known of it before its weights are. `load` gives this
-rank's part of it, a `Model`.
+A `Source` is a parsed model folder before its weights are read; `load` returns this rank's part of it, a `Model`.
 """
 
 from dataclasses import dataclass
@@ -12,29 +11,28 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
-from phalanx_runtime.model.linear.linear import Kernels
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights are kept: dtype, device, layout of linears; and for how many positions of a request angles are made.
-
-    has_exit: the first stage keeps norm and head too, for drafts by its first layers. is_fixed: attention is such that
-    its bits do not depend on what else is in a step.
-    """
+    """How weights are stored on the rank."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    # Rotary angles are computed for this many positions of a request.
     positions: int
+    # The first stage keeps the final norm and the head too, for self-drafts.
     has_exit: bool = False
+    # Attention is batch-invariant: a token's bits do not depend on the rest of its step.
     is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Keys and values that one rank keeps: KV heads of every layer, head dimension of each, windows that occur in any."""
+    """Shape of one rank's KV cache: KV heads of every layer, head dimension of each layer, sliding windows in use."""
 
     kv_heads: int
     head_dims: tuple[int, ...]
@@ -42,16 +40,16 @@ class KvLayout:
 
 
 class Model(Protocol):
-    """One rank's part of a model: all its layers, or those of one stage of a pipeline."""
+    """One rank's part of a model: all layers, or those of one pipeline stage."""
 
     @property
     def kv(self) -> KvLayout:
-        """The keys and values that its layers write."""
+        """Shape of the KV cache that its layers write."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters, a tied table counted once."""
+        """Bytes of its parameters; a tied table counts once."""
         ...
 
     @property
@@ -61,24 +59,24 @@ class Model(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Scores of one token, over all ranks."""
+        """Logits per token, over all ranks."""
         ...
 
     @property
     def width(self) -> int:
-        """Size of a token's hidden state between stages."""
+        """Size of the hidden state between stages."""
         ...
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        """What the head reads at each of the batch's `drawn` tokens: [drawn, hidden]. Writes the step's keys and values.
+        """Returns the head's input at each token in the batch's `drawn`: [drawn, hidden]. Writes the KV cache.
 
-        Stages but the last give the hidden state of every token, [tokens, hidden], which the next takes as `before`; it may
-        be overwritten.
+        Stages other than the last return the hidden state of every token, [tokens, hidden]; the next stage receives it as
+        `before` and may overwrite it.
         """
         ...
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]. Only on the last stage."""
+        """Returns logits of this rank's vocabulary rows: [n, rows] from [n, hidden]. Last stage only."""
         ...
 
 
@@ -87,18 +85,18 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The dtype of its weights, as config.json names it."""
+        """The dtype of the weights, as in config.json."""
         ...
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest request that the model was made for."""
+        """The model's maximum request length in tokens."""
         ...
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
-        """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
+        """Returns the number of linear weights of this rank. Raises ModelError when the model cannot be split this way."""
         ...
 
     def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
-        """This rank's part of the model; the collective joins the ranks of its stage. Raises ModelError, PeerLost."""
+        """Returns this rank's part of the model; `collective` joins the ranks of its stage. Raises ModelError, PeerLost."""
         ...

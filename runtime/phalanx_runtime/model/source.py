@@ -1,4 +1,4 @@
-"""Which level computes a model folder."""
+"""Opens a model folder with the fused decoder or with `transformers`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, pa
 from phalanx_runtime.model.protocol import Form, Model, Source
 
 Level = Literal["auto", "fused", "transformers"]
-"""The fused decoder, `transformers` around our attention, or the first that computes the model."""
+"""`auto` is the fused decoder where it supports the architecture, else `transformers`."""
 
 
 def open_model(folder: Path, level: Level = "auto") -> Source:
-    """The model in this folder: fused where its architecture is known to the fused decoder, else of `transformers`.
+    """Returns the model in `folder` at the given level.
 
-    Raises ModelError with the reason when neither computes it, or not the level that was asked for.
+    Raises ModelError with the reason when no level, or not the requested level, supports the model.
     """
     raw = read_json(folder)
     if level == "transformers":
@@ -44,25 +44,25 @@ def _generic(folder: Path) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class FusedSource:
-    """A checkpoint that the fused decoder computes."""
+    """A checkpoint for the fused decoder."""
 
     folder: Path
     config: ModelConfig
 
     @property
     def dtype(self) -> str:
-        """The dtype of its weights, as config.json names it."""
+        """The dtype of the weights, as in config.json."""
         return self.config.dtype
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest request that the model was made for."""
+        """The model's maximum request length in tokens."""
         return self.config.max_position
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
-        """Weights in the linears of this rank's part. Raises ModelError when the model cannot be split so."""
+        """Returns the number of linear weights of this rank. Raises ModelError when the model cannot be split this way."""
         return num_linear_weights(self.config, partition(self.config, world_size)[rank], stage)
 
     def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
-        """This rank's part of the model. Raises ModelError."""
+        """Returns this rank's part of the model. Raises ModelError."""
         return load(self.folder, self.config, collective, form, attention, stage)

@@ -15,7 +15,7 @@ from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.invariant import why_not
-from phalanx_runtime.model.linear.linear import choose_kernels
+from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import Form, KvLayout, Model, Source
 from phalanx_runtime.model.source import open_model

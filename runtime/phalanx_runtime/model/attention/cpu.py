@@ -148,7 +148,7 @@ class NativeAttention(PagedAttention):
         )
 
 
-def choose_attention(device: torch.device, is_fixed: bool = False) -> Attention:
-    """The fastest attention that this machine has, or the fastest whose bits are fixed."""
-    made = library() if device.type == "cpu" else None
-    return PagedAttention() if made is None else NativeAttention(made, is_fixed)
+def open_cpu_attention(is_fixed: bool) -> Attention:
+    """Returns the compiled kernels' attention, or the torch reference where no kernel compiles."""
+    compiled = library()
+    return PagedAttention() if compiled is None else NativeAttention(compiled, is_fixed)

@@ -1,5 +1,6 @@
 """The fused decoder's weights: from a checkpoint's tensors to this rank's part of each block."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -7,14 +8,15 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.cpu import choose_attention
 from phalanx_runtime.model.attention.paged import Attention, AttentionForm
+from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.decoder.cpu import choose_steps
+from phalanx_runtime.model.decoder.cpu import open_cpu_steps
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
-from phalanx_runtime.model.layers import HeadNorm, QkNorm, Table, VocabEmbedding, WholeNorm
+from phalanx_runtime.model.layers import HeadNorm, QkNorm, Steps, Table, TorchSteps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
-from phalanx_runtime.model.linear.linear import Gated, Linear, make_gated, make_linear
+from phalanx_runtime.model.linear.linear import Gated, Linear
+from phalanx_runtime.model.linear.registry import make_gated, make_linear
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
 from phalanx_runtime.model.protocol import Form
 from phalanx_runtime.model.rope import RopeTable
@@ -27,6 +29,14 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "around": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 """For each place of norms, their names in checkpoints: attention in and out, MLP in and out."""
+
+STEPS: Mapping[str, Callable[[], Steps]] = {"cpu": open_cpu_steps, "cuda": TorchSteps}
+"""Norm and rotation by `torch.device.type`. A new backend is one module and one entry."""
+
+
+def choose_steps(device: torch.device) -> Steps:
+    """Returns norm and rotation for `device`; torch's for a device type without an entry."""
+    return STEPS.get(device.type, TorchSteps)()
 
 
 def load(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.attention.cpu import choose_attention
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
+from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.generic.check import probe
 from phalanx_runtime.model.generic.layers import Call, PagedAnswer, answered_by, layout_of, register

@@ -4,7 +4,6 @@
 one thread of an AVX-512 Intel, ms: batch 1: dense 59, packed 68, transposed 51; batch 16: dense 136, packed 93.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import gated
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies, quantized
-from phalanx_runtime.model.native.library import library
-from phalanx_runtime.model.processor import Processor
+from phalanx_runtime.model.linear.cpu import quantized
 
 PACK_BATCH = 16
 """Batch size that the packed layout is chosen for: a typical decode step."""
@@ -149,59 +146,6 @@ class PlainGated:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]. Gives [tokens, out / 2]."""
         return gated(self._linear(x), self._activation)
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """How linears are laid out: packed for oneDNN, and beside that transposed, at twice the memory, for single rows.
-
-    `compiled` is the precision of those that the compiled kernels take; bf16 only where it holds the weight exactly. `int8`
-    rounds every linear, compiled or not.
-    """
-
-    packed: bool = False
-    transposed: bool = False
-    compiled: bool = False
-    precision: Precision = "bf16"
-
-
-def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """A linear layer laid out so."""
-    made = library() if kernels.compiled and _compiles(weight, kernels.precision) else None
-    if made is not None:
-        return NativeLinear(made, weight, bias, kernels.precision)
-    if kernels.precision == "int8":
-        return QuantizedLinear(weight, bias)
-    if kernels.packed:
-        return TwofoldLinear(weight, bias) if kernels.transposed else PackedLinear(weight, bias)
-    return DenseLinear(weight, bias)
-
-
-def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
-    """Gate and up, G above U in the weight, with what follows them."""
-    made = library() if kernels.compiled and activation == "silu" and _compiles(weight, kernels.precision) else None
-    if made is not None:
-        return NativeGated(made, weight, bias, kernels.precision)
-    return PlainGated(make_linear(weight, bias, kernels), activation)
-
-
-def _compiles(weight: Tensor, precision: Precision) -> bool:
-    """Whether the compiled kernel takes this weight, and loses nothing by bf16."""
-    if not multiplies(weight, weight.dtype):
-        return False
-    return precision == "int8" or weight.dtype == torch.bfloat16 or bool((weight.bfloat16().float() == weight).all())
-
-
-def choose_kernels(
-    dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
-) -> Kernels:
-    """The fastest layout here, for linears of `num_bytes` with `spare_bytes` of memory free for a second copy."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return Kernels(precision=precision)
-    packed = can_pack(dtype)
-    # On AMD oneDNN is ahead of MKL at any batch; in bf16 too.
-    transposed = packed and cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes
-    return Kernels(packed, transposed, library() is not None, precision)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -20,7 +20,7 @@ from phalanx_runtime.fit_spec import RATIO
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, exit_layers, read_exit
-from phalanx_runtime.model.linear.linear import choose_kernels
+from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import read_processor
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
