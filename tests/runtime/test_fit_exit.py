@@ -89,8 +89,8 @@ def test_files_that_are_no_exit_for_the_model_are_refused(folder: Path, tmp_path
     cases = {
         "missing": "cannot be read",
         "text": "cannot be read",
-        "bare": "was not made by phalanx-runtime fit-exit",
-        "broken": "its metadata is broken",
+        "bare": "is not an exit: make one with phalanx-runtime fit-exit",
+        "broken": "malformed metadata",
         "oblong": r"its weight is \[3, 2\], its bias \[3\]",
     }
     for name, reason in cases.items():

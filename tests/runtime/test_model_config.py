@@ -127,7 +127,7 @@ def test_what_cannot_be_computed_is_refused_by_name(fields: dict[str, Any], said
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "does not exist"), ("{", "cannot be read"), ("[]", "no JSON object")],
+    [(None, "does not exist"), ("{", "cannot be read"), ("[]", "expected a JSON object")],
     ids=["missing", "broken", "list"],
 )
 def test_a_config_file_that_is_none_is_refused(tmp_path: Path, text: str | None, said: str) -> None:

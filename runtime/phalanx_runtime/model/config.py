@@ -135,26 +135,26 @@ def _architecture(raw: Json) -> str:
         if name in FAMILIES:
             return name
     what = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
-    raise Unsupported(f"architecture {what} is not supported; supported are {', '.join(FAMILIES)}")
+    raise Unsupported(f"architecture {what} is not supported: use one of {', '.join(FAMILIES)}")
 
 
 def _activation(raw: Json, family: Family) -> Activation:
-    """Gemma's own field stands over the general one, which its first checkpoints filled wrongly."""
+    """Returns the activation. Gemma's own field overrides the general one, which its first checkpoints set wrongly."""
     field = "hidden_activation" if family.activation != "silu" else "hidden_act"
     name = raw.get(field) or family.activation
     if name not in ACTIVATIONS:
-        raise Unsupported(f"{field} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+        raise Unsupported(f"{field} {name!r} is not supported: use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[str(name)]
 
 
 def _max_position(raw: Json, ropes: tuple[Rope | None, ...]) -> int:
-    """A longrope turns otherwise beyond its first range, for the whole request: we keep to that range."""
+    """Returns the maximum position; of a longrope its first range, because beyond it all keys rotate differently."""
     longest = integer(raw, "max_position_embeddings", 2048)
     return min([longest, *(rope.original_max_position for rope in ropes if rope and rope.kind == "longrope")])
 
 
 def _windows(raw: Json, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Layer types say which layers slide; without them all do, or all but each nth, or those from max_window_layers on."""
+    """Returns each layer's window: by layer_types, else all layers, all but every nth, or those from max_window_layers on."""
     if raw.get("sliding_window") is None or family.slides == "never":
         return (None,) * layers
     size = integer(raw, "sliding_window")

@@ -1,8 +1,8 @@
-"""Which part of a model each rank holds. Pure arithmetic.
+"""Partition of a model over ranks, as pure arithmetic.
 
-Attention is cut by KV head with the query heads of its group; sizes that do not divide are cut unevenly. With more ranks
-than KV heads, the ranks of one KV head hold a copy of it and share its query heads. The MLP is cut so that attention and
-MLP together are as even as they can be; vocabulary rows are cut evenly. Layers are cut into the stages of a pipeline.
+Attention is partitioned by KV head with the query heads of its group, unevenly where sizes do not divide. With more ranks than KV
+heads, the ranks of one KV head replicate it and share its query heads. MLP columns balance attention plus MLP per rank;
+vocabulary rows are even. Layers are partitioned into pipeline stages.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
 
 MLP_UNIT = 16
-"""Columns of the MLP go to ranks in lumps of this size (a vector register of fp32), where the size allows it."""
+"""MLP columns are assigned in multiples of this size (a vector register of fp32) where the size allows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Span:
 
     @property
     def size(self) -> int:
-        """How many indices."""
+        """Number of indices."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part: heads, MLP columns and vocabulary rows."""
+    """One rank's heads, MLP columns and vocabulary rows."""
 
     heads: Span
     kv_heads: Span
@@ -44,41 +44,41 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which part of the layers a rank holds: the `index`-th of `count`. The first has the embedding, the last norm and head."""
+    """Pipeline stage `index` of `count`. The first has the embedding, the last norm and head."""
 
     index: int = 0
     count: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with tokens."""
+        """Whether its input is tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with scores."""
+        """Whether its output is logits."""
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> Span:
-        """Its layers; where they do not divide, earlier stages have one more: the last has the head. Raises ModelError."""
+        """Returns its layers. Earlier stages take the remainder, because the last has the head. Raises ModelError."""
         if self.count > num_layers:
             raise ModelError(f"pipeline-parallel size {self.count} is more than the model's {num_layers} layers")
         return cut_evenly(num_layers, self.count)[self.index]
 
 
 WHOLE = Stage()
-"""All layers."""
+"""The only stage: all layers."""
 
 
 def num_linear_weights(config: ModelConfig, shard: Shard, stage: Stage = WHOLE) -> int:
-    """Weights in this rank's linears, the head among them. Raises ModelError when there are more stages than layers."""
+    """Returns the weights in this rank's linears, the head included. Raises ModelError for more stages than layers."""
     attention = 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
     layers = stage.layers(config.num_layers).size * (attention + 3 * shard.mlp.size)
     return config.hidden_size * (layers + (shard.vocab.size if stage.is_last else 0))
 
 
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:
-    """The shard of each rank. Raises ModelError when there are more ranks than query heads or MLP columns."""
+    """Returns the shard of each rank. Raises ModelError for more ranks than query heads or MLP columns."""
     if world_size > config.num_heads:
         raise ModelError(f"tensor-parallel size {world_size} exceeds the model's {config.num_heads} attention heads")
     if world_size > min(config.intermediate_size, config.vocab_size):
@@ -101,7 +101,7 @@ def cut_evenly(total: int, parts: int) -> list[Span]:
 
 
 def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
-    """Query and KV heads of each rank."""
+    """Returns query and KV heads of each rank."""
     kv_heads = config.num_kv_heads
     group = config.num_heads // kv_heads
     if world_size <= kv_heads:

@@ -1,4 +1,4 @@
-"""Rotary embedding: what config.json says of it, and the angles that follow."""
+"""Rotary embedding: its fields in config.json, and the angles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from torch import Tensor
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import Family
 
-# Fields of config.json, read with their types. A value that makes no sense is refused with its name.
+# Typed readers of config.json fields; an invalid value raises ModelError with the field's name.
 
 Json = Mapping[str, object]
 
 
 def integer(raw: Json, field: str, default: int | None = None) -> int:
-    """A whole number of at least 1. Raises ModelError."""
+    """Returns a whole number of at least 1. Raises ModelError."""
     value = raw.get(field)
     if value is None and default is not None:
         return default
@@ -27,7 +27,7 @@ def integer(raw: Json, field: str, default: int | None = None) -> int:
 
 
 def number(raw: Json, field: str, default: float | None = None) -> float:
-    """A number. Raises ModelError."""
+    """Returns a number. Raises ModelError."""
     value = raw.get(field)
     if value is None and default is not None:
         return default
@@ -37,7 +37,7 @@ def number(raw: Json, field: str, default: float | None = None) -> float:
 
 
 def optional_number(raw: Json, field: str, default: float | None = None) -> float | None:
-    """A number, `default` where the field is missing, None where it is null. Raises ModelError."""
+    """Returns a number, `default` where the field is missing, None where it is null. Raises ModelError."""
     if field not in raw:
         return default
     return None if raw[field] is None else number(raw, field)
@@ -45,27 +45,28 @@ def optional_number(raw: Json, field: str, default: float | None = None) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base frequency, how positions are stretched, the share of each head that turns, and what cosines and sines are scaled by.
+    """Rotary parameters of a layer."""
 
-    `short_factors` divide the frequencies of a longrope up to `original_max_position`; longer requests are not computed.
-    """
-
+    # Base frequency.
     theta: float
     kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    # Share of each head that rotates.
     share: float = 1.0
+    # Factor on cosines and sines.
     scale: float = 1.0
+    # Divisors of a longrope's frequencies up to `original_max_position`; longer requests are unsupported.
     short_factors: tuple[float, ...] = ()
 
 
 def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
-    """The rotary embedding of each layer, None where it has none. Raises ModelError."""
+    """Returns the rotary embedding of each layer, None without one. Raises ModelError."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ModelError(f"rope_parameters is no JSON object: {given!r}")
+        raise ModelError(f"rope_parameters must be a JSON object, not {given!r}")
     if "full_attention" in given:
         full = _read_rope(raw, _object(given, "full_attention"), family.theta)
         local = _read_rope(raw, _object(given, "sliding_attention"), family.local_theta or family.theta)
@@ -82,7 +83,7 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
 
 
 def _turning(raw: Json, interval: int, layers: int) -> list[bool]:
-    """Which layers have a rotary embedding."""
+    """Returns whether each layer has a rotary embedding."""
     listed = raw.get("no_rope_layers")
     if not isinstance(listed, list):
         every = integer(raw, "no_rope_layer_interval", interval)
@@ -95,12 +96,12 @@ def _turning(raw: Json, interval: int, layers: int) -> list[bool]:
 def _object(raw: Json, field: str) -> Json:
     value = raw.get(field)
     if not isinstance(value, dict):
-        raise ModelError(f"rope_parameters.{field} is no JSON object: {value!r}")
+        raise ModelError(f"rope_parameters.{field} must be a JSON object, not {value!r}")
     return value
 
 
 def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
-    """transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling stood apart."""
+    """Reads `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`."""
     theta = number(given, "rope_theta", theta)
     share = number(given, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
     kind = given.get("rope_type", given.get("type", "default"))
@@ -122,13 +123,13 @@ def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
         case "longrope" | "su":
             return _read_longrope(raw, given, theta, share)
         case _:
-            raise Unsupported(f"rope type {kind!r} is not supported; supported are default, linear, llama3, longrope")
+            raise Unsupported(f"rope type {kind!r} is not supported: use default, linear, llama3 or longrope")
 
 
 def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
     factors = given.get("short_factor")
     if not isinstance(factors, list) or not all(isinstance(factor, int | float) for factor in factors):
-        raise ModelError(f"longrope needs short_factor, a list of numbers, not {factors!r}")
+        raise ModelError(f"longrope: short_factor must be a list of numbers, not {factors!r}")
     longest = integer(raw, "max_position_embeddings")
     original = integer(given, "original_max_position_embeddings", integer(raw, "original_max_position_embeddings", longest))
     stretch = longest / original
@@ -140,7 +141,7 @@ def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angle per position of each pair of turned dimensions, float32. Source: RoFormer; Llama 3.1 for llama3."""
+    """Returns the angle per position of each pair of dimensions, float32. Source: RoFormer; Llama 3.1 for llama3."""
     size = int(head_dim * rope.share)
     inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
     match rope.kind:
@@ -157,7 +158,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
-    """Long waves slowed by `factor`, short ones kept, those between blended."""
+    """Divides low frequencies by `factor`, keeps high ones, blends those between."""
     wave = 2 * math.pi / inverse
     low = rope.original_max_position / rope.low_freq_factor
     high = rope.original_max_position / rope.high_freq_factor
@@ -168,19 +169,19 @@ def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
 
 
 class RopeTable:
-    """Cosines and signed sines of every position, ready for `rotate`."""
+    """Cosines and signed sines of every position, for `rotate`."""
 
     __slots__ = ("cos", "sin")
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim))
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
-        # [positions, 1, dims]: the middle dimension spreads over heads. The first half of sin is negated once, here.
+        # [positions, 1, dims]: the middle dimension broadcasts over heads. The first half of sin is negated once, here.
         self.cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
 
     def at(self, positions: Tensor) -> "Angles":
-        """Cosines and signed sines of these positions: two [tokens, 1, dims]."""
+        """Returns cosines and signed sines at `positions`: two [tokens, 1, dims]."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
@@ -189,7 +190,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """x [tokens, heads, head_dim] turned by its position's angles; dimensions beyond those of the angles stay."""
+    """Returns x [tokens, heads, head_dim] rotated by its position's angles; dimensions beyond the angles are unchanged."""
     cos, sin = angles
     size = cos.shape[-1]
     if size < x.shape[-1]:

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, read slice by slice: a rank touches only the bytes of its own part."""
+"""Reads tensors of a safetensors checkpoint by slice: a rank reads only the bytes of its own part."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """An open checkpoint folder. Each read gives a new tensor in the wanted dtype on the wanted device."""
+    """An open checkpoint folder. Each read returns a new tensor in `dtype` on `device`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -35,42 +35,42 @@ class Checkpoint:
         self._close()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds this tensor."""
+        """Whether the checkpoint holds the tensor."""
         return name in self._files
 
     def names(self) -> list[str]:
-        """All its tensors."""
+        """Returns the names of all tensors."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is stored."""
+        """Returns the stored shape of a tensor."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def part(self, name: str, take: Callable[[Any], Tensor] | None) -> Tensor:
-        """A tensor as it is stored, or what `take` takes of its slice. It may be a view of the file, until that closes."""
+        """Returns a stored tensor, or what `take` returns for its slice; possibly a view that is valid until the file closes."""
         handle = self._handle(name)
         tensor: Tensor = handle.get_tensor(name) if take is None else take(handle.get_slice(name))
         return tensor
 
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
-        """A one-dimensional tensor of this size, or part of it."""
+        """Returns a vector of `size`, or `span` of it."""
         part = span or Span(0, size)
         return self._place(self._slice(name, (size,))[part.start : part.stop])
 
     def rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
-        """Some rows of a matrix of this shape."""
+        """Returns rows of a matrix of `shape`."""
         return self._place(self._slice(name, shape)[span.start : span.stop])
 
     def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
-        """Some columns of a matrix of this shape."""
+        """Returns columns of a matrix of `shape`."""
         return self._place(self._slice(name, shape)[:, span.start : span.stop])
 
     def _place(self, tensor: Tensor) -> Tensor:
-        # A copy in any case: the slice may be a view of the mapped file, which closes after loading.
+        # Always a copy: the slice may be a view of the mapped file, which closes after loading.
         return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
 
     def _close(self) -> None:
-        """Lets go of the open file: one at a time is mapped, for what was read of it counts as this process's memory."""
+        """Closes the open file. One file is mapped at a time: pages read from it count as this process's memory."""
         self._open.clear()
         self._stack.close()
 
@@ -78,7 +78,7 @@ class Checkpoint:
         lazy = self._handle(name).get_slice(name)
         path = self._files[name]
         if tuple(lazy.get_shape()) != shape:
-            raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}, config.json implies {list(shape)}")
+            raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}; config.json implies {list(shape)}")
         return lazy
 
     def _handle(self, name: str) -> Any:
@@ -96,7 +96,7 @@ class Checkpoint:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor: by the index if there is one, else all in one file or in every *.safetensors."""
+    """Returns the file of each tensor, from the index if there is one, else from every *.safetensors."""
     index = folder / INDEX
     if index.exists():
         try:

@@ -1,9 +1,8 @@
-"""Attention over paged keys and values.
+"""Attention over paged keys and values, in torch.
 
-Pages of one layer lie as [pages, kv_heads, page, head_dim], so a gather is one `index_select` of whole (page, head) lumps.
-A step's tokens are packed with the decoding requests first, in bands padded to one length, then prefill chunks one by one.
-The query heads of one KV head are folded into the query length (decode) or spread over a stride-0 head (prefill).
-`DenseAttention` is the slow twin: the same numbers from the definition.
+The cache of one layer is [pages, kv_heads, page, head_dim], so a gather is one `index_select` of whole (page, head) blocks. A
+step packs decoding requests first, in bands padded to one length, then prefill chunks. The query heads of one KV head are folded
+into the query length (decode) or expanded over a stride-0 head (prefill). `DenseAttention` is the reference implementation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Windows = Mapping[int | None, Tensor | None]
-"""Mask of a band or chunk for each sliding window that the model has (None: full attention). No mask: plain causal."""
+"""Mask of a band or chunk per sliding window of the model (None: full attention). A None mask is plain causal."""
 
 TILE_BYTES = 16 << 20
-"""Scores that are there at once where attention is written out. Smaller tiles are more calls, larger ones fall out of caches."""
+"""Bytes of attention scores per tile with a softcap. Smaller tiles need more calls, larger ones miss the CPU caches."""
 
 GATHER_BYTES = 32 << 20
-"""Keys and values of decoding requests that are gathered at once, where one request alone does not have more."""
+"""Bytes of keys and values gathered at once for decoding requests; one request may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """How one layer attends: over the last `window` tokens (None: all), with scores times `scale` (None: 1 / sqrt(dim)), then
-    softcap * tanh(score / softcap) where a softcap is set."""
+    """Attention of one layer."""
 
+    # Tokens of the sliding window; None: full attention.
     window: int | None = None
+    # Factor on the scores; None: 1 / sqrt(head_dim).
     scale: float | None = None
+    # Scores become softcap * tanh(score / softcap).
     softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer: two [pages, kv_heads, page, head_dim]."""
+    """Keys and values of one layer, [pages, kv_heads, page, head_dim] each."""
 
     k: Tensor
     v: Tensor
@@ -44,87 +45,83 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBand:
-    """Requests with one token each, tokens [start, start + size) of the step.
-
-    lumps: [size * kv_heads * pages] rows of the cache seen as [pages * kv_heads, page * head_dim]. masks: additive,
-    [size, 1, 1, pages * page]. tables: [size, pages] and lengths: [size] say the same for those that read pages where they lie;
-    ends: [size] int64 are the lengths on the device.
-    """
+    """Requests with one token each: tokens [start, start + size) of the step."""
 
     start: int
     size: int
+    # [size * kv_heads * pages] rows of the cache viewed as [pages * kv_heads, page * head_dim].
     lumps: Tensor
+    # Additive, [size, 1, 1, pages * page].
     masks: Windows
+    # [size, pages] page numbers, for kernels that read pages in place.
     tables: Tensor
     lengths: list[int]
+    # [size] int64: `lengths` on the device.
     ends: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages.
-
-    lumps is None when the chunk is the whole context: then keys and values come straight from the step. masks are additive,
-    [size, length]. parents: the last of its tokens are a tree, each behind the one of this number among them, or behind all that
-    come before the tree (-1); no token sees another branch. They lie in slots one behind the other. Empty: a run.
-    """
+    """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages."""
 
     start: int
     size: int
     length: int
+    # None when the chunk is the whole context: keys and values come from the step itself.
     lumps: Tensor | None
+    # Additive, [size, length].
     masks: Windows
     table: Tensor
+    # The last tokens of the chunk are a tree of draft tokens: the parent of each as an index among them, or -1 for the tokens
+    # before the tree. A token attends to its own branch only. Their slots are consecutive. Empty: no tree.
     parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step as tensors.
-
-    slots: [tokens * kv_heads] rows of the cache seen as [pages * kv_heads * page, head_dim]. drawn: tokens whose scores are
-    wanted, first those to draw after, in the order of the plan's draws, then those of prompts that are told with logprobs.
-    """
+    """One step as tensors."""
 
     tokens: Tensor
     positions: Tensor
+    # [tokens * kv_heads] rows of the cache viewed as [pages * kv_heads * page, head_dim].
     slots: Tensor
     bands: list[DecodeBand]
     chunks: list[Chunk]
+    # Tokens with logits: first those that are sampled, in the order of the plan, then prompt tokens with logprobs.
     drawn: Tensor
 
 
 class Attention(Protocol):
-    """Writes a step's keys and values into the pages and attends over them."""
+    """Writes a step's keys and values into the pages and computes attention over them."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim]."""
         ...
 
 
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Puts k and v, [tokens, kv_heads, dim] each, into their slots."""
+    """Writes k and v, [tokens, kv_heads, dim] each, into their slots."""
     dim = k.shape[-1]
     cache.k.view(-1, dim).index_copy_(0, slots, k.reshape(-1, dim))
     cache.v.view(-1, dim).index_copy_(0, slots, v.reshape(-1, dim))
 
 
 class PagedAttention:
-    """The fast path: gather by index_select into kept buffers, then scaled_dot_product_attention.
+    """Gathers by `index_select` into reused buffers, then computes scaled_dot_product_attention.
 
-    However many requests decode, no more is gathered than `gather_bytes` or the context of one of them.
+    A gather holds at most `gather_bytes`, or the context of one request.
     """
 
     __slots__ = ("_gather_bytes", "_k", "_v")
 
     def __init__(self, gather_bytes: int = GATHER_BYTES) -> None:
         self._gather_bytes = gather_bytes
-        # Kept between steps: on CPU a fresh allocation of this size costs ten times the gather, in page faults.
+        # Reused between steps: on CPU, page faults of a fresh allocation cost ten times the gather.
         self._k = torch.empty(0)
         self._v = torch.empty(0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim]."""
         self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for band in batch.bands:
@@ -198,9 +195,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attention
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: AttentionForm, softcap: float) -> Tensor:
-    """Attention with a softcap, written out. The scores are one tensor; their probabilities another."""
+    """Attention with a softcap, in explicit matrix products."""
     shape = q.shape
-    if q.dim() == 4 and k.stride(1) == 0:  # one head's keys for a group: folded into the queries, or matmul would copy them
+    if q.dim() == 4 and k.stride(1) == 0:  # one KV head per group: fold the queries, or matmul copies the expanded keys
         q, k, v = q.reshape(shape[0], -1, shape[-1]), k[:, 0], v[:, 0]
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(_scale(form, shape[-1]))
     scores = scores.div_(softcap).tanh_().mul_(softcap).view(*shape[:-1], -1).add_(mask)
@@ -213,12 +210,12 @@ def _scale(form: AttentionForm, dim: int) -> float:
 
 
 class DenseAttention:
-    """The slow twin: one request and one query at a time, softmax(q k^T / sqrt(dim)) v written out."""
+    """The reference implementation: softmax(q k^T / sqrt(dim)) v for one query of one request at a time."""
 
     __slots__ = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim]."""
         write_pages(k, v, cache, batch.slots)
         rows = [_attend(q[g.start + i], cache, g.tables[i], range(n), form) for g in batch.bands for i, n in enumerate(g.lengths)]
         for chunk in batch.chunks:
@@ -228,7 +225,7 @@ class DenseAttention:
 
 
 def _seen(chunk: Chunk, i: int) -> Sequence[int]:
-    """The slots that token i of a chunk sees: all before it, or in a tree what comes before it and its branch."""
+    """The slots that token i of a chunk attends to: all before it, or in a tree those before the tree and its branch."""
     own = chunk.length - len(chunk.parents)
     node, branch = chunk.length - chunk.size + i - own, list[int]()
     if node < 0:
@@ -240,7 +237,7 @@ def _seen(chunk: Chunk, i: int) -> Sequence[int]:
 
 
 def _attend(q: Tensor, cache: LayerCache, table: Tensor, seen: Sequence[int], form: AttentionForm) -> Tensor:
-    """One query, [heads, dim], over the last of these slots in these pages, its own the last: [heads * dim]."""
+    """Attention of one query, [heads, dim], over the slots `seen` of the pages in `table`: [heads * dim]."""
     slots = torch.tensor(seen if form.window is None else seen[-form.window :])
     kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
     keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[slots]

@@ -1,4 +1,4 @@
-"""Norm and rotation in C++, in one pass where torch takes several. The twins are `rms_norm` and `rotate`."""
+"""Norm and rotation in C++, in one pass instead of several. Reference implementations: `rms_norm` and `rotate`."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeSteps:
-    """`Steps` of the compiled kernels; what they do not take goes to torch."""
+    """`Steps` of the C++ kernels; unsupported dtypes and strides use torch."""
 
     __slots__ = ("_functions",)
 
@@ -43,6 +43,6 @@ class NativeSteps:
 
 
 def open_cpu_steps() -> Steps:
-    """Returns the compiled steps, or torch's where no kernel compiles."""
+    """Returns the compiled steps, or torch's where the kernels cannot compile."""
     compiled = library()
     return TorchSteps() if compiled is None else NativeSteps(compiled)

@@ -22,7 +22,7 @@ from phalanx_runtime.model.rope import Angles, Rope, RopeTable
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder block, this rank's part. Each half may be normalised before it (in) and after it (out)."""
+    """This rank's weights of one decoder block. Each half may have a norm before it (`_in`) and after it (`_out`)."""
 
     attention_in: Tensor | None
     qkv: Linear
@@ -38,7 +38,7 @@ class Layer:
 
 
 class Decoder:
-    """One rank's part of the model: the first stage has the embedding, the last norm and head; the first too where it drafts."""
+    """One rank's part of the model. The first stage has the embedding; the last (and a self-drafting first) norm and head."""
 
     embedding: VocabEmbedding
     norm: Tensor
@@ -71,15 +71,15 @@ class Decoder:
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        """What the head, or the next stage, reads. Writes the step's keys and values."""
+        """Returns the input of the head or of the next stage. Writes the KV cache."""
         x = self._embed(batch.tokens) if before is None else before
         self._through(x, batch, self.layers, caches)
         return self._norm(x.index_select(0, batch.drawn), self.norm) if self._is_last else x
 
     def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
-        """The hidden state of each `drawn` token after so many layers: [drawn, hidden] for each of these rising numbers.
+        """Returns the hidden state of each `drawn` token after each layer count in `after` (ascending): [drawn, hidden] each.
 
-        Writes the keys and values of the layers up to the last of them. Only on the first stage.
+        Writes the KV cache of those layers. First stage only.
         """
         x, first, states = self._embed(batch.tokens), 0, []
         for num_layers in after:
@@ -90,17 +90,17 @@ class Decoder:
         return states
 
     def state_scores(self, states: Tensor) -> Tensor:
-        """Scores of this rank's vocabulary rows from hidden states as they are after a layer: [n, rows] from [n, hidden]."""
+        """Returns logits of this rank's vocabulary rows from hidden states before the final norm: [n, rows] from [n, hidden]."""
         return self.scores(self._norm(states, self.norm))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
+        """Returns logits of this rank's vocabulary rows: [n, rows] from [n, hidden]."""
         scores = self.head(hidden)
         cap = self.config.logit_softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
     def _through(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
-        """Computes these layers; x is changed in place."""
+        """Computes `layers`; changes x in place."""
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         for layer, cache in zip(layers, caches, strict=True):
             self._block(layer, x, angles, cache, batch)
@@ -108,25 +108,25 @@ class Decoder:
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         scale = self.config.embedding_scale
-        # The scale is rounded to the dtype of the embedding, as the families that have one do.
+        # The scale is rounded to the dtype of the embedding, as in the families that have one.
         return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype).item())
 
     def _block(self, layer: Layer, x: Tensor, angles: dict[Rope, Angles], cache: LayerCache, batch: StepBatch) -> None:
-        """One decoder block; adds to x in place."""
+        """Computes one decoder block; adds to x in place."""
         turned = None if layer.rope is None else angles[layer.rope]
         q, k, v = self._heads(layer, self._norm(x, layer.attention_in), turned)
         self._add(layer.o, self._attention(q, k, v, cache, batch, layer.form), layer.attention_out, x)
         self._add(layer.down, layer.gate_up(self._norm(x, layer.mlp_in)), layer.mlp_out, x)
 
     def _add(self, linear: Linear, h: Tensor, norm: Tensor | None, x: Tensor) -> None:
-        """Adds the linear's sum over all ranks to x, normalised where the layer says so."""
+        """Adds the linear's sum over all ranks to x, normalised where the layer has an output norm."""
         if norm is None and self._collective.world_size == 1:
             linear.add_to(x, h)
         else:
             x.add_(self._norm(self._sum(linear(h)), norm))
 
     def _heads(self, layer: Layer, h: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of h: [tokens, heads, head_dim] each, rotated."""
+        """Returns rotated queries and keys, and values of h: [tokens, heads, head_dim] each."""
         heads, kv_heads = self.shard.heads.size, self.shard.kv_heads.size
         qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]

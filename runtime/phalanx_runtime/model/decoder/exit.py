@@ -1,9 +1,9 @@
-"""A fitted exit: the affine map from the hidden state after the first layers to the one before the final norm.
+"""Fitted exit of a self-draft: the affine map from the hidden state after the first layers to the one before the final norm.
 
-    state after n layers -> weight, bias -> final norm -> head -> scores of a draft
+    state after n layers -> weight, bias -> final norm -> head -> draft logits
 
-Made by `phalanx-runtime fit-exit`, kept as safetensors: `weight` [hidden, hidden] and `bias` [hidden] in float32, and in the
-metadata for which weights it was fitted and how well it does. Without an exit the state goes to the norm as it is.
+`phalanx-runtime fit-exit` writes it as safetensors: `weight` [hidden, hidden] and `bias` [hidden] in float32; the metadata has
+the hash of its model and its agreement. Without an exit the state enters the final norm unchanged.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,10 +21,10 @@ FORMAT = "phalanx exit 1"
 
 @dataclass(frozen=True, slots=True)
 class ExitCard:
-    """What an exit was fitted for, and on how many tokens.
+    """Metadata of an exit.
 
-    `agreement_raw` and `agreement_fitted`: share of held-out tokens for which the best token of the first layers, without the
-    map and with it, is the model's own.
+    `agreement_raw` and `agreement_fitted`: share of held-out tokens whose argmax from the first layers, without and with the map,
+    equals the model's own.
     """
 
     model_hash: str
@@ -49,12 +49,12 @@ class Exit:
 
 
 def exit_layers(ratio: float, num_layers: int) -> int:
-    """How many of a model's layers are this share of them: at least one, and never all."""
+    """Returns the number of layers in this share of the model: at least one, never all."""
     return min(max(1, round(ratio * num_layers)), max(1, num_layers - 1))
 
 
 def write_exit(path: Path, made: Exit) -> None:
-    """Writes the file, whole or not at all. Raises ModelError."""
+    """Writes the file atomically. Raises ModelError."""
     metadata = {"format": FORMAT} | {name: str(value) for name, value in asdict(made.card).items()}
     beside = path.with_name(f"{path.name}.part")
     try:
@@ -65,7 +65,7 @@ def write_exit(path: Path, made: Exit) -> None:
 
 
 def read_exit(path: Path, dtype: torch.dtype, device: torch.device) -> Exit:
-    """The exit in a file. Raises ModelError when it is missing or broken."""
+    """Returns the exit in a file. Raises ModelError when it is missing or malformed."""
     try:
         with safe_open(path, framework="pt") as file:
             card = _read_card(path, file.metadata() or {})
@@ -73,13 +73,13 @@ def read_exit(path: Path, dtype: torch.dtype, device: torch.device) -> Exit:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"exit {path} cannot be read: {error}") from error
     if tuple(weight.shape) != (bias.shape[0], bias.shape[0]):
-        raise ModelError(f"exit {path} is broken: its weight is {list(weight.shape)}, its bias {list(bias.shape)}")
+        raise ModelError(f"exit {path} is malformed: its weight is {list(weight.shape)}, its bias {list(bias.shape)}")
     return Exit(card, weight.to(device, dtype), bias.to(device, dtype))
 
 
 def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
     if told.get("format") != FORMAT:
-        raise ModelError(f"{path} is no exit: it was not made by phalanx-runtime fit-exit")
+        raise ModelError(f"{path} is not an exit: make one with phalanx-runtime fit-exit")
     try:
         return ExitCard(
             told["model_hash"],
@@ -90,4 +90,4 @@ def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
             float(told["agreement_fitted"]),
         )
     except (KeyError, ValueError) as error:
-        raise ModelError(f"exit {path}: its metadata is broken: {error!r}") from error
+        raise ModelError(f"exit {path} has malformed metadata: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The fused decoder's weights: from a checkpoint's tensors to this rank's part of each block."""
+"""Loads the fused decoder: a checkpoint's tensors become this rank's part of each block."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "around": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
-"""For each place of norms, their names in checkpoints: attention in and out, MLP in and out."""
+"""Checkpoint names of the norms by `Family.norms`: attention in and out, MLP in and out."""
 
 STEPS: Mapping[str, Callable[[], Steps]] = {"cpu": open_cpu_steps, "cuda": TorchSteps}
 """Norm and rotation by `torch.device.type`. A new backend is one module and one entry."""
@@ -47,11 +47,11 @@ def load(
     attention: Attention | None = None,
     stage: Stage = WHOLE,
 ) -> Decoder:
-    """This rank's part of the checkpoint in `folder`. Raises ModelError."""
+    """Returns this rank's part of the checkpoint in `folder`. Raises ModelError."""
     if any(rope and rope.kind == "longrope" for rope in config.ropes) and form.positions > config.max_position:
         raise ModelError(
-            f"longrope: requests of up to {config.max_position} tokens are computed, not of {form.positions}: "
-            "a longer one turns all its keys anew"
+            f"longrope: --max-model-len must be at most {config.max_position}, not {form.positions}: "
+            "longer requests need other rotary factors for all keys"
         )
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, form.dtype, form.device
@@ -77,7 +77,7 @@ def load(
 
 
 def _table(embedding: Tensor, head: Linear) -> Table:
-    """Where a tied embedding is looked up: in the head's blocks where they hold it, so that it is kept once."""
+    """Returns the lookup table of a tied embedding: the head's blocks where they hold it, so that it is stored once."""
     shared = isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
     return head.blocks if shared and isinstance(head, NativeLinear) else embedding
 
@@ -92,22 +92,22 @@ class _Loader:
         self._checkpoint = checkpoint
         self._kernels = form.kernels
         self._collective = collective
-        # A bias after a sum over ranks must enter it once: rank 0 brings it.
+        # A bias after a sum over ranks must be added once: rank 0 holds it.
         self._first = collective.rank == 0
 
     def vocab(self, name: str) -> Tensor:
-        """Rows of an embedding or head."""
+        """Returns this rank's rows of an embedding or head."""
         return self._count(self._checkpoint.rows(name, (self._config.vocab_size, self._config.hidden_size), self._shard.vocab))
 
     def norm(self, name: str, size: int, span: Span | None = None) -> Tensor:
-        """A vector, or part of it. Where weights are stored less 1, that is added, in fp32 at least: bf16 would round it off."""
+        """Returns a vector, or `span` of it. Adds the norm offset in at least fp32: bf16 would round it off."""
         weight = self._checkpoint.vector(name, size, span)
         if self._config.norm_offset:
             weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1
         return self._count(weight)
 
     def layer(self, index: int) -> Layer:
-        """One decoder block."""
+        """Returns one decoder block."""
         config, name = self._config, f"model.layers.{index}."
         norms = [
             None if norm is None else self.norm(f"{name}{norm}.weight", config.hidden_size) for norm in NORM_NAMES[config.norms]
@@ -164,7 +164,7 @@ class _Loader:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Tensor, Tensor | None]:
-        """Output rows and biases of several linears, one below the other. One name for all: the checkpoint joins them already."""
+        """Returns stacked output rows and biases of several linears. A single name: the checkpoint stores them joined."""
         parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
         read, hidden = self._checkpoint, self._config.hidden_size
         weight = torch.cat([read.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
@@ -172,7 +172,7 @@ class _Loader:
         return weight, bias
 
     def _row_parallel(self, name: str, size: int, span: Span, biased: bool) -> Linear:
-        """Input columns of one linear whose outputs are summed over the ranks."""
+        """Returns the input columns of a linear whose outputs are summed over the ranks."""
         weight = self._checkpoint.columns(name + ".weight", (self._config.hidden_size, size), span)
         bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._first else None
         return self._linear(weight, bias)
@@ -188,6 +188,6 @@ class _Loader:
 
 
 def _joined(name: str, sizes: list[int], spans: list[Span]) -> list[tuple[str, int, Span]]:
-    """Parts of one matrix that holds several, one below the other."""
+    """Returns the parts of one matrix that stacks several."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(name, sum(sizes), Span(start + span.start, start + span.stop)) for start, span in zip(starts, spans, strict=True)]

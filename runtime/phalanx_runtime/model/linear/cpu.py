@@ -1,7 +1,7 @@
-"""Linear layers from weights of bf16 or int8 in blocks of 16 outputs, for any number of rows, with sums in float.
+"""Linear layers of the C++ kernels: bf16 or int8 weights in blocks of 16 outputs, for any number of rows, with fp32 sums.
 
-One layout serves a single row and a long prefill. Steps that follow a linear are done on its sums: `add_to` adds the result to
-a residual, `Gated` gives silu(gate) * up. The twins are `DenseLinear`, `QuantizedLinear` and `swiglu`.
+One layout serves a single row and a long prefill. The kernel applies what follows a linear to its sums: `add_to` adds to a
+residual, `NativeGated` returns silu(gate) * up. Reference implementations: `DenseLinear`, `QuantizedLinear`, `PlainGated`.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx_runtime.model.native.library import Library
 
 BLOCK = 16
-"""Outputs in a block."""
+"""Outputs per block."""
 
 Precision = Literal["bf16", "int8"]
 Sizes = ctypes.c_int64 * 6
@@ -24,12 +24,12 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def multiplies(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies activations of this dtype with this weight."""
+    """Whether the kernel multiplies activations of `dtype` with this weight."""
     return dtype in _DTYPES and weight.shape[1] % 2 == 0
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight as int8, and the scale of each output: weight = int8 * scale within half a scale."""
+    """Returns the weight as int8 and a scale per output: weight = int8 * scale within half a scale."""
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min_(1e-30) / 127
     return (wide / scales[:, None]).round_().to(torch.int8), scales
@@ -37,7 +37,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight as the kernel reads it: [outputs, inputs], both before padding. scales are None for bf16."""
+    """A weight in the kernel's layout; `outputs` and `inputs` exclude padding. `scales` is None for bf16."""
 
     library: Library
     words: Tensor
@@ -52,11 +52,11 @@ class Blocks:
         return sum(part.nbytes for part in (self.words, self.scales, self.bias) if part is not None)
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Rows of the weight as they were, from bf16 blocks: a tied embedding needs no copy of its own. dim is 0."""
+        """Returns rows of the weight from bf16 blocks, so a tied embedding needs no copy. dim is 0."""
         return self.words[index // BLOCK, :, index % BLOCK].flatten(1).contiguous()
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
-        """Fills y, or adds to it. x: [rows, inputs]."""
+        """Writes the product to y, or adds it, as `mode` selects. x: [rows, inputs]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         self.library.functions.phalanx_linear(
             x.dtype == torch.bfloat16,
@@ -71,7 +71,7 @@ class Blocks:
 
 
 def in_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision: Precision) -> Blocks:
-    """The weight, [outputs, inputs] with an even number of inputs, laid out in blocks. Rounds to the precision."""
+    """Returns the weight, [outputs, inputs] with an even number of inputs, in blocks, rounded to `precision`."""
     outputs, inputs = weight.shape
     missing = -outputs % BLOCK
     wide = None if bias is None else F.pad(bias.float(), (0, missing))
@@ -84,7 +84,7 @@ def in_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision: 
 
 
 class NativeLinear:
-    """A linear layer of the compiled kernel."""
+    """Linear layer of the C++ kernel."""
 
     __slots__ = ("blocks", "num_bytes")
 
@@ -93,18 +93,18 @@ class NativeLinear:
         self.num_bytes = self.blocks.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         y = x.new_empty(x.shape[0], self.blocks.outputs)
         self.blocks.multiply(x, y, _PLAIN)
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds the result to the residual, in place; rounded once."""
+        """Adds the result to the residual, in place, with one rounding."""
         self.blocks.multiply(x, residual, _ADD)
 
 
 class NativeGated:
-    """silu(x G^T) * (x U^T), where the weight is G above U."""
+    """silu(x G^T) * (x U^T) for a weight with G above U."""
 
     __slots__ = ("blocks", "num_bytes", "outputs")
 
@@ -115,13 +115,13 @@ class NativeGated:
         self.num_bytes = self.blocks.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        """x: [tokens, in]. Returns [tokens, out / 2]."""
         y = x.new_empty(x.shape[0], self.outputs)
         self.blocks.multiply(x, y, _GATED)
         return y
 
 
 def _alternating(weight: Tensor) -> Tensor:
-    """Blocks of gates and of ups in turn. Each half is padded with zero rows to whole blocks."""
+    """Returns blocks of gates and ups in turn. Each half is padded with zero rows to whole blocks."""
     halves = [F.pad(half, (0,) * (2 * half.dim() - 1) + (-half.shape[0] % BLOCK,)) for half in weight.chunk(2)]
     return torch.stack([half.view(-1, BLOCK, *half.shape[1:]) for half in halves], 1).flatten(0, 2)

@@ -1,6 +1,6 @@
-"""Linear layers of a rank: compiled or prepacked for oneDNN on CPU, plain elsewhere.
+"""Linear layers in torch: dense, prepacked for oneDNN, transposed, and int8 reference.
 
-`DenseLinear` is the slow twin of the others, equal within rounding. Times of all linears of a 135M model in one step, fp32,
+`DenseLinear` is the reference implementation of the others, equal within rounding. All linears of a 135M model in one step, fp32,
 one thread of an AVX-512 Intel, ms: batch 1: dense 59, packed 68, transposed 51; batch 16: dense 136, packed 93.
 """
 
@@ -15,7 +15,7 @@ from phalanx_runtime.model.layers import gated
 from phalanx_runtime.model.linear.cpu import quantized
 
 PACK_BATCH = 16
-"""Batch size that the packed layout is chosen for: a typical decode step."""
+"""Batch size of the packed layout: a typical decode step."""
 
 
 class Linear(Protocol):
@@ -27,16 +27,16 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         ...
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds what it gives for x to the residual, in place."""
+        """Adds the result for x to `residual`, in place."""
         ...
 
 
 class DenseLinear:
-    """The plain linear layer."""
+    """Plain linear layer."""
 
     __slots__ = ("bias", "weight")
 
@@ -50,16 +50,16 @@ class DenseLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds what it gives for x to the residual, in place."""
+        """Adds the result for x to `residual`, in place."""
         residual.add_(self(x))
 
 
 class PackedLinear:
-    """A linear layer whose weight lies in oneDNN's own layout. The dense weight is not kept."""
+    """A linear layer in oneDNN's packed layout, without the dense weight."""
 
     __slots__ = ("bias", "num_bytes", "packed")
 
@@ -69,17 +69,17 @@ class PackedLinear:
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds what it gives for x to the residual, in place."""
+        """Adds the result for x to `residual`, in place."""
         residual.add_(self(x))
 
 
 class TwofoldLinear:
-    """A packed linear layer that also keeps its weight transposed, for a single row: MKL streams that fastest."""
+    """A packed linear layer with a transposed copy for single rows, which MKL multiplies fastest."""
 
     __slots__ = ("_packed", "bias", "num_bytes", "transposed")
 
@@ -90,18 +90,18 @@ class TwofoldLinear:
         self.num_bytes = self._packed.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         if x.shape[0] > 1:
             return self._packed(x)
         return x @ self.transposed if self.bias is None else torch.addmm(self.bias, x, self.transposed)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds what it gives for x to the residual, in place."""
+        """Adds the result for x to `residual`, in place."""
         residual.add_(self(x))
 
 
 class QuantizedLinear:
-    """The slow twin of a compiled int8 linear: weights of int8 with a scale per output, arithmetic in the dtype of x."""
+    """Reference implementation of the int8 CPU kernel: int8 weights with a scale per output, arithmetic in the dtype of x."""
 
     __slots__ = ("bias", "num_bytes", "scales", "weight")
 
@@ -111,17 +111,17 @@ class QuantizedLinear:
         self.num_bytes = self.weight.nbytes + self.scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out]."""
+        """x: [tokens, in]. Returns [tokens, out]."""
         y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scales.to(x.dtype))
         return y if self.bias is None else y.add_(self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds what it gives for x to the residual, in place."""
+        """Adds the result for x to `residual`, in place."""
         residual.add_(self(x))
 
 
 class Gated(Protocol):
-    """activation(x G^T) * (x U^T)."""
+    """activation(x G^T) * (x U^T): gate G and up U of an MLP."""
 
     @property
     def num_bytes(self) -> int:
@@ -129,12 +129,12 @@ class Gated(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        """x: [tokens, in]. Returns [tokens, out / 2]."""
         ...
 
 
 class PlainGated:
-    """A linear layer of G above U, then the activation: the slow twin."""
+    """Reference implementation: one linear layer of G above U, then the activation."""
 
     __slots__ = ("_activation", "_linear", "num_bytes")
 
@@ -144,12 +144,12 @@ class PlainGated:
         self.num_bytes = linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Gives [tokens, out / 2]."""
+        """x: [tokens, in]. Returns [tokens, out / 2]."""
         return gated(self._linear(x), self._activation)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this dtype on this processor. It refuses bf16 on some."""
+    """Whether oneDNN packs weights of this dtype on this processor; some refuse bf16."""
     if not torch._C._has_mkldnn:
         return False
     try:

@@ -26,20 +26,20 @@ from phalanx_runtime.model.processor import Processor
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How linears are laid out: packed for oneDNN, and beside that transposed, at twice the memory, for single rows.
+    """Layout of linear layers."""
 
-    `compiled` is the precision of those that the compiled kernels take; bf16 only where it holds the weight exactly. `int8`
-    rounds every linear, compiled or not.
-    """
-
+    # Packed for oneDNN.
     packed: bool = False
+    # A transposed copy for single rows too, at twice the memory.
     transposed: bool = False
+    # C++ kernels where they support the weight.
     compiled: bool = False
+    # Of compiled linears: bf16 only where it represents the weight exactly. int8 rounds every linear, compiled or not.
     precision: Precision = "bf16"
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """A linear layer laid out so."""
+    """Returns a linear layer in the layout of `kernels`."""
     made = library() if kernels.compiled and _compiles(weight, kernels.precision) else None
     if made is not None:
         return NativeLinear(made, weight, bias, kernels.precision)
@@ -51,7 +51,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear
 
 
 def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
-    """Gate and up, G above U in the weight, with what follows them."""
+    """Returns the gated half of an MLP: gate above up in `weight`, then activation(gate) * up."""
     made = library() if kernels.compiled and activation == "silu" and _compiles(weight, kernels.precision) else None
     if made is not None:
         return NativeGated(made, weight, bias, kernels.precision)
@@ -59,7 +59,7 @@ def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kern
 
 
 def _compiles(weight: Tensor, precision: Precision) -> bool:
-    """Whether the compiled kernel takes this weight, and loses nothing by bf16."""
+    """Whether a C++ kernel supports the weight, without loss if in bf16."""
     if not multiplies(weight, weight.dtype):
         return False
     return precision == "int8" or weight.dtype == torch.bfloat16 or bool((weight.bfloat16().float() == weight).all())
@@ -68,10 +68,10 @@ def _compiles(weight: Tensor, precision: Precision) -> bool:
 def choose_kernels(
     dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
 ) -> Kernels:
-    """The fastest layout here, for linears of `num_bytes` with `spare_bytes` of memory free for a second copy."""
+    """Returns the fastest layout for linears of `num_bytes`, with `spare_bytes` of memory free for a second copy."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return Kernels(precision=precision)
     packed = can_pack(dtype)
-    # On AMD oneDNN is ahead of MKL at any batch; in bf16 too.
+    # On AMD, oneDNN beats MKL at any batch size, in bf16 too.
     transposed = packed and cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes
     return Kernels(packed, transposed, library() is not None, precision)

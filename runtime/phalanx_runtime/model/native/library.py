@@ -1,7 +1,7 @@
-"""The compiled kernels, loaded into the process that has torch: those of the image, else built once per source and processor.
+"""Loads the C++ kernels: those of the image, else compiled once per source and processor.
 
-They use the OpenMP runtime that torch brought, so its threads are theirs: `torch.set_num_threads` counts for both, and idle
-threads sleep as torch's do. Without a compiler there is no library, and the twins in plain torch are used.
+They use torch's OpenMP runtime, so they share its threads: `torch.set_num_threads` applies to both. Without a compiler there is
+no library, and the torch reference implementations run.
 """
 
 import ctypes
@@ -22,20 +22,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The kernels, compiled for one kind of processor. `lanes` floats make a vector there. has_runs: it multiplies pairs of bf16,
-    so that attention over runs is there. `name` is its file's, without the end."""
+    """Kernels compiled for one kind of processor."""
 
+    # File name without suffix.
     name: str
     functions: ctypes.CDLL
+    # Floats per vector register.
     lanes: int
+    # The processor multiplies pairs of bf16, which attention over runs needs.
     has_runs: bool
 
 
 @functools.cache
 def library(target: str = "native", folder: Path = SHIPPED) -> Library | None:
-    """The kernels for this processor, or for another that g++ names so; None, with a line in the log, where there are none.
+    """Returns the kernels for this processor, or for g++'s `target`; None, with a log line, where they cannot compile.
 
-    `folder` has those that were compiled for an image; they need no compiler.
+    `folder` holds kernels of an image, which need no compiler.
     """
     try:
         found = shipped(folder, platform.machine(), read_processor().flags) if target == "native" else None
@@ -48,14 +50,14 @@ def library(target: str = "native", folder: Path = SHIPPED) -> Library | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx; there `kernels`."""
+    """Returns the cache of compiled kernels: `kernels` in $PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
     chosen = os.environ.get("PHALANX_CACHE")
     home = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
     return home.absolute() / "kernels"
 
 
 def _built(target: str) -> Path:
-    """The shared library; compiled by one process while others wait, in some seconds."""
+    """Returns the shared library; one process compiles it in a few seconds while others wait."""
     path = cache_folder() / f"{source_key(target, platform.machine(), *sorted(read_processor().flags))}.so"
     if path.exists():
         return path
