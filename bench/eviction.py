@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bench.figures import table
-from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
+from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.page_pool import PagePool
 
 LEAST_OF_BEST = 0.98
@@ -85,7 +85,7 @@ def as_keys(prompts: Iterable[Sequence[int]]) -> Prompts:
     return [[keys[i] for i in ids] for ids in listed]
 
 
-def replay(policy: PolicyName, prompts: Prompts, num_pages: int) -> Outcome:
+def replay(policy: EvictionPolicy, prompts: Prompts, num_pages: int) -> Outcome:
     """The prompts one after another through an empty pool."""
     pool = PagePool(num_pages, 1, policy)
     began = time.process_time()
@@ -110,7 +110,7 @@ def compare(prompts: Prompts, num_pages: int, repetitions: int) -> list[Outcome]
     """Each policy's outcome, with its best time."""
     best: dict[str, Outcome] = {}
     for _ in range(repetitions):
-        for policy in POLICY_NAMES:
+        for policy in EVICTION_POLICIES:
             outcome = replay(policy, prompts, num_pages)
             if policy not in best or outcome.cpu_s < best[policy].cpu_s:
                 best[policy] = outcome

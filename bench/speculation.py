@@ -214,8 +214,8 @@ def load(args: argparse.Namespace, method: Method) -> tuple[ModelRunner, RankRea
         max_num_seqs=PARTS * MOST_REQUESTS,
         kv_cache_memory_bytes=args.cache_mb << 20,
         speculative_method=method,
-        speculative_draft_dir=str(args.draft_model or ""),
-        speculative_exit=str(args.exit or ""),
+        draft_dir=str(args.draft_model or ""),
+        draft_exit=str(args.exit or ""),
         speculative_ratio=args.ratio,
     )[:2]
 

@@ -219,8 +219,8 @@ def make_bench(root: Path) -> Bench:
     """Models in this folder."""
     folder = save_target(root / "model")
     told = {
-        "draft": {"speculative_draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
-        "self_draft": {"speculative_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.09))},
+        "draft": {"draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
+        "self_draft": {"draft_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.09))},
     }
     return Bench(folder, told, undisturbed(folder))
 

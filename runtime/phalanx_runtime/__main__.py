@@ -11,10 +11,9 @@ from typing import NoReturn
 
 import msgspec
 
+from phalanx_runtime.commands import ConvertSettings, FetchSettings, FitSettings, FitSpec
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fetch_spec import FetchSettings
-from phalanx_runtime.fit_spec import FitSettings, FitSpec
-from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
+from phalanx_runtime.settings import ServeSettings, read_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

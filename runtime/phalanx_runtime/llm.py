@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from phalanx_api import wire
+from phalanx_api.engine_config import DType
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError
@@ -27,7 +28,6 @@ from phalanx_frontend.stream.reply import NOTHING, Reply
 from phalanx_runtime.offline.group import GroupEnded, OwnGroup
 from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, told, told_prompt
 from phalanx_runtime.offline.params import SamplingParams, body_of, settings_of
-from phalanx_runtime.rank_spec import DType
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -78,7 +78,7 @@ class LLM:
             "max_model_len": max_model_len,
         }
         settings = settings_of(model, {**own, **flags}, os.environ)
-        self._room = settings.max_num_seqs + settings.max_num_queued_reqs
+        self._room = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
         self._group = OwnGroup(settings)
         try:
             self._model = load_model(self._group.backend.assets())

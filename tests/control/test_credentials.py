@@ -24,7 +24,7 @@ LOGIN = {"auths": {"registry.example": {"auth": base64.b64encode(b"bot:hidden").
 def hub_token(environment: Mapping[str, str]) -> str | None:
     found = read_settings(["serve", "hf://org/model"], environment)
     assert isinstance(found, ServeSettings)
-    return found.hf_token
+    return found.model.hf_token
 
 
 READ: dict[str, Callable[[Mapping[str, str]], object]] = {

@@ -12,7 +12,7 @@ from phalanx_api import labels
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.render.objects import container_security, pod_security
 from phalanx_operator.settings import Settings
-from phalanx_runtime.fetch_spec import FetchSettings
+from phalanx_runtime.commands import FetchSettings
 from phalanx_runtime.settings import read_settings
 
 ROOT = pathlib.Path(__file__).parents[2]

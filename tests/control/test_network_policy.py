@@ -109,9 +109,9 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
     ranks = [place_of(spec, 1).addresses[spec.rank][1] for spec in specs]
     first, second, door = of_group("chat-g-aaaaa"), of_group("chat-g-bbbbb"), of_router()
     return {
-        "http of a pod": [(door, first, one.port) for one in settings],
+        "http of a pod": [(door, first, one.http.port) for one in settings],
         "http of a router": [(peer, door, router_port()) for peer in (STRANGER, door, of_operator(), PROMETHEUS)],
-        "rendezvous": [(first, first, one.master_port) for one in settings],
+        "rendezvous": [(first, first, one.group.master_port) for one in settings],
         "ranks": [(first, first, port) for port in ranks],
         "free ports of ranks": [(first, first, FREE)],
         "pages of moves": [(first, second, FREE), (second, first, FREE), (first, first, FREE)],

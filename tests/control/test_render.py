@@ -7,7 +7,8 @@ import yaml
 
 from phalanx_api import labels
 from phalanx_api.crd import schema
-from phalanx_api.spec.extra_args import RESERVED
+from phalanx_api.engine_config import SCHEDULING_POLICIES
+from phalanx_api.spec.engine import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, network, pods, router, services
 from phalanx_operator.render import objects as names
@@ -15,7 +16,6 @@ from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import Making, merged
 from phalanx_operator.render.revision import revision
-from phalanx_runtime.core.scheduling.policies import POLICY_NAMES as SCHEDULING_POLICIES
 from phalanx_runtime.settings import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check

@@ -8,7 +8,8 @@ import pytest
 from phalanx_api.crd import definition, schema
 from phalanx_api.schema import read
 from phalanx_api.spec import pod_template
-from phalanx_api.spec.inference_service import URI_PATTERN, FieldError, InferenceService, parse
+from phalanx_api.spec.inference_service import FieldError, InferenceService, parse
+from phalanx_api.spec.model import URI_PATTERN
 from phalanx_api.spec.quantities import CPU_PATTERN, MEMORY_PATTERN, parse_bytes
 from phalanx_api.status import Status
 from tests.cluster.rule_cases import NODES, PODS, exposed, near

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
@@ -81,8 +82,7 @@ def test_bf16_runs_and_the_pool_is_sized_after_a_dry_run(tmp_path: Path) -> None
         base_port=0,
         token="00",
         model_dir=str(folder),
-        dtype="bfloat16",
-        gpu_memory_utilization=0.1,
+        engine=EngineConfig(dtype="bfloat16", gpu_memory_utilization=0.1),
     )
     runner, ready = load_rank(spec, SoloCollective(), torch.device("cuda", 0), System())
     assert ready.num_pages > 1000

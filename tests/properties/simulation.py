@@ -7,11 +7,11 @@ from typing import Self
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, describe
+from phalanx_api.engine_config import SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import Sharing
 from phalanx_runtime.core.scheduling.config import Rules, make_policy
-from phalanx_runtime.core.scheduling.policies import PolicyName
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
@@ -42,7 +42,7 @@ class Job:
 class Simulation:
     """One run. `first_s` and `end_s` are times of first and last tokens; `steps` are (seconds, prompt tokens, decodes)."""
 
-    policy_name: PolicyName = "fcfs"
+    policy_name: SchedulingPolicy = "fcfs"
     limits: Limits = LIMITS
     num_pages: int = 2000
     noise: float = 0.0

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Held
 from phalanx_runtime.core.speculation.config import Speculating
@@ -45,7 +45,7 @@ class Shape:
     page_size: int
     seqs: int
     flights: int
-    policy: PolicyName
+    policy: SchedulingPolicy
     caching: bool
     drafts: bool = False
 
@@ -238,7 +238,7 @@ SHAPES = st.builds(
     page_size=st.sampled_from([1, 2, 4]),
     seqs=st.integers(1, 5),
     flights=st.integers(1, 3),
-    policy=st.sampled_from(POLICY_NAMES),
+    policy=st.sampled_from(SCHEDULING_POLICIES),
     caching=st.booleans(),
     drafts=st.booleans(),
 )

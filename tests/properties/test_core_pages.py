@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.kv.page_pool import PagePool
 from tests.runtime.reference_caches import SlowPolicy, make_slow
 
@@ -208,7 +208,7 @@ ACTIONS = st.lists(
 )
 
 
-def live(policy: PolicyName, num_pages: int, actions: list[tuple[object, ...]]) -> World:
+def live(policy: EvictionPolicy, num_pages: int, actions: list[tuple[object, ...]]) -> World:
     """The world after all actions, checked after each."""
     pool = PagePool(num_pages, PAGE, policy)
     world = World(pool, None if policy == "adaptive" else make_slow(policy, num_pages))
@@ -235,15 +235,15 @@ def live(policy: PolicyName, num_pages: int, actions: list[tuple[object, ...]]) 
     return world
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @settings(max_examples=80, deadline=None)
 @given(num_pages=st.integers(2, 10), actions=ACTIONS)
-def test_pages_are_conserved_and_chains_whole(policy: PolicyName, num_pages: int, actions: list[tuple[object, ...]]) -> None:
+def test_pages_are_conserved_and_chains_whole(policy: EvictionPolicy, num_pages: int, actions: list[tuple[object, ...]]) -> None:
     live(policy, num_pages, actions)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_the_paths_that_the_property_walks_are_taken(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_the_paths_that_the_property_walks_are_taken(policy: EvictionPolicy) -> None:
     actions: list[tuple[object, ...]] = []
     for i in range(30):
         actions += [("begin", [i % 2, 1, 0, i % 3 % 2, 1, 1, i % 2]), ("write", 0, 9), ("grow", 0, i % 2), ("inside", 0)]

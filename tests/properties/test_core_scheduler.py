@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.speculation.config import Speculating
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
@@ -55,7 +55,7 @@ class Shape:
     page_size: int
     seqs: int
     budget: int
-    policy: PolicyName = "fcfs"
+    policy: SchedulingPolicy = "fcfs"
     flights: int = 1
     threshold: int = 0
     caching: bool = True
@@ -95,7 +95,7 @@ SHAPES = st.builds(
     page_size=st.sampled_from([1, 2, 4]),
     seqs=st.integers(1, 5),
     budget=st.integers(5, 24),
-    policy=st.sampled_from(POLICY_NAMES),
+    policy=st.sampled_from(SCHEDULING_POLICIES),
     flights=st.integers(1, 3),
     threshold=st.sampled_from([0, 0, 7]),
     caching=st.booleans(),
@@ -256,7 +256,7 @@ def test_a_burst_of_equal_prompts_survives_the_death_of_its_writers_at_any_point
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_tokens() -> None:
     shape = Shape(14, 2, 5, 16)
-    for policy in POLICY_NAMES:
+    for policy in SCHEDULING_POLICIES:
         for common in (0, 4):
             arrivals = [Arrival(0, 6, 20, common=common, tenant=i % 2) for i in range(5)]
             scheduler = Workload(arrivals, replace(shape, policy=policy)).run().scheduler

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
 from phalanx_runtime.core.scheduling.policies import (
     AGING_S,
     MAX_TENANTS,
     OUTPUT_WEIGHT,
-    POLICY_NAMES,
     Deadline,
     Fair,
     Fcfs,
-    PolicyName,
 )
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
@@ -46,7 +45,7 @@ def test_a_request_that_waited_long_goes_before_a_better_one_that_came_now() -> 
 
 
 SLOW_TOKENS, QUICK_TOKENS = {"ttft_target_ms": 500.0, "tpot_target_ms": 9e3}, {"ttft_target_ms": 500.0, "tpot_target_ms": 10.0}
-LAST: dict[str, tuple[PolicyName, dict[str, Any], dict[str, Any], int]] = {
+LAST: dict[str, tuple[SchedulingPolicy, dict[str, Any], dict[str, Any], int]] = {
     "fcfs": ("fcfs", {}, {}, 3),
     "priority": ("priority", {"priority": 1}, {"priority": 0}, 2),
     "deadline of the first token": ("deadline", {"ttft_target_ms": 60_000.0}, {"ttft_target_ms": 500.0}, 2),
@@ -57,7 +56,7 @@ LAST: dict[str, tuple[PolicyName, dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(("policy", "wishes", "those_of_the_third", "victim"), LAST.values(), ids=LAST.keys())
 def test_who_is_last_by_the_policy_is_preempted(
-    policy: PolicyName, wishes: dict[str, Any], those_of_the_third: dict[str, Any], victim: int
+    policy: SchedulingPolicy, wishes: dict[str, Any], those_of_the_third: dict[str, Any], victim: int
 ) -> None:
     """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
     each token the first, which has one more, has the most slack."""
@@ -82,9 +81,9 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(("claim", "other"), HOSTILE, ids=[claim for claim, _ in HOSTILE])
-def test_no_request_starves_while_others_never_stop_coming(policy: PolicyName, claim: str, other: object) -> None:
+def test_no_request_starves_while_others_never_stop_coming(policy: SchedulingPolicy, claim: str, other: object) -> None:
     """The others ask for more than the engine can do, for ten minutes. The victim is a long prompt with no wish at all."""
     assert callable(other)
     limits = replace(LIMITS, max_num_seqs=2)
@@ -124,7 +123,7 @@ def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
     flood = [Job(0, 200, 20, tenant="greedy") for _ in range(300)]
     modest = [Job(1 + i, 50, 5, tenant="modest") for i in range(5)]
     waits = {}
-    policies: list[PolicyName] = ["fcfs", "fair"]
+    policies: list[SchedulingPolicy] = ["fcfs", "fair"]
     for policy in policies:
         run = Simulation(policy).run(flood + modest)
         waits[policy] = max(run.first_s[300 + i] - job.at_s for i, job in enumerate(modest))
@@ -175,7 +174,7 @@ def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(loa
         prompt = chance.choice([20, 50, 100, 800])
         jobs.append(Job(at, prompt, 10, ttft_s=0.25 if prompt < 100 else chance.choice([1.0, 8.0])))
     met = {}
-    policies: list[PolicyName] = ["fcfs", "deadline"]
+    policies: list[SchedulingPolicy] = ["fcfs", "deadline"]
     for policy in policies:
         run = Simulation(policy).run(jobs)
         met[policy] = sum(run.first_s[i] - job.at_s <= (job.ttft_s or 0) for i, job in enumerate(jobs))

@@ -55,7 +55,7 @@ def main(words: list[str]) -> NoReturn:
             leave(3, "a peer is lost")
         case ["exit-each", *codes]:
             leave(int(codes[spec["rank"]]), "its own reason")
-        case ["draft-fails", rank] if not spec["speculative_missing"]:
+        case ["draft-fails", rank] if not spec["draft_missing"]:
             gone = marks / f"{spec['incarnation']}-gone"
             if int(rank) == spec["rank"]:
                 gone.touch()

@@ -3,9 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.rank_spec import RankSpec
 from tests.runtime.tiny import save_tokenizer
 
@@ -41,6 +45,12 @@ def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int
         token="00",
         model_dir=str(folder),
     )
+
+
+def with_settings(spec: RankSpec, **changes: Any) -> RankSpec:
+    """The spec with these fields changed, its own and those of its `EngineConfig`."""
+    engine = {name: changes.pop(name) for name in list(changes) if name in {field.name for field in fields(EngineConfig)}}
+    return msgspec.structs.replace(spec, **changes, engine=replace(spec.engine, **engine))
 
 
 def mark_of(folder: Path, incarnation: int, rank: int) -> dict[str, Any]:

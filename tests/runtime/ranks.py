@@ -12,7 +12,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from phalanx_api import wire
@@ -31,7 +30,7 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
 from phalanx_runtime.rank.step.pipeline import Pipeline
-from tests.runtime.pods import make_spec
+from tests.runtime.pods import make_spec, with_settings
 
 T = TypeVar("T")
 PLAIN = Kernels()
@@ -129,7 +128,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)
     if build.speculative:
-        spec = msgspec.structs.replace(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
+        spec = with_settings(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
         drafting = load_drafting(spec, model, pipeline, build.dtype, device)
         proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers) if pipeline.stage.is_first else None
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer)

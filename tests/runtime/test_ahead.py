@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def twin(folder: Path) -> dict[str, str]:
     """A draft that is the target itself: it is right where it knows what the target's draw knows."""
-    return {"speculative_method": "draft", "speculative_draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
+    return {"speculative_method": "draft", "draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
 
 
 def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
@@ -82,7 +82,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(
 def test_self_drafts_know_it_too(folder: Path) -> None:
     """An exit that is wrong about scores is right where little may be drawn."""
     exit = save_exit(folder, folder.parent / "exit.safetensors")
-    made = Build(torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "speculative_exit": str(exit)})
+    made = Build(torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "draft_exit": str(exit)})
     ways: dict[str, dict[str, Any]] = {"one": {"allowed_token_ids": [5]}, "words": {"grammar": wire.Grammar("regex", "(ab){99}")}}
     served, watched = run(folder, requests(ways), made, rules("self_draft"))
     assert [len(one.tokens) for one in served] == [TOKENS, TOKENS]

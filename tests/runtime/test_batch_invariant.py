@@ -19,7 +19,7 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit
-from tests.runtime.pods import make_spec
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import with_group
 from tests.runtime.served import Served, Watched, serve
 from tests.runtime.test_sampling_equality import requests
@@ -62,7 +62,7 @@ def asked() -> list[wire.Request]:
 def load(folder: Path, group: Collective | None = None, **told: Any) -> ModelRunner:
     fields = {"dtype": "bfloat16", "page_size": 16, "max_model_len": 768, "kv_cache_memory_bytes": 4 << 20, **told}
     group = group or SoloCollective()
-    spec = msgspec.structs.replace(make_spec(folder, group.rank, group.world_size), batch_invariant=True, **fields)
+    spec = with_settings(make_spec(folder, group.rank, group.world_size), batch_invariant=True, **fields)
     return load_rank(spec, group, CPU, System())[0]
 
 
@@ -101,9 +101,9 @@ def test_tokens_and_logprobs_are_those_of_a_request_alone(
     told: dict[str, Any] = {}
     if "draft" in more:
         draft = save_draft(folder, tmp_path / "draft", noise=more["draft"])
-        told = {"speculative_method": "draft", "speculative_draft_dir": str(draft)}
+        told = {"speculative_method": "draft", "draft_dir": str(draft)}
     elif "exit" in more:
-        told = {"speculative_method": "self_draft", "speculative_exit": str(save_exit(folder, tmp_path / "exit"))}
+        told = {"speculative_method": "self_draft", "draft_exit": str(save_exit(folder, tmp_path / "exit"))}
     elif "pages" in more:
         told = {"kv_cache_memory_bytes": more["pages"] * 16 * 2 * 2 * 32 * 2 * 3}
     runner = load(folder, **told)
@@ -122,7 +122,7 @@ def test_tokens_and_logprobs_are_those_of_a_request_alone(
 @pytest.mark.parametrize("stages", [1, 2], ids=["tp2", "pp2"])
 def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, stages: int) -> None:
     draft = save_draft(folder, tmp_path / "draft", noise=0.02)
-    told = {"speculative_method": "draft", "speculative_draft_dir": str(draft), "pipeline_parallel_size": stages}
+    told = {"speculative_method": "draft", "draft_dir": str(draft), "pipeline_parallel_size": stages}
 
     def work(group: Collective) -> tuple[list[Served], list[Served], int]:
         runner = load(folder, group, **told)

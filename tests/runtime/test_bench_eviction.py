@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.eviction import Outcome, main, make_trace, read_trace, verdicts
-from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES
+from phalanx_api.engine_config import EVICTION_POLICIES
 
 
 def test_a_trace_goes_through_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,7 +16,7 @@ def test_a_trace_goes_through_every_policy(tmp_path: Path, capsys: pytest.Captur
     main(["--trace", str(trace), "--share", "0.5", "--repetitions", "1", "--output", str(tmp_path / "out.json")])
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["prompts"], result["footprint"], result["pool"]) == (60, 15, 7)
-    assert [policy["policy"] for policy in result["policies"]] == list(POLICY_NAMES)
+    assert [policy["policy"] for policy in result["policies"]] == list(EVICTION_POLICIES)
     for policy in result["policies"]:
         assert policy["operations"] == 180 and 0 < policy["hit_rate"] < 1 and policy["evicted"] > 0
     assert "w-tinylfu" in capsys.readouterr().out

@@ -11,8 +11,8 @@ from phalanx_api.conditions import Reason
 from phalanx_operator.decide.conditions.model import cause_of
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.commands import FetchSettings
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fetch_spec import FetchSettings
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.hub import HubServer, running_hub
 
@@ -105,6 +105,6 @@ def test_an_exit_is_fetched_with_its_model(server: HubServer, tmp_path: Path, ca
 
 def test_flags(tmp_path: Path) -> None:
     served = read_settings(["serve", URI, "--cached-only"], {})
-    assert isinstance(served, ServeSettings) and served.cached_only
+    assert isinstance(served, ServeSettings) and served.model.cached_only
     fetched = read_settings(["fetch", URI, "--revision", "v1", "--download-dir", str(tmp_path)], {"HF_TOKEN": "t"})
-    assert fetched == FetchSettings(URI, "v1", tmp_path, "t")
+    assert fetched == FetchSettings(model=URI, revision="v1", download_dir=tmp_path, hf_token="t")

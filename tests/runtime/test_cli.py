@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.__main__ import main
+from phalanx_runtime.commands import ConvertSettings
 from phalanx_runtime.server.serve import Drafts, find_drafts
-from phalanx_runtime.settings import ConvertSettings, ServeSettings, read_settings
+from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.pods import make_model
 
 
@@ -17,10 +18,20 @@ def serve_settings(*arguments: str, **environment: str) -> ServeSettings:
 
 def test_defaults() -> None:
     settings = serve_settings("org/name")
-    assert (settings.served_names, settings.tensor_parallel_size, settings.dtype) == (["name"], 1, "auto")
-    assert (settings.host, settings.port, settings.master_port, settings.page_size) == ("127.0.0.1", 8000, 8100, 16)
-    assert (settings.nnodes, settings.node_rank, settings.token, settings.hf_token) == (1, 0, None, None)
-    assert settings.max_num_batched_tokens >= settings.max_num_seqs
+    assert (settings.model.served_names, settings.group.tensor_parallel_size, settings.engine.dtype) == (["name"], 1, "auto")
+    assert (settings.http.host, settings.http.port, settings.group.master_port, settings.engine.page_size) == (
+        "127.0.0.1",
+        8000,
+        8100,
+        16,
+    )
+    assert (settings.group.num_pods, settings.group.pod_index, settings.group.token, settings.model.hf_token) == (
+        1,
+        0,
+        None,
+        None,
+    )
+    assert settings.engine.max_num_batched_tokens >= settings.engine.max_num_seqs
 
 
 def test_flags_and_environment(tmp_path: Path) -> None:
@@ -37,12 +48,13 @@ def test_flags_and_environment(tmp_path: Path) -> None:
         PHALANX_REVISION="r1",
         HF_TOKEN="hf",
     )
-    assert (settings.served_names, settings.local_world_size, settings.token) == (["a", "b"], 2, "secret")
-    assert (settings.group, settings.revision_hash, settings.hf_token) == ("tiny-g-abcde", "r1", "hf")
-    assert (settings.group_key, serve_settings("m").group_key) == ("drawn", "")
-    assert (settings.kv_cache_memory_bytes, settings.gpu_memory_utilization, settings.download_dir) == (1000, 0.5, tmp_path)
-    assert (settings.enable_prefix_caching, settings.prefix_eviction_policy) == (False, "w-tinylfu")
-    assert (settings.scheduling_policy, settings.long_prefill_token_threshold, settings.itl_target_ms) == ("fair", 64, 25.5)
+    engine = settings.engine
+    assert (settings.model.served_names, settings.group.local_world_size, settings.group.token) == (["a", "b"], 2, "secret")
+    assert (settings.group.name, settings.group.revision, settings.model.hf_token) == ("tiny-g-abcde", "r1", "hf")
+    assert (settings.group.key, serve_settings("m").group.key) == ("drawn", "")
+    assert (engine.kv_cache_memory_bytes, engine.gpu_memory_utilization, settings.model.download_dir) == (1000, 0.5, tmp_path)
+    assert (engine.enable_prefix_caching, engine.prefix_eviction_policy) == (False, "w-tinylfu")
+    assert (engine.scheduling_policy, engine.long_prefill_token_threshold, engine.itl_target_ms) == ("fair", 64, 25.5)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +71,7 @@ def test_flags_and_environment(tmp_path: Path) -> None:
 def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: str) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    assert serve_settings(model.format(folder=folder)).served_names == [name]
+    assert serve_settings(model.format(folder=folder)).model.served_names == [name]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +83,11 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
         (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size/-tp: '0' is not a whole number of at least 1"),
         (["--node-rank", "-1"], "argument --node-rank"),
         (["--node-rank", "x"], "argument --node-rank: 'x' is not a whole number of at least 0"),
-        (["--gpu-memory-utilization", "1.5"], "argument --gpu-memory-utilization: '1.5' is not a share"),
-        (["--gpu-memory-utilization", "x"], "argument --gpu-memory-utilization: 'x' is not a share"),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "argument --gpu-memory-utilization: '1.5': expected a number of more than 0 and at most 1",
+        ),
+        (["--gpu-memory-utilization", "x"], "argument --gpu-memory-utilization: 'x': expected a number of more than 0"),
         (["-tp", "3", "--nnodes", "2"], "--tensor-parallel-size 3 cannot be split evenly over --nnodes 2"),
         (
             ["-tp", "3", "-pp", "3", "--nnodes", "2"],
@@ -87,7 +102,7 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
             ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
             "--max-num-batched-tokens 8 must be at least --max-num-seqs 9",
         ),
-        (["--itl-target-ms", "0"], "'0' is not a time in milliseconds above 0"),
+        (["--itl-target-ms", "0"], "'0': expected a number of more than 0"),
         (["--scheduling-policy", "lifo"], "invalid choice: 'lifo'"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
@@ -111,7 +126,7 @@ def test_a_path_that_is_not_there_ends_with_2(model: str, capsys: pytest.Capture
 
 
 def test_the_download_folder_follows_the_environment(tmp_path: Path) -> None:
-    assert serve_settings("org/name", XDG_CACHE_HOME=str(tmp_path)).download_dir == tmp_path / "phalanx"
+    assert serve_settings("org/name", XDG_CACHE_HOME=str(tmp_path)).model.download_dir == tmp_path / "phalanx"
 
 
 def test_convert_reads_two_paths() -> None:
@@ -142,10 +157,14 @@ def test_what_drafts_goes_with_its_method(flags: tuple[str, ...], reason: str, c
 
 
 def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) -> None:
-    made = serve_settings("org/name", "--speculative-tree", "3,2", "--speculative-tree-shape", "static")
-    assert (made.speculative_tree, made.speculative_tree_shape) == ([3, 2], "static")
-    assert serve_settings("org/name").speculative_tree == []
-    for wrong, reason in (("3,9", "more than 8 tokens"), ("2,", "'' is not"), (",".join("1" * 17), "more than 16 levels")):
+    made = serve_settings("org/name", "--speculative-tree", "3,2", "--speculative-tree-shape", "static").engine
+    assert (made.speculative_tree, made.speculative_tree_shape) == ((3, 2), "static")
+    assert serve_settings("org/name").engine.speculative_tree == ()
+    for wrong, reason in (
+        ("3,9", "'9': expected a whole number of at least 1 and at most 8"),
+        ("2,", "'': expected"),
+        (",".join("1" * 17), "at most 16 items"),
+    ):
         with pytest.raises(SystemExit):
             serve_settings("org/name", "--speculative-tree", wrong)
         assert reason in capsys.readouterr().err
@@ -153,7 +172,8 @@ def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) ->
 
 def test_drafts_are_found_before_the_ranks_start_and_a_missing_one_stops_no_group(tmp_path: Path) -> None:
     def found(*flags: str) -> Drafts:
-        return find_drafts(serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags), threading.Event())
+        settings = serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags)
+        return find_drafts(settings.model, settings.group.pod_index, threading.Event())
 
     draft, file = make_model(tmp_path / "draft"), tmp_path / "exit.safetensors"
     file.write_bytes(b"exit")

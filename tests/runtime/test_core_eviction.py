@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import Adaptive, Ghosts
 from phalanx_runtime.core.kv.eviction.orders import Lfu, Lru
-from phalanx_runtime.core.kv.eviction.protocol import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.kv.eviction.tinylfu import Sketch
 from phalanx_runtime.core.kv.page_pool import PagePool
 from tests.runtime.reference_caches import ExactCounts, SlowWTinyLfu, make_slow, slow_hits
 
 TRACE_FOLDER = Path(os.environ.get("PHALANX_TRACES") or Path(__file__).parents[3] / "shared" / "traces")
 CONVERSATIONS = TRACE_FOLDER / "mooncake_conversation_trace.jsonl"
-FIXED: tuple[PolicyName, ...] = ("lru", "lfu", "fifo", "w-tinylfu")
+FIXED: tuple[EvictionPolicy, ...] = ("lru", "lfu", "fifo", "w-tinylfu")
 
 
 def as_keys(ids: Iterable[object]) -> list[bytes]:
@@ -42,7 +42,7 @@ def loop(length: int = 4000, keys: int = 120) -> list[bytes]:
 TRACES = {"zipf": zipf, "zipf with scans": zipf_with_scans, "loop": loop}
 
 
-def pool_hits(policy: PolicyName, capacity: int, trace: Iterable[bytes]) -> tuple[list[bool], PagePool]:
+def pool_hits(policy: EvictionPolicy, capacity: int, trace: Iterable[bytes]) -> tuple[list[bool], PagePool]:
     """For each key, a request of one page, whether the pool found it."""
     pool = PagePool(capacity, 1, policy)
     found = []
@@ -60,7 +60,7 @@ def pool_hits(policy: PolicyName, capacity: int, trace: Iterable[bytes]) -> tupl
 
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("policy", FIXED)
-def test_a_policy_finds_what_its_slow_twin_finds(policy: PolicyName, trace: str) -> None:
+def test_a_policy_finds_what_its_slow_twin_finds(policy: EvictionPolicy, trace: str) -> None:
     keys = TRACES[trace]()
     found, pool = pool_hits(policy, 100, keys)
     assert found == slow_hits(make_slow(policy, 100), 100, keys)
@@ -153,8 +153,8 @@ def test_ghosts_of_a_large_pool_see_a_sample() -> None:
     assert 50 <= seen <= 150
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_idle_pages_that_wake_and_rest_again_leave_nothing_behind(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_idle_pages_that_wake_and_rest_again_leave_nothing_behind(policy: EvictionPolicy) -> None:
     keys = as_keys(range(8))
     found, pool = pool_hits(policy, 8, keys * 100)
     assert sum(found) == 8 * 99

@@ -3,17 +3,17 @@
 import msgspec
 import pytest
 
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(("waited_s", "preempted"), [(0.0, "moved"), (5.0, "own")], ids=["younger", "older"])
-def test_the_youngest_is_preempted_wherever_it_came_first(policy: PolicyName, waited_s: float, preempted: str) -> None:
+def test_the_youngest_is_preempted_wherever_it_came_first(policy: SchedulingPolicy, waited_s: float, preempted: str) -> None:
     runner = FakeRunner(12, 4)
     scheduler = make_scheduler(LIMITS, runner.pool, Rules(scheduling_policy=policy))
     moved = make_request(12, 26, seed=2)

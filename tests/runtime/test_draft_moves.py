@@ -32,11 +32,11 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     """What the ranks of a group are told."""
     twin, noisy = save_draft(folder, folder.parent / "twin", noise=0.0), save_draft(folder, folder.parent / "noisy", noise=0.08)
     return {
-        "twin": {"speculative_method": "draft", "speculative_draft_dir": str(twin)},
-        "noisy": {"speculative_method": "draft", "speculative_draft_dir": str(noisy)},
+        "twin": {"speculative_method": "draft", "draft_dir": str(twin)},
+        "noisy": {"speculative_method": "draft", "draft_dir": str(noisy)},
         "layers": {
             "speculative_method": "self_draft",
-            "speculative_exit": str(save_exit(folder, folder.parent / "exit", noise=0.03)),
+            "draft_exit": str(save_exit(folder, folder.parent / "exit", noise=0.03)),
         },
         "nothing": {},
     }

@@ -19,7 +19,7 @@ from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.drafts import save_draft, save_exit, save_target
-from tests.runtime.pods import make_spec
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, with_group
 from tests.runtime.served import Watched, serve
 from tests.runtime.test_drafts import rules
@@ -40,11 +40,11 @@ def draft(folder: Path) -> Path:
 
 def load(folder: Path, **fields: Any) -> tuple[ModelRunner, RankReady]:
     asked = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "page_size": PAGE_SIZE, "dtype": "float64", **fields}
-    return load_rank(msgspec.structs.replace(make_spec(folder), **asked), SoloCollective(), CPU, System())
+    return load_rank(with_settings(make_spec(folder), **asked), SoloCollective(), CPU, System())
 
 
 def by_draft(draft: Path, **fields: Any) -> dict[str, Any]:
-    return {"speculative_method": "draft", "speculative_draft_dir": str(draft), **fields}
+    return {"speculative_method": "draft", "draft_dir": str(draft), **fields}
 
 
 def by_layers(**fields: Any) -> dict[str, Any]:
@@ -67,12 +67,12 @@ REFUSED: dict[str, Refused] = {
     ),
     "an exit of another model": lambda model, tmp: (
         model,
-        by_layers(speculative_exit=str(save_exit(save_target(tmp / "other", seed=1), tmp / "exit"))),
+        by_layers(draft_exit=str(save_exit(save_target(tmp / "other", seed=1), tmp / "exit"))),
         "was fitted to the model [0-9a-f]{16}, and this one is [0-9a-f]{16}: fit it anew",
     ),
     "an exit for another ratio": lambda model, tmp: (
         model,
-        by_layers(speculative_exit=str(save_exit(model, tmp / "exit")), speculative_ratio=0.75),
+        by_layers(draft_exit=str(save_exit(model, tmp / "exit")), speculative_ratio=0.75),
         "a ratio of 0.75 is 3 layers, and the exit was fitted for 2",
     ),
     "layers of transformers": lambda model, tmp: (
@@ -92,9 +92,7 @@ def test_what_can_never_draft_for_the_model_is_refused_at_start(folder: Path, tm
 
 def test_a_first_stage_with_too_few_layers_is_refused(folder: Path) -> None:
     def start(group: Any) -> None:
-        spec = msgspec.structs.replace(
-            make_spec(folder, group.rank, 2), pipeline_parallel_size=2, **by_layers(speculative_ratio=0.75)
-        )
+        spec = with_settings(make_spec(folder, group.rank, 2), pipeline_parallel_size=2, **by_layers(speculative_ratio=0.75))
         load_rank(spec, group, CPU, System())
 
     with pytest.raises(ModelError, match="takes the first 3 layers, and the first pipeline stage has 2: use a smaller ratio"):
@@ -107,7 +105,7 @@ def broken(folder: Path, text: str = "no tensors") -> Path:
 
 
 WITHOUT: dict[str, Callable[[Path, Path], tuple[dict[str, Any], str]]] = {
-    "a draft that is not found": lambda model, tmp: (by_draft(Path(), speculative_missing="no such bucket"), "no such bucket"),
+    "a draft that is not found": lambda model, tmp: (by_draft(Path(), draft_missing="no such bucket"), "no such bucket"),
     "a draft whose weights are broken": lambda model, tmp: (
         by_draft(broken(save_draft(model, tmp / "draft"))),
         "draft model .*draft cannot be loaded",
@@ -121,10 +119,10 @@ WITHOUT: dict[str, Callable[[Path, Path], tuple[dict[str, Any], str]]] = {
         "too few pages",
     ),
     "an exit that is broken": lambda model, tmp: (
-        by_layers(speculative_exit=str(tmp / "none")),
+        by_layers(draft_exit=str(tmp / "none")),
         "exit .*none cannot be read",
     ),
-    "an exit that is not found": lambda model, tmp: (by_layers(speculative_missing="no such file"), "no such file"),
+    "an exit that is not found": lambda model, tmp: (by_layers(draft_missing="no such file"), "no such file"),
 }
 
 
@@ -159,7 +157,7 @@ def test_the_memory_of_a_draft_is_counted(folder: Path, draft: Path) -> None:
 
 def test_first_layers_draft_in_the_pages_of_the_target(folder: Path, tmp_path: Path) -> None:
     _, plain = load(folder)
-    runner, ready = load(folder, **by_layers(speculative_exit=str(save_exit(folder, tmp_path / "exit"))))
+    runner, ready = load(folder, **by_layers(draft_exit=str(save_exit(folder, tmp_path / "exit"))))
     assert plain.memory is not None and ready.memory is not None
     assert (ready.num_pages, ready.memory.kv_bytes_per_token) == (plain.num_pages, plain.memory.kv_bytes_per_token)
     assert runner.draft_pages() is None and runner.lost_draft == ""

@@ -37,8 +37,8 @@ def drafts(folder: Path) -> dict[str, dict[str, Any]]:
     draft = save_draft(folder, folder.parent / "draft")
     exit = save_exit(folder, folder.parent / "exit.safetensors")
     return {
-        "draft": {"speculative_method": "draft", "speculative_draft_dir": str(draft)},
-        "self_draft": {"speculative_method": "self_draft", "speculative_exit": str(exit)},
+        "draft": {"speculative_method": "draft", "draft_dir": str(draft)},
+        "self_draft": {"speculative_method": "self_draft", "draft_exit": str(exit)},
     }
 
 
@@ -59,7 +59,7 @@ def run(
 @pytest.fixture(scope="module")
 def twin(folder: Path) -> dict[str, str]:
     """A draft that is the target itself: on requests without state it is never wrong, if its pages hold what they should."""
-    return {"speculative_method": "draft", "speculative_draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
+    return {"speculative_method": "draft", "draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
 
 
 @pytest.fixture(scope="module")

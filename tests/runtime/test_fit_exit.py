@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.checkpoint.model_hash import weights_hash
+from phalanx_runtime.commands import FitSpec
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fit_spec import FitSpec
 from phalanx_runtime.fitting.fit import Ridge, fit
 from phalanx_runtime.model.decoder.exit import exit_layers, read_exit, write_exit
 from tests.runtime.tiny import save_tiny

@@ -305,9 +305,9 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 def test_options_are_flags() -> None:
-    settings = settings_of(".", {"max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": None}, {})
+    settings = settings_of(".", {"max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": None}, {}).engine
     assert (settings.max_num_seqs, settings.enable_prefix_caching, settings.max_model_len) == (3, False, None)
-    assert settings_of(".", {"served_model_name": ["a", "b"]}, {}).served_names == ["a", "b"]
+    assert settings_of(".", {"served_model_name": ["a", "b"]}, {}).model.served_names == ["a", "b"]
     for options, why in (({"max_num_seqs": 0}, "max-num-seqs"), ({"nonsense": 1}, "nonsense"), ({"dtype": "int3"}, "int3")):
         with pytest.raises(ValueError, match=why):
             settings_of(".", options, {})

@@ -24,7 +24,7 @@ from phalanx_runtime.rank.process.group import join_group
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.equal import compare
-from tests.runtime.pods import make_spec
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, with_group
 from tests.runtime.served import Script, Served, Watched, serve
 from tests.runtime.test_model_parity import as_bf16, generate, reference
@@ -249,7 +249,7 @@ def test_each_stage_measures_its_own_memory_and_all_agree_on_the_pages(folder: P
     """Stages of 2, 1 and 1 layers: a page of the first is twice as large, and its pool holds the fewest."""
 
     def load(group: Collective) -> RankReady:
-        spec = msgspec.structs.replace(
+        spec = with_settings(
             make_spec(folder, group.rank, 3), max_model_len=128, kv_cache_memory_bytes=1 << 20, pipeline_parallel_size=3
         )
         return load_rank(spec, group, torch.device("cpu"), System())[1]

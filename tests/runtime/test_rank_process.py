@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from phalanx_api import wire
+from phalanx_api.engine_config import EngineConfig
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import SoloCollective
@@ -21,6 +22,7 @@ from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_proces
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.process.group import join_group, place_of
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from tests.runtime.pods import with_settings
 from tests.runtime.ranks import PAGE_SIZE, Asked, Build, Driver, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
@@ -43,8 +45,7 @@ def spec(model_dir: Path, rank: int = 0, world_size: int = 1, engine_socket: str
         token="ab" * 16,
         model_dir=str(model_dir),
         engine_socket=engine_socket,
-        max_model_len=128,
-        kv_cache_memory_bytes=1 << 20,
+        engine=EngineConfig(max_model_len=128, kv_cache_memory_bytes=1 << 20),
         num_threads=1,
     )
 
@@ -179,14 +180,14 @@ def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> No
     page_bytes = 2 * 3 * 2 * 16 * 16 * 4
     _, asked = load_rank(spec(folder), SoloCollective(), cpu, System())
     assert asked.num_pages == (1 << 20) // page_bytes
-    own = msgspec.structs.replace(spec(folder), kv_cache_memory_bytes=None, max_model_len=None)
+    own = with_settings(spec(folder), kv_cache_memory_bytes=None, max_model_len=None)
     (tmp_path / "meminfo").write_text("MemTotal: 10000000 kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
     _, shared = load_rank(own, SoloCollective(), cpu, machine)
     assert shared.num_pages == int(0.3 * 10_000_000 * 1024) // page_bytes
     assert shared.max_model_len == 256
     with pytest.raises(ModelError, match="single page"):
-        load_rank(msgspec.structs.replace(own, kv_cache_memory_bytes=5), SoloCollective(), cpu, machine)
+        load_rank(with_settings(own, kv_cache_memory_bytes=5), SoloCollective(), cpu, machine)
     (tmp_path / "meminfo").write_text("MemTotal: 10000 kB\n")
     with pytest.raises(ModelError, match="raise the pod's memory limit"):
         load_rank(own, SoloCollective(), cpu, machine)
@@ -195,7 +196,7 @@ def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> No
 def test_the_memory_of_the_largest_step_is_measured_and_changes_no_token(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", max_position_embeddings=4096)
     cpu = torch.device("cpu")
-    large = msgspec.structs.replace(spec(folder), max_num_batched_tokens=4096, max_num_seqs=4096, page_size=PAGE_SIZE)
+    large = with_settings(spec(folder), max_num_batched_tokens=4096, max_num_seqs=4096, page_size=PAGE_SIZE)
     runner, ready = load_rank(large, SoloCollective(), cpu, System())
     account = ready.memory
     assert account is not None
@@ -216,27 +217,27 @@ def test_the_place_of_a_rank_follows_its_spec() -> None:
     place = place_of(far, parent=7)
     assert place.near == range(2, 4)
     assert place.addresses[3] == ("b", 8104)
-    beside = msgspec.structs.replace(far, rank=3, local_rank=1)
+    beside = with_settings(far, rank=3, local_rank=1)
     assert place_of(beside, 7).pod_name == place.pod_name
     assert place_of(beside, 8).pod_name != place.pod_name
-    assert place_of(msgspec.structs.replace(beside, incarnation=2), 7).pod_name != place.pod_name
+    assert place_of(with_settings(beside, incarnation=2), 7).pod_name != place.pod_name
 
 
 def test_a_backend_that_needs_a_gpu_is_refused_on_cpu() -> None:
     with pytest.raises(ModelError, match="nccl"):
-        join_group(msgspec.structs.replace(spec(Path("m")), backend="nccl"), torch.device("cpu"))
+        join_group(with_settings(spec(Path("m")), backend="nccl"), torch.device("cpu"))
 
 
 def test_a_rank_alone_needs_no_library() -> None:
-    one = msgspec.structs.replace(spec(Path("m")), backend="gloo")
+    one = with_settings(spec(Path("m")), backend="gloo")
     assert isinstance(join_group(one, torch.device("cpu")), SoloCollective)
 
 
 def test_the_process_takes_the_threads_it_is_given() -> None:
-    prepare_process(msgspec.structs.replace(spec(Path("m")), num_threads=2), System())
+    prepare_process(with_settings(spec(Path("m")), num_threads=2), System())
     assert torch.get_num_threads() == 2
 
 
 def test_a_machine_without_enough_gpus_computes_on_cpu() -> None:
-    many = msgspec.structs.replace(spec(Path("m")), local_world_size=1000)
+    many = with_settings(spec(Path("m")), local_world_size=1000)
     assert choose_device(many) == torch.device("cpu")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import paged as attention
@@ -54,9 +55,7 @@ def spec() -> RankSpec:
         base_port=1,
         token="",
         model_dir=str(Path()),
-        max_num_batched_tokens=TOKENS,
-        max_num_seqs=2,
-        page_size=PAGE,
+        engine=EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=2, page_size=PAGE),
     )
 
 

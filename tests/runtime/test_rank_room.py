@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from phalanx_runtime.rank.kv_sizing import Room, measure_room
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.profile_run import Needs
 from phalanx_runtime.rank.step.pipeline import Pipeline
-from tests.runtime.pods import make_spec
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, PLAIN, with_group
 from tests.runtime.tiny import save_tiny
 
@@ -80,7 +79,7 @@ def rooms(
         draft: Model = open_model(folder).load(SoloCollective(), form, stage=Stage())
         is_first = group.rank == 0
         target, draft = Large(target) if is_first and is_target_large else target, Large(draft) if is_draft_large else draft
-        spec = msgspec.structs.replace(
+        spec = with_settings(
             make_spec(folder, group.rank, ranks), max_model_len=64, page_size=PAGE_SIZE, max_num_batched_tokens=32, max_num_seqs=4
         )
         drafting = Drafting(draft) if is_first and has_draft else Drafting()
@@ -121,7 +120,7 @@ def test_a_target_whose_steps_find_no_memory_beside_a_draft_is_served_without(fo
 )  # fmt: skip
 def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position: int, num_pages: int, holds: bool) -> None:
     room = Room(num_pages, 1, 1, 0, Needs(0, 0), 0)
-    spec = msgspec.structs.replace(make_spec(Path()), max_model_len=asked, page_size=8)
+    spec = with_settings(make_spec(Path()), max_model_len=asked, page_size=8)
     assert room.holds(spec, max_position) == holds
 
 
@@ -130,7 +129,7 @@ def test_the_largest_step_is_measured_before_the_pool_takes_the_rest(folder: Pat
     (tmp_path / "meminfo").write_text(f"MemTotal: {2 << 20} kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
     model: Model = open_model(folder).load(SoloCollective(), Form(torch.float32, CPU, PLAIN, 256))
-    spec = msgspec.structs.replace(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
+    spec = with_settings(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
 
     def room(taken: int) -> Room:
         gauge = Scale(1 << 30, bytes_taken=taken)

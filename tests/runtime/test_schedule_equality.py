@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from phalanx_api import wire
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.scheduling.policies import POLICY_NAMES, PolicyName
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
@@ -53,7 +53,7 @@ class Disturbance:
     budget: int = 64
     lag: int = 0
     thief: int | None = None
-    policy: PolicyName = "fcfs"
+    policy: SchedulingPolicy = "fcfs"
 
 
 def serve(
@@ -109,8 +109,8 @@ def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(m
     assert scheduler.pool.counters.copied > 0
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_preemption_at_random_steps_changes_no_token(model: Path, policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_preemption_at_random_steps_changes_no_token(model: Path, policy: SchedulingPolicy) -> None:
     disturbance = Disturbance(budget=24, lag=2, thief=5, policy=policy)
     scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, disturbance))
     assert scheduler.num_preemptions > 0

@@ -8,6 +8,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from phalanx_runtime.server.http.health import PodVitals
 from phalanx_runtime.server.serve import make_rank_specs, make_server
 from phalanx_runtime.server.supervision.pod import Launch, View, why_stuck
 from phalanx_runtime.server.supervision.supervisor import Status
+from phalanx_runtime.settings import ServeSettings
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until
 from tests.runtime.serving_pods import Running, ask, client_of, make_settings, served
@@ -131,8 +133,12 @@ async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:
         assert (welcome.group, welcome.revision, welcome.page_size) == ("tiny-g-abcde", "r1", 16)
 
 
+def with_group(settings: ServeSettings, **changes: Any) -> ServeSettings:
+    return replace(settings, group=replace(settings.group, **changes))
+
+
 async def test_without_a_token_there_is_no_link(tmp_path: Path) -> None:
-    settings = replace(make_settings(make_model(tmp_path / "tiny")), token=None)
+    settings = with_group(make_settings(make_model(tmp_path / "tiny")), token=None)
     async with served(settings, "ready") as running:
         await running.ready()
         with pytest.raises(websockets.InvalidStatus):
@@ -178,7 +184,7 @@ async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(t
     ):
         incarnation = (await leader.ready())["incarnation"]
         assert (await member.ready())["incarnation"] == incarnation in (2, 3)
-        told = [mark_of(folder, incarnation, one)["speculative_missing"] for one in range(2)]
+        told = [mark_of(folder, incarnation, one)["draft_missing"] for one in range(2)]
         assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
 
 
@@ -199,13 +205,13 @@ async def test_a_pod_of_another_statefulset_of_that_name_is_not_let_in(tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["-tp", "2", "--nnodes", "2", "--master-port", port]
-    settings = replace(make_settings(folder, *flags), group_key="of this one")
+    settings = with_group(make_settings(folder, *flags), key="of this one")
     member = make_settings(folder, *flags, "--node-rank", "1")
     with caplog.at_level(logging.WARNING):
         async with served(settings, "ready") as leader:
-            async with served(replace(member, group_key="of a lost one"), "ready"):
+            async with served(with_group(member, key="of a lost one"), "ready"):
                 await until(lambda: "the service token is wrong" in caplog.text)
-            async with served(replace(member, group_key="of this one"), "ready"):
+            async with served(with_group(member, key="of this one"), "ready"):
                 await leader.ready()
 
 
@@ -236,7 +242,7 @@ def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
     ]
     assert {s.model_version for s in specs} == {"c0ffee"}
     assert specs[0].hosts == ["a", "a", "b", "b"]
-    assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].dtype) == (8100, "key", 3, "bfloat16")
+    assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].engine.dtype) == (8100, "key", 3, "bfloat16")
     stages = ["-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
     second = make_rank_specs(make_settings(tmp_path / "tiny", *stages), Launch(1, ("a", "b"), "key", "ipc://x"), tmp_path)
     assert [(s.rank, s.world_size, s.pipeline_parallel_size) for s in second] == [(2, 4, 2), (3, 4, 2)]

@@ -56,9 +56,9 @@ def ways(folder: Path, plain: list[Served]) -> dict[str, dict[str, Any]]:
     return {
         "ngram": {},
         "oracle": {"proposer": oracle},
-        "draft": {"speculative": {"speculative_method": "draft", "speculative_draft_dir": str(draft)}},
-        "twin": {"speculative": {"speculative_method": "draft", "speculative_draft_dir": str(twin)}},
-        "self_draft": {"speculative": {"speculative_method": "self_draft", "speculative_exit": str(exit)}},
+        "draft": {"speculative": {"speculative_method": "draft", "draft_dir": str(draft)}},
+        "twin": {"speculative": {"speculative_method": "draft", "draft_dir": str(twin)}},
+        "self_draft": {"speculative": {"speculative_method": "self_draft", "draft_exit": str(exit)}},
     }
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels
 from phalanx_api.spec import pod_template
-from phalanx_api.spec.inference_service import Cache, Model, SecretRef, Speculative
+from phalanx_api.spec.engine import Speculative
+from phalanx_api.spec.model import Cache, Model, SecretRef
 from phalanx_operator.render.objects import Object
 
 

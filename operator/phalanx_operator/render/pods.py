@@ -5,10 +5,9 @@ from typing import Any
 
 from phalanx_api import labels
 from phalanx_api.spec import pod_template
-from phalanx_api.spec.inference_service import Engine, InferenceService, Probes, Resources
+from phalanx_api.spec.engine import Probes, flag_words
+from phalanx_api.spec.inference_service import InferenceService, Resources
 from phalanx_api.spec.lifecycle import Drain
-from phalanx_api.spec.quantities import parse_bytes
-from phalanx_api.speculation import METHOD_OF, SHAPE_OF
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement
 from phalanx_operator.render.gangs import Alone, Gang
@@ -186,34 +185,9 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
         *("--token-file", labels.TOKEN_FILE),
         *("--shutdown-timeout", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
-        *_engine_flags(service.spec.engine),
+        *flag_words(service.spec.engine),
+        *service.spec.engine.extra_args,
     ]
-
-
-def _engine_flags(engine: Engine) -> list[str]:
-    """Flags for the settings that are given; the runtime knows the defaults of the others."""
-    kv_bytes = parse_bytes(engine.kv_cache_memory) if engine.kv_cache_memory else None
-    speculative = engine.speculative
-    tree = speculative and speculative.tree
-    flags = {
-        "--dtype": engine.dtype,
-        "--max-model-len": engine.max_model_len,
-        "--max-num-seqs": engine.max_num_seqs,
-        "--max-num-batched-tokens": engine.max_num_batched_tokens,
-        "--page-size": engine.page_size,
-        "--kv-cache-memory-bytes": kv_bytes,
-        "--gpu-memory-utilization": engine.gpu_memory_utilization,
-        "--scheduling-policy": engine.scheduling_policy,
-        "--speculative-method": speculative and METHOD_OF[speculative.method],
-        "--speculative-tokens": speculative and speculative.num_tokens,
-        "--speculative-ratio": speculative and speculative.ratio,
-        "--speculative-tree": tree and ",".join(map(str, tree.widths)),
-        "--speculative-tree-shape": tree and SHAPE_OF[tree.shape],
-    }
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    if engine.prefix_caching is not None:
-        words.append("--enable-prefix-caching" if engine.prefix_caching else "--no-enable-prefix-caching")
-    return [*words, *engine.extra_args]
 
 
 def _resources(wanted: Resources, ranks: int) -> Object:

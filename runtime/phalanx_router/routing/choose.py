@@ -1,13 +1,14 @@
-"""Which group takes a request: of those that can, the one that it costs least (`route.cost`), near-equals told apart by chance.
+"""Chooses the group for a request: the candidate with the least predicted cost (`routing.cost`), near-ties by chance.
 
-    candidates   not draining, fresh or degraded; all of them by the ledger when more than half are stale; draining ones last
-    home         the candidate that holds most of the prompt: up to 0.1 s cheaper, but never when it is overloaded and another
-                 is a fifth cheaper
-    near-equals  within 5 % of the least, which no cost model can tell apart: the home, unless it is crowded, else two of them by
-                 the draw, the one of the two with the earlier first token, else with fewer requests
+    candidates   not draining, fresh or degraded; all of them by the dispatch ledger when more than half are stale; draining
+                 groups last
+    home         the candidate that holds most of the prompt: up to 0.1 s cheaper, unless it is overloaded and another
+                 candidate is 20 % cheaper
+    near-ties    within 5 % of the least cost: the home unless it is crowded, else two of them at random and of the two the
+                 one with the earlier first token, then with fewer requests
 
-So several routers that see the same reports do not all pick the same group. Where groups take turns (`in_turn`), the cost is
-not asked. Groups that just failed or refused this request are left out.
+Chance keeps several routers with the same load reports from choosing the same group. Groups that just failed or refused the
+request are excluded.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,25 +24,27 @@ HOME_BACKLOG, HOME_BACKLOG_S, HOME_COST = 1.25, 0.1, 0.8
 HOME_CROWD, HOME_CROWD_REQUESTS = 1.25, 2
 
 Reason = Literal["only", "least", "home", "tie", "ledger", "draining", "turn"]
-"""The only candidate; the cheapest; the one that holds most of the prompt; one of several near-equals; chosen without reports;
-one that drains, since there is no other; the one whose turn it is."""
+"""Only candidate; least cost; holds most of the prompt; one of several near-ties; chosen by the dispatch ledger because reports
+are stale; draining because no other group exists; next in round robin."""
 _NO_HITS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The group with this key. `hit_tokens`: of the prompt, what its pages are thought to hold."""
+    """The chosen group and the terms of its cost."""
 
     key: str
+    """Key of the group's view."""
     reason: Reason
     cost_s: float
     parts: Terms
     hit_tokens: int
+    """Prompt tokens that the group's pages are expected to hold."""
     num_candidates: int
 
     @property
     def why(self) -> str:
-        """One sentence."""
+        """Returns the reason and the cost as one sentence, for logs and traces."""
         first, decode, others, pages, _ = self.parts
         return (
             f"{self.reason} of {self.num_candidates}: {self.cost_s:.3f} s (first token {first:.3f}, decoding {decode:.3f}, "
@@ -51,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class NoChoice:
-    """No group can take the request now, and why."""
+    """No group can take the request now, for the reason `why`."""
 
     why: str
 
@@ -64,7 +67,7 @@ def choose(
     hits: Mapping[str, int] = _NO_HITS,
     excluded: Collection[str] = (),
 ) -> Choice | NoChoice:
-    """The group for a request. `draw` is uniform in [0, 1); `hits`: tokens of the prompt that groups hold, by key."""
+    """Chooses the group for a request. `draw`: uniform in [0, 1). `hits`: prompt tokens that each group holds, by key."""
     if not groups:
         return NoChoice("no group is ready")
     candidates, reason = _candidates(groups, excluded)
@@ -93,9 +96,9 @@ def in_turn(
     excluded: Collection[str] = (),
     closed: Collection[str] = (),
 ) -> Choice | NoChoice:
-    """The group whose turn it is: of those that can take the request and are not `closed`, the one that got none for longest.
+    """Returns the next group in round robin: the least recently chosen candidate that is not `closed`.
 
-    last: a number for each group that got one, by key; it rises with each request that goes to any.
+    `last`: sequence number of the last request sent to each group, by key.
     """
     candidates, _ = _candidates(groups, excluded)
     able = [view for view in candidates if view.key not in closed]
@@ -107,7 +110,7 @@ def in_turn(
 
 
 def _candidates(groups: Sequence[GroupView], excluded: Collection[str]) -> tuple[list[GroupView], Reason | None]:
-    """Who may be chosen, and why if that is not the usual reason."""
+    """Returns the groups that may be chosen, and the reason when it is fixed by how they were found."""
     staying = [view for view in groups if not view.draining]
     is_blind = sum(is_stale(view.state) for view in staying) * 2 > len(staying)
     left = [view for view in staying if view.key not in excluded]
@@ -122,7 +125,7 @@ def _candidates(groups: Sequence[GroupView], excluded: Collection[str]) -> tuple
 
 
 def _home(candidates: Sequence[GroupView], costs: Sequence[float], hits: Mapping[str, int]) -> int | None:
-    """The candidate that holds most of the prompt, unless it is overloaded and another is much cheaper."""
+    """Returns the candidate that holds most of the prompt, unless it is overloaded and another is much cheaper."""
     if not hits:
         return None
     held = [hits.get(view.key, 0) for view in candidates]
@@ -136,14 +139,14 @@ def _home(candidates: Sequence[GroupView], costs: Sequence[float], hits: Mapping
 
 
 def _near_equal(costs: Sequence[float]) -> list[int]:
-    """Those near the least."""
+    """Returns the indices of the costs within 5 % of the least."""
     least = min(costs)
     bound = least * NEAR if least > 0 else least
     return [place for place, cost in enumerate(costs) if cost <= bound]
 
 
 def _is_crowded(candidates: Sequence[GroupView], home: int) -> bool:
-    """Whether many more requests are there than elsewhere (consistent hashing with bounded loads, Mirrokni et al. 2018)."""
+    """Returns whether the home has many more requests than average (bounded-load consistent hashing, Mirrokni et al. 2018)."""
     mean = sum(_requests(view) for view in candidates) / len(candidates)
     return _requests(candidates[home]) > HOME_CROWD * mean + HOME_CROWD_REQUESTS
 
@@ -153,7 +156,7 @@ def _requests(view: GroupView) -> int:
 
 
 def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[Terms], draw: float) -> int:
-    """The one of two of these, which the draw picks, with the earlier first token, else with fewer requests, else the first."""
+    """Picks two indices of `near` by `draw`; returns the one with the earlier first token, then with fewer requests."""
     count = len(near)
     if count == 1:
         return near[0]
@@ -167,7 +170,7 @@ def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[
     return other if rank(other) < rank(one) else one
 
 
-# Which groups a new request may go to while two revisions serve and the newest has a share: `rollout.canaryWeight`.
+# Canary share: the groups that a new request may use while two revisions serve (`rollout.canaryWeight`).
 
 
 def share(
@@ -178,13 +181,13 @@ def share(
     excluded: Collection[str] = (),
     closed: Collection[str] = (),
 ) -> frozenset[str]:
-    """The groups that a request may go to, by key.
+    """Returns the keys of the groups that a request may use while `percent` of the requests belong to the revision `newest`.
 
-    `revisions`: of all groups that could take it. `lot`: its own, uniform in [0, 1).
+    `revisions`: revision of each group that could take the request, by key. `lot`: the request's draw, uniform in [0, 1).
 
-    Those of the side that its lot falls on, unless all of them are `excluded` (they failed or refused it) or `closed` (nothing
-    more is sent there just now), or there are none: then those of the other side, if one of them can take it. To be answered
-    goes before the share. Where all are closed, it waits for its own side.
+    The draw selects the newest revision or the others. If every group of that side is `excluded` (failed or refused the
+    request) or `closed` (accepts no more requests at present), the other side is used if it has a usable group: serving the
+    request has priority over the share. If both sides are closed, the request waits for its own side.
     """
     new = frozenset(key for key, revision in revisions.items() if revision == newest)
     old = frozenset(revisions) - new
@@ -196,23 +199,23 @@ def share(
     return frozenset(revisions)
 
 
-# Whose turn it is where groups are taken one after another: the number of the last request that went to each.
+# Round robin: the sequence number of the last request sent to each group.
 
 MOST = 4096
-"""Groups that are remembered. One that is forgotten is next."""
+"""Number of groups remembered. A forgotten group is next in turn."""
 
 
 class Turns:
-    """By the groups' keys. `last` is read by `choose.in_turn`."""
+    """Sequence numbers of the last request of each group, by key; `in_turn` reads `last`."""
 
     def __init__(self) -> None:
         self.last: dict[str, int] = {}
         self._count = 0
 
     def take(self, key: str) -> None:
-        """Notes that this group got a request."""
+        """Records that the group `key` received a request."""
         self._count += 1
         self.last.pop(key, None)
-        self.last[key] = self._count  # the last one stands last
+        self.last[key] = self._count  # re-inserted at the end: the first key is the least recent
         if len(self.last) > MOST:
             del self.last[next(iter(self.last))]

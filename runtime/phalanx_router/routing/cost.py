@@ -1,20 +1,19 @@
-"""What it costs to give a request to a group, in seconds: the function that choosing and requeueing minimise.
+"""Predicted cost of sending a request to a group, in seconds; dispatch and requeueing minimise it.
 
-    J = urgency * (haste * T                          its time to first token: backlog there, and its prompt that no page holds
-                   + (1 - haste) * more)              what of its prompt it has to compute there and not in the best group
-      + 0.05 * E_out * I+                             its decoding, I+ the time of a step with it
-      + 0.02 * B * (stall + E_out * (I+ - I))         what it costs the B requests that run there
-      + 3 s * max(0, (k+ - 0.5) / 0.5)^2              pages: k+ the share used, reserved or wanted, its own included
+    J = urgency * (haste * T                          T: time to first token, backlog plus the uncached prompt
+                   + (1 - haste) * more)              more: prompt time above that of the best group
+      + 0.05 * E_out * I+                             decoding; I+: step time with the request
+      + 0.02 * B * (stall + E_out * (I+ - I))         cost to the B running requests
+      + 3 s * max(0, (k+ - 0.5) / 0.5)^2              pages; k+: share used, reserved or needed, the request included
 
-E_out is what requests there had lately, at most what this one may have. Forecasting pages further ahead made choices worse, and a
-larger weight of others let prompts gather on few groups (balancing.md 3.7). A request with a target for its first token weighs
-that time more the shorter the target.
+E_out: mean output tokens of recent requests of the model, at most the request's own maximum. Forecasting pages further ahead made
+choices worse, and a larger weight of others concentrated prompts on few groups (balancing.md 3.7). A shorter time-to-first-token
+target raises the urgency.
 
-One without is late after three times what its prompt takes alone in the best group, where pages hold part of it only the rest, if
-that is more than 2 s. So a long prompt bears a wait that a short one does not: its haste is 2 s of that time, and it goes where
-few others stand still beside it. What it would have to compute more there than in the best group is work, not waiting, and
-weighs wholly. Others lose half its time by it; a pause longer than a second, which later tokens make good only in a long answer,
-weighs the more the longer it is, up to ten times. A degraded group counts a fifth more.
+Without a target, a request is late after three times its uncached prompt time in the best group, or 2 s if that is more. Haste
+is 2 s over that time, so a long prompt tolerates a longer wait and prefers groups with few running requests. Prompt time above
+that of the best group is work, not waiting, and counts in full. A prompt stalls each running request for half of its time; a
+stall over 1 s, which only a long answer amortises, weighs up to ten times as much. A degraded group costs 20 % more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,23 +28,25 @@ DEGRADED_FACTOR = 1.2
 USUAL_TTFT_TARGET_S = 2.0
 MOST_URGENT, LEAST_URGENT = 4.0, 0.25
 LATE_TIMES = 3.0
-"""A first token is late after so many times what the prompt takes alone, where that is longer than the usual target."""
+"""A first token is late after this multiple of the prompt time, if that exceeds `USUAL_TTFT_TARGET_S`."""
 PAUSE_S, MOST_PAUSES = 1.0, 10.0
 UNKNOWN_OUTPUT = 128.0
-"""Output tokens that a request is thought to have before any group has told."""
+"""Expected output tokens of a request before any group reported a mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """What is to be placed: tokens to be in pages (prompt and delivered), output tokens at most, a target for the first token."""
+    """A request to be assigned to a group."""
 
+    # Tokens to be stored in pages: prompt and delivered output.
     prompt_tokens: int
+    # Maximum.
     output_tokens: int
     ttft_target_s: float | None = None
 
     @property
     def urgency(self) -> float:
-        """How much its time to first token weighs."""
+        """Weight of the time to first token."""
         if not self.ttft_target_s:
             return 1.0
         return min(MOST_URGENT, max(LEAST_URGENT, USUAL_TTFT_TARGET_S / self.ttft_target_s))
@@ -53,13 +54,12 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How much a newcomer's time to first token weighs: its urgency times its haste, which is 1, and less for a long prompt.
-
-    least_own_s: of its prompt's own time, the least in any of the groups that it may go to.
-    """
+    """Weights of a request's time to first token."""
 
     urgency: float = 1.0
+    # 1, less for a long prompt.
     haste: float = 1.0
+    # Least prompt time in any candidate group.
     least_own_s: float = 0.0
 
 
@@ -67,7 +67,7 @@ NO_WAIT = Wait()
 
 
 def wait_of(newcomer: Newcomer, views: Sequence[GroupView], hits: Mapping[str, int]) -> Wait:
-    """How a newcomer waits that may go to these groups. `hits`: tokens of its prompt that they hold, by key."""
+    """Returns the weights of a request with candidate groups `views`. `hits`: prompt tokens that each group holds, by key."""
     tokens = newcomer.prompt_tokens
     if newcomer.ttft_target_s or not views:
         return Wait(newcomer.urgency)
@@ -79,12 +79,12 @@ def wait_of(newcomer: Newcomer, views: Sequence[GroupView], hits: Mapping[str, i
 
 
 def stall_s(own_s: float) -> float:
-    """What a prompt of so many seconds costs each request beside it: half of them, and more where the pause is a long one."""
+    """Returns the cost to each running request of a prompt of `own_s`: half of it, more above `PAUSE_S`."""
     return own_s / 2 * min(MOST_PAUSES, max(1.0, own_s / PAUSE_S))
 
 
 class Terms(NamedTuple):
-    """The parts of J, in its order; `factor` is what they are multiplied by."""
+    """Terms of J in its order, and the factor that multiplies them."""
 
     first_token_s: float
     decode_s: float
@@ -99,7 +99,7 @@ class Terms(NamedTuple):
 
 
 def terms(view: GroupView, newcomer: Newcomer, hit_tokens: int, wait: Wait = NO_WAIT) -> Terms:
-    """What the newcomer costs there if so many of its tokens are in pages already."""
+    """Returns the cost of the request in the group, where pages hold `hit_tokens` of its prompt."""
     missing = max(1, newcomer.prompt_tokens - hit_tokens)
     own_s = view.prompt_s(newcomer.prompt_tokens, hit_tokens)
     output = min(newcomer.output_tokens, view.mean_output_tokens or UNKNOWN_OUTPUT)

@@ -1,13 +1,12 @@
-"""Late binding: a request waits at the router until a group has room for it, so that the choice is made as late as possible.
+"""Late binding: a request waits at the router until a group has room, so that the group is chosen as late as possible.
 
-    open      it could start what was sent at once (rows, pages, a backlog below 0.1 s), or fewer than two wait there
-    held      a closed group is so much better (less than 0.7 of the cost, 250 ms gained) that waiting for it pays; what is held
-              for a group counts as its backlog for those behind; nothing is held for longer than a second
-    requeue   the same bounds take a request that has not started back from its group, twice a second at most; one that is
-              being emptied is left so too
+    open      the group could start the request at once (rows, pages, backlog below 0.1 s), or fewer than two requests wait there
+    held      a closed group costs less than 0.7 of the best open one and saves 250 ms, so waiting for it pays; a held request
+              counts as backlog for those after it; nothing is held for more than a second
+    requeue   the same bounds take an unstarted request back from its group, at most twice a second; also from a draining group
 
-A begun stream goes to the best group at once. A group whose report is not fresh is open: what it has done since is not known, and
-to wait for its word would stop the router. One that never reported is fresh until it should have.
+A stream that has begun goes to the best group at once. A group without a fresh report is open, since its present load is unknown
+and waiting for its report would stop the router. A group that never reported is fresh until its first report is due.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,24 +23,24 @@ ROOM_BACKLOG_S = 0.1
 BETTER, GAIN_S = 0.7, 0.25
 MAX_HELD_S = 1.0
 MAX_LOOKS = 16
-"""Requests that one look considers before it gives up; those for which there is no group at all do not count."""
+"""Requests considered per call; requests without any group do not count."""
 REQUEUE_EVERY_S = 0.5
 MAX_REQUEUES = 4
-"""Of one group in one tick."""
+"""Per group and tick."""
 
 ViewsOf = Callable[[Waiting], Sequence[GroupView]]
-"""The groups that can take a request: those with its tokenizer, and with its weights once it has tokens."""
+"""Groups that can take a request: those with its tokenizer, and with its weights once it has tokens."""
 HitsOf = Callable[[Waiting], Mapping[str, int]]
-"""Tokens of its prompt that groups hold, by key."""
+"""Prompt tokens of a request that each group holds, by key."""
 ExcludedOf = Callable[[Waiting], frozenset[str]]
-"""Groups that failed or refused it, by key."""
+"""Keys of the groups that failed or refused a request."""
 TurnsOf = Callable[[], Mapping[str, int] | None]
-"""The number of the last request that went to each group, by key, where groups take turns; None where the cost decides."""
+"""Sequence number of the last request sent to each group, by key, for round robin; `None` where the cost decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """This request goes there now."""
+    """A request and the group to send it to now."""
 
     waiting: Waiting
     choice: Choice
@@ -53,7 +52,7 @@ def _no_turns() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a dispatch is decided by, beside the queue."""
+    """Inputs of a dispatch besides the queue."""
 
     views_of: ViewsOf
     hits_of: HitsOf
@@ -62,12 +61,12 @@ class Known:
 
 
 def is_open(view: GroupView) -> bool:
-    """Whether one more request may be sent there."""
+    """Returns whether one more request may be sent to the group."""
     return view.state != "fresh" or view.waiting + view.unseen < MAX_WAITING or has_room(view)
 
 
 def has_room(view: GroupView) -> bool:
-    """Whether the group could start one more request with its next steps."""
+    """Returns whether the group could start one more request in its next steps."""
     if view.max_num_seqs:
         rows = view.running + view.waiting < view.max_num_seqs
     else:
@@ -76,7 +75,7 @@ def has_room(view: GroupView) -> bool:
 
 
 def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) -> Dispatch | None:
-    """The next request that leaves the queue, and where it goes. The caller sends it, and asks again with new views."""
+    """Returns the next request to send, with its group. The caller sends it and calls again with new views."""
     held: dict[str, Burden] = {}
     looked = 0
     for waiting in queue.in_turn():
@@ -99,14 +98,14 @@ def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) ->
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """It pays to wait for this group."""
+    """The request should wait for this group."""
 
     key: str
     hit_tokens: int
 
 
 def _choose(waiting: Waiting, views: Sequence[GroupView], known: Known, now: float, draw: float) -> Choice | Held | None:
-    """Where to send it now, what to wait for, or None when no group can take it."""
+    """Returns the group to send the request to, the group to wait for, or `None` when no group can take it."""
     hits, excluded = known.hits_of(waiting), known.excluded_of(waiting)
     turns = known.turns()
     if turns is not None:
@@ -127,31 +126,32 @@ def _choose(waiting: Waiting, views: Sequence[GroupView], known: Known, now: flo
 
 
 def is_much_better(cost_s: float, than_s: float) -> bool:
-    """Whether so much is won that a change pays."""
+    """Returns whether the saving of `cost_s` against `than_s` pays for a change."""
     return cost_s < BETTER * than_s and than_s - cost_s > GAIN_S
 
 
 @dataclass(frozen=True, slots=True)
 class Sat:
-    """A request that was sent to a group and has no token yet. `since`: when it came to this group."""
+    """A request that was sent to a group and has no token yet."""
 
     waiting: Waiting
     key: str
+    # When it was sent to this group.
     since: float
 
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Take this request back: another group is much better."""
+    """A request to take back because another group is much better."""
 
     sat: Sat
     why: str
 
 
 def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now: float) -> list[Requeue]:
-    """Which requests to take back now: of each group the newest, as many as wait there, while another group is much better.
+    """Returns the requests to take back: per group the newest, at most as many as wait there, if another group is much better.
 
-    there: the groups in which they are. One that is being emptied is none of those that can take a request.
+    `there`: views of the groups that hold the requests. A draining group is not a candidate.
     """
     found: list[Requeue] = []
     taken: dict[str, int] = {}
@@ -187,19 +187,19 @@ def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int], wait: Wa
 
 @dataclass(frozen=True, slots=True)
 class Burden:
-    """Prompt tokens that a group has to compute beside those of its view, and the sum of their contexts."""
+    """Queued prompt tokens in addition to those of a view, and the sum of their context lengths."""
 
     tokens: int = 0
     attended: float = 0.0
 
     def plus(self, newcomer: Newcomer, hit_tokens: int = 0) -> "Burden":
-        """With another prompt, of which the group holds so many tokens."""
+        """Adds a prompt of which the group holds `hit_tokens`."""
         tokens = newcomer.prompt_tokens
         held = min(hit_tokens, tokens - 1)
         return Burden(self.tokens + tokens - held, self.attended + attended(tokens, held))
 
     def less(self, newcomer: Newcomer) -> "Burden":
-        """Without a prompt of which the group holds nothing."""
+        """Subtracts a prompt of which the group holds no tokens."""
         return Burden(self.tokens - newcomer.prompt_tokens, self.attended - attended(newcomer.prompt_tokens))
 
 
@@ -207,7 +207,7 @@ NO_BURDEN = Burden()
 
 
 def _burdened(view: GroupView, burden: Burden | None) -> GroupView:
-    """The group with this much more to compute first."""
+    """Returns the view with `burden` added to its queued prompt tokens."""
     if burden is None:
         return view
     tokens = max(0, view.queued_prompt_tokens + burden.tokens)

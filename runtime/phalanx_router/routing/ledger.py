@@ -1,9 +1,9 @@
-"""The ledger of one group: what this router sent there, and how much of it no report has seen yet.
+"""Dispatch ledger: what this router sent to one group since the group's last load report.
 
-    a report that names `last_handle` has seen every Submit up to that handle
+    A report with `last_handle` covers every Submit up to that handle.
     unseen = sent after it and not ended          live = sent and not ended
 
-A report and what is unseen make the group as of now; when no reports come at all, what is live is all that is known.
+The last report plus `unseen` describes the group now; without reports, `live` is all that is known.
 """
 
 from collections import deque
@@ -15,20 +15,20 @@ from phalanx_api.cost import attended
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a request adds to a group: prompt tokens that no page there holds, tokens of context, pages, output tokens at most.
+    """Load that one request adds to a group."""
 
-    attended: the sum of the contexts of those prompt tokens.
-    """
-
+    # Tokens that no page of the group holds.
     prompt_tokens: int = 0
     context_tokens: int = 0
     pages: int = 0
+    # Maximum.
     output_tokens: int = 0
+    # Sum of the context lengths of `prompt_tokens`.
     attended: float = 0.0
 
 
 def sent_of(request: wire.Request, page_size: int, hit_tokens: int = 0) -> Sent:
-    """What this request adds to a group whose pages hold so many of its tokens."""
+    """Returns the load that `request` adds to a group whose pages hold `hit_tokens` of its tokens."""
     context, given = len(request.prompt) + len(request.delivered), len(request.delivered)
     missing = max(1, context - hit_tokens)
     behind = attended(context, context - missing)
@@ -37,7 +37,7 @@ def sent_of(request: wire.Request, page_size: int, hit_tokens: int = 0) -> Sent:
 
 @dataclass(slots=True)
 class Sums:
-    """So many requests, and the sums of what they add."""
+    """Number of requests and the sums of their load."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -47,7 +47,7 @@ class Sums:
     attended: float = 0.0
 
     def add(self, sent: Sent, times: int = 1) -> None:
-        """Adds a request, or with `times` -1 takes it off again."""
+        """Adds a request, or removes it with `times=-1`."""
         self.requests += times
         self.prompt_tokens += times * sent.prompt_tokens
         self.context_tokens += times * sent.context_tokens
@@ -57,7 +57,7 @@ class Sums:
 
 
 class Ledger:
-    """Requests by their handles, which rise. `version` changes with what is unseen or live."""
+    """Requests by handle, which increase. `version` changes with `unseen` and `live`."""
 
     __slots__ = ("_entries", "_found", "_last_seen", "_waiting", "live", "unseen", "version")
 
@@ -67,13 +67,13 @@ class Ledger:
         self.version = 0
         self._entries: dict[int, Sent] = {}
         self._waiting: deque[tuple[int, float]] = deque()
-        """Handles that no report has seen, with the times when they were sent."""
+        """Handles that no report covers, with the times when they were sent."""
         self._found: set[int] = set()
-        """Handles of requests that ran there before this router had them."""
+        """Handles of adopted requests."""
         self._last_seen = 0
 
     def dispatch(self, handle: int, sent: Sent, now: float) -> None:
-        """Notes a request that goes to the group now."""
+        """Records a request sent to the group."""
         self._entries[handle] = sent
         self._waiting.append((handle, now))
         self.unseen.add(sent)
@@ -81,14 +81,14 @@ class Ledger:
         self.version += 1
 
     def found(self, handle: int, sent: Sent) -> None:
-        """Notes a request that the group has and reports count already: it was adopted."""
+        """Records an adopted request, which the group's reports already count."""
         self._entries[handle] = sent
         self._found.add(handle)
         self.live.add(sent)
         self.version += 1
 
     def report(self, last_handle: int) -> None:
-        """Notes that the group has seen all requests up to this handle."""
+        """Records that a load report covers all requests up to `last_handle`."""
         self._last_seen = max(self._last_seen, last_handle)
         while self._waiting and self._waiting[0][0] <= self._last_seen:
             sent = self._entries.get(self._waiting.popleft()[0])
@@ -97,7 +97,7 @@ class Ledger:
                 self.version += 1
 
     def ended(self, handle: int) -> None:
-        """Notes that the group has this request no more. An unknown one is no error."""
+        """Removes a request that the group has finished or lost. An unknown handle is ignored."""
         sent = self._entries.pop(handle, None)
         if sent is None:
             return
@@ -109,7 +109,7 @@ class Ledger:
             self.unseen.add(sent, -1)
 
     def unseen_since(self) -> float | None:
-        """When the oldest request that runs there and that no report has seen was sent."""
+        """Returns when the oldest live request that no report covers was sent."""
         while self._waiting and self._waiting[0][0] not in self._entries:
             self._waiting.popleft()
         return self._waiting[0][1] if self._waiting else None

@@ -1,10 +1,10 @@
-"""Which groups hold how much of a prompt: the page keys that their prefix caches find, as they tell them.
+"""Index of the page keys in each group's prefix cache, as the groups report them.
 
-    a page is found only if all pages before it are, so the keys of a prompt that a group holds are its first n:
-    n by bisection, whatever the length of the prompt
+A page is usable only if all pages before it are, so bisection over a prompt's keys finds how many of its pages a group holds.
 
-Keys are `phalanx_api.prefix`'s: they name model hash, tenant, salt and all tokens up to the page's end, and differ between page
-sizes. Per key and group about 100 bytes; a group that tells more than `MAX_KEYS` is remembered only so far, and counts for less.
+Keys come from `phalanx_api.prefix`: they cover model hash, tenant, salt and all tokens up to the end of the page, and differ
+between page sizes. Memory: about 100 bytes per key and group. Keys beyond `MAX_KEYS` of a group are dropped, which underestimates
+its hits.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 
 MAX_KEYS = 1 << 20
-"""Of one group: 16 million tokens in pages of 16."""
+"""Per group: 16 million tokens in pages of 16."""
 
 
 class KeySpace(NamedTuple):
-    """Groups that name equal content by equal keys."""
+    """Model hash and page size: groups that share both use equal keys for equal content."""
 
     model_hash: str
     page_size: int
 
 
 class PrefixIndex:
-    """The keys of each group, by the group's key. `dropped` counts keys that found no room."""
+    """Page keys of each group. `dropped` counts keys over the limit."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.dropped = 0
@@ -35,11 +35,11 @@ class PrefixIndex:
 
     @property
     def num_keys(self) -> int:
-        """Keys of all groups."""
+        """Number of keys of all groups."""
         return sum(map(len, self._held.values()))
 
     def apply(self, group: str, space: KeySpace, changes: wire.PageChanges) -> None:
-        """Notes what a group finds now and did not before, and the reverse; a snapshot is all that it finds."""
+        """Applies a group's added and removed keys; a snapshot replaces all of them."""
         held = self._held.setdefault(group, set())
         self._spaces[group] = space
         if changes.is_snapshot:
@@ -53,16 +53,16 @@ class PrefixIndex:
                 self.dropped += 1
 
     def forget(self, group: str) -> None:
-        """Drops all of a group."""
+        """Removes a group."""
         self._held.pop(group, None)
         self._spaces.pop(group, None)
 
     def holders(self, key: bytes) -> list[str]:
-        """The groups that find this page, and so all before it."""
+        """Returns the groups that hold the page `key`, and therefore all pages before it."""
         return [group for group, held in self._held.items() if key in held]
 
     def hits(self, asked: "PromptKeys") -> dict[str, int]:
-        """How many tokens of a prompt each group holds; only those that hold some."""
+        """Returns the number of prompt tokens that each group holds; groups without a hit are left out."""
         found = {}
         for group, held in self._held.items():
             if held:
@@ -74,7 +74,7 @@ class PrefixIndex:
 
 
 class PromptKeys:
-    """The keys of one prompt's full pages, hashed once for each key space, and only if some group holds anything."""
+    """Page keys of one prompt, hashed on first use, once per key space."""
 
     __slots__ = ("_cache_salt", "_known", "_tenant", "_tokens")
 
@@ -85,7 +85,7 @@ class PromptKeys:
         self._known: dict[KeySpace, Sequence[bytes]] = {}
 
     def keys(self, space: KeySpace) -> Sequence[bytes]:
-        """The keys of its full pages, the first page's first."""
+        """Returns the keys of the prompt's full pages in order."""
         known = self._known.get(space)
         if known is None:
             root = root_key(space.model_hash, "", self._tenant, self._cache_salt)
@@ -94,7 +94,7 @@ class PromptKeys:
 
 
 def _first_missing(held: set[bytes], keys: Sequence[bytes]) -> int:
-    """How many of the first keys are held."""
+    """Returns how many of the first `keys` are held."""
     if not keys or keys[0] not in held:
         return 0
     low, high = 1, len(keys)
@@ -107,26 +107,24 @@ def _first_missing(held: set[bytes], keys: Sequence[bytes]) -> int:
     return low
 
 
-# Whether what a group says of its pages follows what it said before: the numbers tell.
-# nothing yet --snapshot--> next known --number is next--> next known                            next known --another
-# number--> ask for a snapshot, and drop changes until it comes
+# Sequence check of page changes: a gap in the numbers requests a snapshot, and changes are dropped until it arrives.
 
 
 class PageFeed:
-    """One group's changes, as they come on one connection."""
+    """Sequence check of one group's page changes on one connection."""
 
     __slots__ = ("_next",)
 
     def __init__(self) -> None:
         self._next: int | None = None
-        """Number of the change to come; None until a snapshot comes."""
+        """Number of the next change; `None` before a snapshot."""
 
     def restart(self) -> None:
-        """A new incarnation: it begins without pages, at number 0."""
+        """Starts a new incarnation, which has no pages and counts from 0."""
         self._next = 0
 
     def take(self, changes: wire.PageChanges) -> Literal["use", "ask", "drop"]:
-        """What to do with these: they follow or are a snapshot, some are missing before them, or a snapshot is on its way."""
+        """Returns "use" for the next change or a snapshot, "ask" (for a snapshot) at a gap, "drop" before the snapshot."""
         if changes.is_snapshot:
             self._next = changes.first
             return "use"

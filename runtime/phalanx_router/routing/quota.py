@@ -1,10 +1,10 @@
-"""What one tenant may have: requests and tokens per minute, and requests at once.
+"""Enforces the quotas of a tenant: requests per minute, tokens per minute, and concurrent requests.
 
-    a bucket holds a minute's worth, fills steadily, and is empty of what was taken     take n when level >= min(n, capacity)
-    tokens of a request = its prompt + its output; the output is reserved as min(max_tokens, usual), and settled at the end
+    A bucket holds one minute's quota and refills steadily; n is granted when level >= min(n, capacity).
+    A request reserves its prompt plus min(max_tokens, usual output), and settles the difference at its end.
 
-Whoever is refused hears when the bucket will hold enough; for requests at once that is guessed from how long its requests last.
-Each router grants its share of every quota, one over the number of routers.
+A rejection carries the time until the bucket holds enough; for concurrent requests it is estimated from the tenant's mean
+request duration. Each router grants 1 / (number of routers) of every quota.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ Limit = Literal["requests", "tokens", "concurrent"]
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The request may run; `tokens` were taken for it."""
+    """The request may run and has reserved `tokens`."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """The request may not run now."""
+    """The request exceeds `limit` and may be retried after `retry_after_s`."""
 
     limit: Limit
     why: str
@@ -52,7 +52,7 @@ class _Tenant:
 
 
 class Quotas:
-    """What each tenant has taken."""
+    """Buckets and running requests of every tenant."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
@@ -60,13 +60,13 @@ class Quotas:
     def take(
         self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, share: float = 1.0
     ) -> Granted | Exceeded:
-        """Whether one more request of this tenant may run. A granted one must be given back to `end`."""
+        """Reserves quota for one request. Each `Granted` must be passed to `end`."""
         tenant = self._tenants.setdefault(name, _Tenant())
         tokens = prompt_tokens + int(min(max_tokens, UNKNOWN_OUTPUT))
         if quota.concurrent is not None:
             most = max(1, int(quota.concurrent * share))
             if tenant.running >= most:
-                return Exceeded("concurrent", f"{most} requests at once are allowed, and run", tenant.usual_s / most)
+                return Exceeded("concurrent", f"all {most} concurrent requests of the quota are running", tenant.usual_s / most)
         wanted: list[tuple[Limit, int | None, int]] = [
             ("requests", quota.requests_per_minute, 1),
             ("tokens", quota.tokens_per_minute, tokens),
@@ -82,7 +82,7 @@ class Quotas:
         return Granted(tokens)
 
     def end(self, name: str, granted: Granted, used_tokens: int, lasted_s: float) -> None:
-        """Settles a request that ended: what it did not use is free again, what it used beyond is taken."""
+        """Settles a finished request: returns the reserved tokens that it did not use, or takes those used beyond."""
         tenant = self._tenants[name]
         tenant.running -= 1
         tenant.usual_s += FOLLOW * (lasted_s - tenant.usual_s)
@@ -90,7 +90,7 @@ class Quotas:
             tenant.buckets["tokens"].level += granted.tokens - used_tokens
 
     def _wait_s(self, tenant: _Tenant, limit: Limit, per_minute: int | None, share: float, amount: int, now: float) -> float:
-        """How long until the bucket holds enough."""
+        """Returns the seconds until the bucket holds enough."""
         if per_minute is None:
             return 0.0
         capacity = max(1.0, per_minute * share)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx_runtime.commands import FitSpec
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fit_spec import FitSpec
 from phalanx_runtime.rank.process.cgroup import rank_threads, wait_briefly
 
 

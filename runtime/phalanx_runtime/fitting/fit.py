@@ -12,9 +12,9 @@ from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.checkpoint.model_hash import weights_hash
 from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.commands import FitSpec
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fit_spec import FitSpec
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, ExitCard, exit_layers
 from phalanx_runtime.model.linear.registry import choose_kernels

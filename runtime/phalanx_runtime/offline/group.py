@@ -93,10 +93,10 @@ class OwnGroup:
     async def _serve(self) -> None:
         """Runs the group until it is told to leave."""
         settings, stop = self._settings, threading.Event()
-        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.served_names[0], Tally()))
+        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.model.served_names[0], Tally()))
         self.backend = LocalBackend(client)
         client.subscribe(lambda: self._changed(client))
-        place = Place(0, 1, settings.master_addr, settings.master_port, secrets.token_hex(32))
+        place = Place(0, 1, settings.group.leader_host, settings.group.master_port, secrets.token_hex(32))
         supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
         leave = asyncio.create_task(self._leave.wait())
         try:

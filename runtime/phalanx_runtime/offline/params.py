@@ -107,6 +107,6 @@ def settings_of(model: str, options: Mapping[str, object], environment: Mapping[
             arguments += [f"--{flag}", *(str(item) for item in (value if isinstance(value, list | tuple) else [value]))]
     settings = read_settings(arguments, environment, _Raising)
     assert isinstance(settings, ServeSettings), "the command is serve"
-    if settings.nnodes > 1:
-        raise ValueError(f"nnodes is {settings.nnodes}; here all ranks are on one machine")
+    if settings.group.num_pods > 1:
+        raise ValueError(f"nnodes is {settings.group.num_pods}; here all ranks are on one machine")
     return settings

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
+from phalanx_api.speculation import Tree
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import wait_briefly
 from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
@@ -77,22 +78,23 @@ def _serve(spec: RankSpec) -> None:
 
     secret, near = secret_of(spec), range(spec.local_world_size)
     carrier = PageCarrier(door, reports, spec.hosts, ports, near, secret)
+    config = spec.engine
     limits = Limits(
         ready.max_model_len,
-        spec.max_num_seqs,
-        spec.max_num_batched_tokens,
-        spec.max_num_queued_reqs,
-        max_waiting_tokens=spec.max_num_queued_tokens,
-        long_prefill_tokens=spec.long_prefill_token_threshold,
-        itl_target_s=None if spec.itl_target_ms is None else spec.itl_target_ms / 1e3,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_num_queued_reqs,
+        max_waiting_tokens=config.max_num_queued_tokens,
+        long_prefill_tokens=config.long_prefill_token_threshold,
+        itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
     )
-    method = spec.speculative_method
+    method = config.speculative_method
     drafts = frozenset({method}) - {"none", "ngram"}
-    is_adaptive = spec.speculative_control == "adaptive"
-    tree, may_branch = spec.speculative_tree, not spec.batch_invariant
-    speculating = Speculating(method, spec.speculative_tokens, is_adaptive, drafts, runner.lost_draft, tree, may_branch)
+    is_adaptive = config.speculative_control == "adaptive"
+    tree, may_branch = Tree(list(config.speculative_tree), config.speculative_tree_shape), not config.batch_invariant
+    speculating = Speculating(method, config.speculative_tokens, is_adaptive, drafts, runner.lost_draft, tree, may_branch)
     model = ready.served.model_hash
-    rules = Rules(spec.scheduling_policy, spec.prefix_eviction_policy, spec.enable_prefix_caching, model, speculating)
+    rules = Rules(config.scheduling_policy, config.prefix_eviction_policy, config.enable_prefix_caching, model, speculating)
     run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars(), carrier, runner.fitting)
 
 

@@ -36,7 +36,7 @@ class Room:
 
     def holds(self, spec: RankSpec, max_position: int) -> bool:
         """Whether there is room for one request of the length asked for, or of a usual one."""
-        return self.num_pages * spec.page_size >= (spec.max_model_len or min(max_position, USUAL_TOKENS))
+        return self.num_pages * spec.engine.page_size >= (spec.engine.max_model_len or min(max_position, USUAL_TOKENS))
 
 
 def measure_room(
@@ -54,13 +54,13 @@ def measure_room(
     Raises ModelError, PeerLost, and DraftLost where this is found only when other ranks wait.
     """
     device, held, has_draft = gauge.device, gauge.held(), drafting.model is not None
-    size = page_bytes(model.kv, spec.page_size, dtype) + drafting.page_bytes(spec.page_size, dtype)
+    size = page_bytes(model.kv, spec.engine.page_size, dtype) + drafting.page_bytes(spec.engine.page_size, dtype)
     needs, usable = Needs(0, 0), _usable_bytes(spec, device, system)
     first = _num_pages(spec, usable, held, size, device, system, has_draft)
     num_pages, group_page_bytes = _agree(first, size, pipeline.world, device)
     if not num_pages:  # on any rank: all of them rehearse, or none
         return Room(0, size, group_page_bytes, held, needs, usable)
-    longest = min(spec.max_model_len or max_position, num_pages * spec.page_size)
+    longest = min(spec.engine.max_model_len or max_position, num_pages * spec.engine.page_size)
     try:
         needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
     except ModelError as error:
@@ -100,8 +100,8 @@ def _num_pages(spec: RankSpec, usable: int, taken: int, size: int, device: torch
 
 def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:
     """Bytes of this rank's pool: what was asked for, else what is left of its memory, on CPU within the bounds of a pod."""
-    if spec.kv_cache_memory_bytes is not None:
-        return spec.kv_cache_memory_bytes
+    if spec.engine.kv_cache_memory_bytes is not None:
+        return spec.engine.kv_cache_memory_bytes
     if device.type == "cpu":
         most = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
         return pool_bytes(usable, taken, most, "raise the pod's memory limit")
@@ -115,7 +115,7 @@ def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * spec.gpu_memory_utilization) - others
+    return int(total * spec.engine.gpu_memory_utilization) - others
 
 
 def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:

@@ -67,24 +67,24 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
-    source = open_model(Path(spec.model_dir), spec.model_impl)
+    source = open_model(Path(spec.model_dir), spec.engine.model_impl)
     form = _form(spec, source, pipeline, device, system)
     dtype = form.dtype
     gauge = make_gauge(device)
     before = gauge.held()
     model = source.load(pipeline.peers, form, stage=pipeline.stage)
-    if spec.batch_invariant and (why := why_not(model, dtype, spec.page_size)):
+    if spec.engine.batch_invariant and (why := why_not(model, dtype, spec.engine.page_size)):
         raise ModelError(f"batch-invariant: {why}")
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     keep_freed_memory()
     measure = partial(measure_room, spec, model, source.max_position, pipeline, dtype, system, gauge)
     room = measure(drafting)
-    if spec.speculative_method == "draft" and not room.holds(spec, source.max_position):
+    if spec.engine.speculative_method == "draft" and not room.holds(spec, source.max_position):
         drafting = drafting.without(f"beside the draft model {room.lack}")
         room = measure(drafting)
-    max_model_len = longest_request(spec.max_model_len, source.max_position, room.num_pages, spec.page_size)
-    caches = make_caches(model.kv, room.num_pages, spec.page_size, dtype, device)
-    pool = PoolShape(room.num_pages, spec.page_size)
+    max_model_len = longest_request(spec.engine.max_model_len, source.max_position, room.num_pages, spec.engine.page_size)
+    caches = make_caches(model.kv, room.num_pages, spec.engine.page_size, dtype, device)
+    pool = PoolShape(room.num_pages, spec.engine.page_size)
     grammars = Grammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers) if pipeline.stage.is_first else None
     runner = make_runner(model, caches, pool, pipeline, dtype, device, grammars, proposer)
@@ -94,13 +94,13 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         activations_bytes=room.needs.activations,
         logits_sampler_bytes=room.needs.logits_sampler,
         kv_pool_bytes=room.num_pages * room.page_bytes,
-        kv_bytes_per_token=room.page_bytes // spec.page_size,
+        kv_bytes_per_token=room.page_bytes // spec.engine.page_size,
         total_bytes=room.usable_bytes,
     )
     log.info("memory of rank %d: %s", spec.rank, account)
     served = _served(spec, dtype, model.kv, room.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
-        num_pages=room.num_pages, page_size=spec.page_size, max_model_len=max_model_len, memory=account, served=served
+        num_pages=room.num_pages, page_size=spec.engine.page_size, max_model_len=max_model_len, memory=account, served=served
     )
 
 
@@ -109,19 +109,19 @@ def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: 
     name = str(dtype).removeprefix("torch.")
     stages = spec.pipeline_parallel_size
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
-    layout = f"tp{spec.world_size // stages} pp{stages} {name} page{spec.page_size} heads{heads}"
-    return Served(model_hash(Path(spec.model_dir), name, spec.quantization), layout, group_page_bytes, spec.model_version)
+    layout = f"tp{spec.world_size // stages} pp{stages} {name} page{spec.engine.page_size} heads{heads}"
+    return Served(model_hash(Path(spec.model_dir), name, spec.engine.quantization), layout, group_page_bytes, spec.model_version)
 
 
 def _form(spec: RankSpec, source: Source, pipeline: Pipeline, device: torch.device, system: System) -> Form:
     """The fastest form that this machine has memory for."""
     processor = read_processor()
-    dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
+    dtype = choose_dtype(spec.engine.dtype, source.dtype, device, processor)
     num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)
     spare = int(SECOND_LAYOUT_SHARE * memory_limit(system)) // spec.local_world_size
-    kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.quantization or "bf16")
-    positions = max(source.max_position, spec.max_model_len or 0)
-    return Form(dtype, device, kernels, positions, spec.speculative_method == "self_draft", spec.batch_invariant)
+    kernels = choose_kernels(dtype, device, processor, spare, num_weights * dtype.itemsize, spec.engine.quantization or "bf16")
+    positions = max(source.max_position, spec.engine.max_model_len or 0)
+    return Form(dtype, device, kernels, positions, spec.engine.speculative_method == "self_draft", spec.engine.batch_invariant)
 
 
 def make_runner(

@@ -70,35 +70,35 @@ def _measure(
     spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge, longest: int
 ) -> Needs:
     stage = pipeline.stage
-    tokens = min(spec.max_num_batched_tokens, model.positions)
+    tokens = min(spec.engine.max_num_batched_tokens, model.positions)
     longest = max(tokens, longest)
-    length = longest if device.type != "cpu" else min(longest, _affordable(model, tokens, spec.page_size, dtype))
+    length = longest if device.type != "cpu" else min(longest, _affordable(model, tokens, spec.engine.page_size, dtype))
     plan, num_pages = _largest(spec, tokens, length)
-    caches = make_caches(model.kv, num_pages, spec.page_size, dtype, device)
+    caches = make_caches(model.kv, num_pages, spec.engine.page_size, dtype, device)
     for cache in caches:  # taken before it is measured: pages are no activations
         cache.k.zero_()
         cache.v.zero_()
-    builder = BatchBuilder(CacheShape(spec.page_size, model.kv.kv_heads, 1), dtype, device)
+    builder = BatchBuilder(CacheShape(spec.engine.page_size, model.kv.kv_heads, 1), dtype, device)
     seen: list[Tensor] = []
 
     def compute() -> None:
         before = None if stage.is_first else builder.empty(tokens, model.width).zero_()
         seen.append(model.hidden(builder.build(plan), caches, before))
 
-    activations = gauge.peak(compute) + (GATHER_BYTES if spec.max_num_seqs > 1 else 0)
+    activations = gauge.peak(compute) + (GATHER_BYTES if spec.engine.max_num_seqs > 1 else 0)
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype) + 2 * TILE_BYTES
-    drafts = stage.is_first and spec.speculative_method == "self_draft"
+    drafts = stage.is_first and spec.engine.speculative_method == "self_draft"
     draws = stage.is_last or drafts
     return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0][: len(plan.draws)])) if draws else 0)
 
 
 def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
     """A chunk of so many tokens that ends a context of this length, and how many pages it needs."""
-    first = (length - tokens) // spec.page_size
-    own = -(-length // spec.page_size) - first
+    first = (length - tokens) // spec.engine.page_size
+    own = -(-length // spec.engine.page_size) - first
     pages = [0] * first + list(range(own))
-    draws = [(0, 0)] * (spec.max_num_seqs + MORE_DRAWS)
+    draws = [(0, 0)] * (spec.engine.max_num_seqs + MORE_DRAWS)
     return StepPlan(0, [NewRow(0, DEAREST)], [0], [length - tokens], [tokens], [pages], [0] * tokens, draws), own
 
 

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import wire
-from phalanx_api.speculation import Tree
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import Tally
@@ -35,7 +34,7 @@ from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
-from phalanx_runtime.settings import ServeSettings
+from phalanx_runtime.settings import ModelSettings, ServeSettings
 
 # What a group drafts with, found on this machine before its ranks start.
 
@@ -54,16 +53,16 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
-def find_drafts(settings: ServeSettings, stop: threading.Event) -> Drafts:
+def find_drafts(settings: ModelSettings, pod_index: int, stop: threading.Event) -> Drafts:
     """What the settings ask for, fetched if need be. Blocks. A draft that cannot be had stops no group: it serves without."""
     cache, token, cached_only = settings.download_dir, settings.hf_token, settings.cached_only
     try:
-        if settings.speculative_draft_model is not None and settings.node_rank == 0:
-            model = settings.speculative_draft_model
+        if settings.draft_model is not None and pod_index == 0:
+            model = settings.draft_model
             found = locate(model, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
             return Drafts(draft_dir=str(found.dir))
-        if settings.speculative_exit is not None:
-            uri = settings.speculative_exit
+        if settings.draft_exit is not None:
+            uri = settings.draft_exit
             file = locate_exit(uri, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
             return Drafts(exit=str(file))
     except ModelError as error:
@@ -168,19 +167,20 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     registry = CollectorRegistry()
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
+    group = settings.group
     place = Place(
-        settings.node_rank,
-        settings.nnodes,
-        settings.master_addr,
-        settings.master_port,
-        group_token(settings.token or secrets.token_hex(32), settings.group_key),
+        group.pod_index,
+        group.num_pods,
+        group.leader_host,
+        group.master_port,
+        group_token(group.token or secrets.token_hex(32), group.key),
     )
     client: EngineClient | None = None
     supervisor: LeaderSupervisor | MemberSupervisor
     leaver: Leaver
     tally = Tally()
-    if settings.node_rank == 0:
-        client = EngineClient(EngineMetrics(registry, settings.served_names[0], tally))
+    if group.pod_index == 0:
+        client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], tally))
         leaver, supervisor = client, LeaderSupervisor(place, parts, client)
     else:
         leaver = supervisor = MemberSupervisor(place, parts)
@@ -195,12 +195,12 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     app: FastAPI
     if client is not None:
         link = None
-        if settings.token is not None:
-            link = LinkSettings(settings.token, settings.group, settings.revision_hash, settings.page_size)
-        app = make_leader_app(vitals, client, link, registry, lifespan, settings.api_keys)
+        if group.token is not None:
+            link = LinkSettings(group.token, group.name, group.revision, settings.engine.page_size)
+        app = make_leader_app(vitals, client, link, registry, lifespan, settings.http.api_keys)
     else:
         app = create_health_app(vitals.health, registry=registry, lifespan=lifespan)
-    server = PodServer(make_config(app, settings.host, settings.port), leaver, settings.shutdown_timeout)
+    server = PodServer(make_config(app, settings.http.host, settings.http.port), leaver, settings.http.shutdown_timeout)
     return server
 
 
@@ -229,18 +229,20 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     drafts: dict[Path, Drafts] = {}
     versions: dict[Path, str] = {}
 
+    source = settings.model
+
     def find() -> Path:
         local = locate(
-            settings.model,
-            revision=settings.revision,
-            cache_dir=settings.download_dir,
-            hf_token=settings.hf_token,
+            source.model,
+            revision=source.revision,
+            cache_dir=source.download_dir,
+            hf_token=source.hf_token,
             progress=log.info,
             stop=stop,
-            cached_only=settings.cached_only,
+            cached_only=source.cached_only,
         )
         versions[local.dir] = local.version
-        drafts[local.dir] = find_drafts(settings, stop)
+        drafts[local.dir] = find_drafts(source, settings.group.pod_index, stop)
         return local.dir
 
     async def find_beside() -> Path:
@@ -251,7 +253,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
-        return read_assets(folder, settings.served_names, longest)
+        return read_assets(folder, source.served_names, longest)
 
     return Parts(find_beside, make_specs, assets, rank_command)
 
@@ -260,47 +262,27 @@ def make_rank_specs(
     settings: ServeSettings, launch: Launch, folder: Path, drafts: Drafts = NO_DRAFTS, model_version: str = ""
 ) -> list[RankSpec]:
     """What each rank of this pod is told: pods hold the ranks in order, the same number each."""
-    local = settings.local_world_size
-    first = settings.node_rank * local
+    group = settings.group
+    local = group.local_world_size
+    first = group.pod_index * local
     return [
         RankSpec(
             rank=first + i,
-            world_size=settings.world_size,
-            pipeline_parallel_size=settings.pipeline_parallel_size,
+            world_size=group.world_size,
+            pipeline_parallel_size=group.pipeline_parallel_size,
             local_world_size=local,
             local_rank=i,
             incarnation=launch.incarnation,
             hosts=[host for host in launch.hosts for _ in range(local)],
-            base_port=settings.master_port,
+            base_port=group.master_port,
             token=launch.key,
             model_dir=str(folder),
             model_version=model_version,
             engine_socket=launch.engine_socket if first + i == 0 else "",
-            dtype=settings.dtype,
-            quantization=settings.quantization,
-            batch_invariant=settings.batch_invariant,
-            model_impl=settings.model_impl,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_queued_reqs=settings.max_num_queued_reqs,
-            max_num_queued_tokens=settings.max_num_queued_tokens,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            page_size=settings.page_size,
-            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            prefix_eviction_policy=settings.prefix_eviction_policy,
-            scheduling_policy=settings.scheduling_policy,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            itl_target_ms=settings.itl_target_ms,
-            speculative_method=settings.speculative_method,
-            speculative_tokens=settings.speculative_tokens,
-            speculative_tree=Tree(settings.speculative_tree, settings.speculative_tree_shape),
-            speculative_control=settings.speculative_control,
-            speculative_draft_dir=drafts.draft_dir,
-            speculative_exit=drafts.exit,
-            speculative_ratio=settings.speculative_ratio,
-            speculative_missing=drafts.missing or launch.without_draft,
+            engine=settings.engine,
+            draft_dir=drafts.draft_dir,
+            draft_exit=drafts.exit,
+            draft_missing=drafts.missing or launch.without_draft,
         )
         for i in range(local)
     ]

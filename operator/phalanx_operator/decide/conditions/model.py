@@ -6,7 +6,7 @@ What goes wrong with a download is known by the words of the runtime that meets 
 import re
 
 from phalanx_api.conditions import Reason, drop_condition, set_condition
-from phalanx_api.spec.inference_service import Model
+from phalanx_api.spec.model import Model
 from phalanx_api.status import ModelStatus, Status
 from phalanx_operator.decide.groups.recovery import last_death
 from phalanx_operator.decide.state.fleet import Fleet

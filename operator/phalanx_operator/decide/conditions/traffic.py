@@ -7,7 +7,7 @@ ends.
 import datetime
 
 from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, find_condition, set_condition
-from phalanx_api.spec.inference_service import Engine
+from phalanx_api.spec.engine import Engine
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
 from phalanx_api.summary import Cause, Hotspot
 from phalanx_operator.decide.state.fleet import Fleet

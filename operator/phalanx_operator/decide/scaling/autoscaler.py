@@ -165,7 +165,7 @@ def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) ->
         to_zero=policy.scale_to_zero.enabled,
         idle_s=policy.scale_to_zero.idle_seconds,
         streams_move=service.spec.rebalancing.mode == "Migrate",
-        room=service.spec.engine.max_num_batched_tokens,
+        room=service.spec.engine.given("max_num_batched_tokens"),
         fallback=policy.fallback_replicas,
     )
 

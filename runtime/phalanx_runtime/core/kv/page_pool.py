@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx_api import wire
-from phalanx_runtime.core.kv.eviction.protocol import PolicyName
+from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.registry import make_eviction
 from phalanx_runtime.core.kv.page_check import PoolState, find_wrong
 from phalanx_runtime.core.kv.page_index import Beginnings, PageEvents
@@ -53,7 +53,7 @@ class CacheCounters:
 class PagePool:
     """Pages 0 to num_pages - 1, handed out in a fixed order so that the same calls always give the same pages."""
 
-    def __init__(self, num_pages: int, page_size: int, eviction: PolicyName = "lru", event_log: int = 65536) -> None:
+    def __init__(self, num_pages: int, page_size: int, eviction: EvictionPolicy = "lru", event_log: int = 65536) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
         self.num_pages = num_pages

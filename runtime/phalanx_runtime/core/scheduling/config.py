@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import assert_never
 
+from phalanx_api.engine_config import EvictionPolicy, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.kv.eviction.protocol import PolicyName as EvictionName
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import Sharing
-from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, PolicyName, Priority
+from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, Speculating
 from phalanx_runtime.core.step_plan import PoolShape
@@ -20,14 +20,14 @@ class Rules:
     """Order of requests, order of eviction, whether pages are shared at all, the model's hash, in the keys of pages, and who
     proposes tokens."""
 
-    scheduling_policy: PolicyName = "fcfs"
-    eviction_policy: EvictionName = "adaptive"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    eviction_policy: EvictionPolicy = "adaptive"
     prefix_caching: bool = True
     model: str = ""
     speculating: Speculating = NO_SPECULATION
 
 
-def make_policy(name: PolicyName) -> Policy:
+def make_policy(name: SchedulingPolicy) -> Policy:
     """The policy of a name."""
     match name:
         case "fcfs":

@@ -12,13 +12,10 @@ Pure: the time is an argument.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.request import Request, Wishes
-
-PolicyName = Literal["fcfs", "priority", "deadline", "fair"]
-POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 AGING_S = 30.0
 """A request that waited this long goes before one that came now with a priority higher by one."""

@@ -14,9 +14,9 @@ import torch
 from phalanx_runtime.checkpoint.assets import difference
 from phalanx_runtime.checkpoint.model_hash import model_hash, weights_hash
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.commands import RATIO
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.fit_spec import RATIO
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, exit_layers, read_exit
@@ -66,7 +66,7 @@ class Drafting:
 
 def load_drafting(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> Drafting:
     """What this rank drafts with. All ranks call it together. Raises PeerLost, ModelError when that cannot draft here."""
-    match spec.speculative_method:
+    match spec.engine.speculative_method:
         case "draft":
             is_drafter = pipeline.stage.is_first and pipeline.peers.rank == 0
             return _draft_model(spec, target, dtype, device) if is_drafter else Drafting()
@@ -80,7 +80,7 @@ def make_proposer(
     spec: RankSpec, drafting: Drafting, target: Model, caches: list[LayerCache], pool: PoolShape, peers: Collective
 ) -> Proposer | None:
     """Who drafts on this rank of the first stage, over pages of these numbers; None where nobody ever does."""
-    if spec.speculative_method not in ("draft", "self_draft"):
+    if spec.engine.speculative_method not in ("draft", "self_draft"):
         return None
     if drafting.lost:
         return LostDraft(drafting.lost)
@@ -99,17 +99,17 @@ def make_proposer(
 
 def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torch.device) -> Drafting:
     """The draft model, whole."""
-    if spec.speculative_missing:
-        return Drafting().without(spec.speculative_missing)
-    folder = Path(spec.speculative_draft_dir)
+    if spec.draft_missing:
+        return Drafting().without(spec.draft_missing)
+    folder = Path(spec.draft_dir)
     try:
         differs = difference(Path(spec.model_dir), folder)
         source = open_model(folder, "auto")
         weights = source.num_linear_weights(0, 1)
-        kernels = choose_kernels(dtype, device, read_processor(), 0, weights * dtype.itemsize, spec.quantization or "bf16")
+        kernels = choose_kernels(dtype, device, read_processor(), 0, weights * dtype.itemsize, spec.engine.quantization or "bf16")
         form = Form(dtype, device, kernels, target.positions)
         model = None if differs else source.load(SoloCollective(), form)
-        name = model_hash(folder, str(dtype), spec.quantization)
+        name = model_hash(folder, str(dtype), spec.engine.quantization)
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return Drafting().without(f"draft model {folder} cannot be loaded: {error}")
     if differs:
@@ -121,19 +121,18 @@ def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.
     """The number of layers, and their exit where one is given."""
     if not isinstance(target, Decoder):
         raise ModelError("self-draft: only models that the fused decoder computes draft by their first layers")
-    found = Drafting(num_layers=exit_layers(spec.speculative_ratio or RATIO, target.config.num_layers))
-    if spec.speculative_exit or spec.speculative_missing:
+    found = Drafting(num_layers=exit_layers(spec.engine.speculative_ratio or RATIO, target.config.num_layers))
+    if spec.draft_exit or spec.draft_missing:
         found = _with_exit(spec, target.width, dtype, device)
         failed = pipeline.world.all_gather(torch.tensor([[int(bool(found.lost))]], device=device), 0)
         if bool(failed.any()):
             return found if found.lost else Drafting().without("another rank cannot read the exit")
     if not pipeline.stage.is_first:
         return replace(found, through=None)
-    asked = None if spec.speculative_ratio is None else exit_layers(spec.speculative_ratio, target.config.num_layers)
+    ratio = spec.engine.speculative_ratio
+    asked = None if ratio is None else exit_layers(ratio, target.config.num_layers)
     if asked not in (None, found.num_layers):
-        raise ModelError(
-            f"self-draft: a ratio of {spec.speculative_ratio} is {asked} layers, and the exit was fitted for {found.num_layers}"
-        )
+        raise ModelError(f"self-draft: a ratio of {ratio} is {asked} layers, and the exit was fitted for {found.num_layers}")
     if found.num_layers > len(target.layers):
         raise ModelError(
             f"self-draft: it takes the first {found.num_layers} layers, and the first pipeline stage has {len(target.layers)}: "
@@ -143,9 +142,9 @@ def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.
 
 
 def _with_exit(spec: RankSpec, width: int, dtype: torch.dtype, device: torch.device) -> Drafting:
-    if spec.speculative_missing:
-        return Drafting().without(spec.speculative_missing)
-    path = Path(spec.speculative_exit)
+    if spec.draft_missing:
+        return Drafting().without(spec.draft_missing)
+    path = Path(spec.draft_exit)
     try:
         through = read_exit(path, dtype, device)
     except (ModelError, RuntimeError) as error:  # RuntimeError: there is no memory for it

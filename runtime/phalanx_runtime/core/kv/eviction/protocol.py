@@ -6,10 +6,7 @@ every policy). The policy knows which of the idle ones goes first. It sees every
     insert -> (hit | release | idle)* -> remove          a hit page is not idle until `on_idle` says so again
 """
 
-from typing import Literal, Protocol, get_args
-
-PolicyName = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
-POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+from typing import Protocol
 
 
 class Eviction(Protocol):

@@ -1,0 +1,110 @@
+"""Flags of the commands other than `serve`: `convert`, `fetch` and `fit-exit`. No torch here."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from phalanx_api.engine_config import SETTINGS
+from phalanx_runtime.flag_types import positive, seconds, share
+
+RATIO = 0.4
+"""Default share of the layers that draft."""
+TOKENS = 50_000
+SECONDS = 300.0
+_DTYPES = next(setting.choices for setting in SETTINGS if setting.name == "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertSettings:
+    """A GGUF file, and the folder of safetensors that is made from it."""
+
+    gguf: Path
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """A model to download, and optionally its exit."""
+
+    model: str
+    revision: str | None
+    download_dir: Path
+    hf_token: str | None
+    exit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """A model as `serve` takes it, the file to write, and how the exit is fitted."""
+
+    model: str
+    revision: str | None
+    download_dir: Path
+    hf_token: str | None
+    out: Path
+    ratio: float
+    tokens: int
+    seconds: float
+    temperature: float
+    seed: int
+    dtype: str
+
+
+class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Input of the fitting process on stdin: the model, and how its exit is fitted."""
+
+    model_dir: str
+    out: str
+    ratio: float = RATIO
+    """Share of the layers that draft."""
+    tokens: int = TOKENS
+    """Tokens that the model generates to fit the exit on."""
+    seconds: float = SECONDS
+    """Longest time of generation."""
+    temperature: float = 1.0
+    seed: int = 0
+    dtype: str = "auto"
+
+
+def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command `convert`."""
+    convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
+    convert.add_argument("gguf", type=Path, metavar="GGUF")
+    convert.add_argument("folder", type=Path, metavar="DIR")
+
+
+def add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command `fetch`."""
+    add = commands.add_parser("fetch", help="download a model, for caches that groups only read").add_argument
+    add("model", metavar="MODEL", help="org/name, or a URI of hf, s3, gs or oci")
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--exit", metavar="URI", help="URI of the model's exit, downloaded too")
+    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+
+
+def add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command `fit-exit`."""
+    add = commands.add_parser("fit-exit", help="fit the exit by which a model's first layers draft for it").add_argument
+    add("model", metavar="MODEL", help="as for serve: folder, .gguf file, org/name, or a URI")
+    add("--out", type=Path, required=True, metavar="FILE", help="the safetensors file to write, for --speculative-exit")
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--ratio", type=share, default=RATIO, metavar="SHARE", help="share of the layers that draft")
+    add("--tokens", type=positive, default=TOKENS, metavar="N", help="tokens that the model generates to fit the exit on")
+    add("--seconds", type=seconds, default=SECONDS, metavar="S", help="longest time of generation")
+    add("--temperature", type=seconds, default=1.0, metavar="T", help="temperature of generation")
+    add("--seed", type=positive, default=1, metavar="N", help="seed of generation: equal seeds give equal files")
+    add("--dtype", choices=_DTYPES, default="auto", help="dtype of weights during generation")
+    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+
+
+def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings:
+    """Returns the settings of the command that `flags` name."""
+    if flags.command == "convert":
+        return ConvertSettings(flags.gguf, flags.folder)
+    source = {name: getattr(flags, name) for name in ("model", "revision", "download_dir", "hf_token")}
+    if flags.command == "fetch":
+        return FetchSettings(**source, exit=flags.exit)
+    fit = {name: getattr(flags, name) for name in ("out", "ratio", "tokens", "seconds", "temperature", "seed", "dtype")}
+    return FitSettings(**source, **fit)
