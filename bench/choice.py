@@ -12,9 +12,9 @@ import msgspec
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_router.routing.choose import Choice, choose
-from phalanx_router.routing.cost import Newcomer
-from phalanx_router.routing.ledger import Sent
-from phalanx_router.routing.look import Lookout, Told
+from phalanx_router.routing.cost import RequestDemand
+from phalanx_router.routing.ledger import SentRequest
+from phalanx_router.routing.look import GroupReport, GroupViewBuilder
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 
 CHOICES, PER_REPORT = 2000, 20
@@ -38,14 +38,14 @@ LOAD = wire.Load(
 def measure(num_groups: int, prompt_tokens: int) -> tuple[float, float]:
     """Microseconds of a choice, and of hashing the pages of a prompt once."""
     draw = random.Random(0)
-    groups = [Told(f"g{i}", f"g{i}", served=wire.Served("model", "layout", 1000)) for i in range(num_groups)]
+    groups = [GroupReport(f"g{i}", f"g{i}", served=wire.Served("model", "layout", 1000)) for i in range(num_groups)]
     prompt = [draw.randrange(50_000) for _ in range(prompt_tokens)]
     keys = PrefixKeys(root_key("model"), SPACE.page_size).extend(prompt)
-    index, lookout = PrefixIndex(), Lookout()
+    index, lookout = PrefixIndex(), GroupViewBuilder()
     for group in groups:
         held = [(True, key) for key in keys[: draw.randrange(len(keys) + 1)]]
         index.apply(group.key, SPACE, wire.PageChanges(0, held, is_snapshot=True))
-    asked, newcomer = PromptKeys(prompt, "", ""), Newcomer(prompt_tokens, 200)
+    asked, demand = PromptKeys(prompt, "", ""), RequestDemand(prompt_tokens, 200)
     began_s = time.thread_time()
     asked.keys(SPACE)
     hashing_s = time.thread_time() - began_s
@@ -56,11 +56,11 @@ def measure(num_groups: int, prompt_tokens: int) -> tuple[float, float]:
             for group in groups:
                 group.report(msgspec.structs.replace(LOAD, sequence=number, last_handle=number), now)
         began_s = time.thread_time()
-        views = lookout.look(groups, now)
-        choice = choose(views, newcomer, draw.random(), hits=index.hits(asked))
+        views = lookout.build(groups, now)
+        choice = choose(views, demand, draw.random(), hits=index.hits(asked))
         spent_s += time.thread_time() - began_s
         assert isinstance(choice, Choice)
-        groups[int(choice.key[1:])].ledger.dispatch(number, Sent(prompt_tokens, prompt_tokens, 10, 200), now)
+        groups[int(choice.key[1:])].ledger.dispatch(number, SentRequest(prompt_tokens, prompt_tokens, 10, 200), now)
     return spent_s / CHOICES * 1e6, hashing_s * 1e6
 
 

@@ -16,7 +16,7 @@ from multiprocessing.queues import Queue
 
 import torch
 
-from phalanx_runtime.collective.connect import Place, connect, listen
+from phalanx_runtime.collective.connect import RankPlace, connect, listen
 from phalanx_runtime.collective.library import join_library
 from phalanx_runtime.collective.protocol import Collective
 
@@ -45,7 +45,7 @@ def measure(pods: list[int]) -> Figures:
     for size in pods:
         for rank in range(first, first + size):
             name = f"bench-{os.getpid()}-{len(pods)}-{first}"
-            place = Place(rank, sum(pods), range(first, first + size), addresses, b"bench", 1, name)
+            place = RankPlace(rank, sum(pods), range(first, first + size), addresses, b"bench", 1, name)
             ranks.append(context.Process(target=run_rank, args=(place, listeners[rank], answers)))
         first += size
     for process in ranks:
@@ -56,7 +56,7 @@ def measure(pods: list[int]) -> Figures:
     return figures
 
 
-def run_rank(place: Place, listener: socket.socket, answers: "Queue[Figures]") -> None:
+def run_rank(place: RankPlace, listener: socket.socket, answers: "Queue[Figures]") -> None:
     """One rank's part; rank 0 answers."""
     torch.set_num_threads(1)
     own = connect(place, 30.0, listener)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.backend import Begun, Delta, KeepAlive
+from phalanx_frontend.backend import Delta, KeepAlive, ResumableStream
 
 NAME = "bench"
 
@@ -51,10 +51,10 @@ class Steps:
             await self._next_step()
             yield Delta(index, [40 + index % 50], "length" if index == last else None)
 
-    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         return {}
 
-    async def awake(self) -> None:
+    async def wait_for_assets(self) -> None:
         """At once: what is not known yet, no request waits for."""
 
     def assets(self) -> wire.Assets:

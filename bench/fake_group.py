@@ -24,12 +24,12 @@ from bench.door import bench_assets
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_runtime.engine.backend import LocalBackend
-from phalanx_runtime.engine.client import EngineClient, Follower
+from phalanx_runtime.engine.client import EngineClient, EngineObserver
 from phalanx_runtime.engine.move_relay import MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 from phalanx_runtime.server.link.connection import LinkSettings
-from phalanx_runtime.server.link.endpoint import LinkDoor
-from phalanx_runtime.server.link.gateway import EngineGateway, Sink
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
+from phalanx_runtime.server.link.gateway import EngineGateway, EngineSink
 
 FIRST_ID, SPELLED = 32, 64
 """Ids of plain characters in the tokenizer of `bench.door`, and how many of them are used."""
@@ -63,11 +63,11 @@ class Pacer:
         self.moves = MoveRelay(lambda order: None, lambda handle: None)
         self._clock = clock
         self._assets = bench_assets()
-        self._running: dict[int, tuple[wire.Request, Sink, int]] = {}
-        self._followers: list[Follower] = []
+        self._running: dict[int, tuple[wire.Request, EngineSink, int]] = {}
+        self._followers: list[EngineObserver] = []
         self._handles = self._reports = self._steps = 0
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
         self._handles += 1
         self._running[self._handles] = request, sink, len(request.delivered)
         return self._handles
@@ -80,7 +80,7 @@ class Pacer:
         """Whether this request still runs."""
         return handle in self._running
 
-    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
+    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
         for handle in handles:
             request, _, index = self._running[handle]
             self._running[handle] = request, sink, index
@@ -113,7 +113,7 @@ class Pacer:
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
-    def follow(self, follower: Follower) -> Callable[[], None]:
+    def follow(self, follower: EngineObserver) -> Callable[[], None]:
         self._followers.append(follower)
         return lambda: self._followers.remove(follower)
 
@@ -138,7 +138,7 @@ class Pacer:
         self._steps += 1
         self._clock.note(self._steps)
         token = FIRST_ID + self._steps % SPELLED
-        frames: dict[int, tuple[Sink, wire.Tokens]] = {}
+        frames: dict[int, tuple[EngineSink, wire.Tokens]] = {}
         for handle, (request, sink, index) in list(self._running.items()):
             _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
             frame.handles.append(handle)
@@ -181,7 +181,7 @@ async def _serve(given: argparse.Namespace) -> None:
 
     app = create_app(LocalBackend(cast(EngineClient, engine)), lifespan=lifespan)
     link = LinkSettings(given.token_file.read_text().strip(), f"group-{given.port}", "bench", 16)
-    app.router.routes.append(LinkDoor(gateway, link).route())
+    app.router.routes.append(LinkEndpoint(gateway, link).route())
     config = uvicorn.Config(
         app, host=given.host, port=given.port, log_config=None, access_log=False, ws="websockets-sansio",
         ws_per_message_deflate=False, backlog=4096,

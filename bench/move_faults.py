@@ -21,11 +21,11 @@ import msgspec
 
 from bench.virtual.clock import run_virtual
 from bench.virtual.world import FAULTS, STEPS, WHO, Cell, Machines, World
-from phalanx_router.moves.records import How
+from phalanx_router.moves.records import TransferMode
 
 TRIES = 4
 """Runs for each that counts, at most."""
-HOWS: tuple[How, ...] = ("stop", "precopy")
+HOWS: tuple[TransferMode, ...] = ("stop", "precopy")
 WITHOUT_PAGES = frozenset({"propose", "decode", "release"})
 """Steps that a move without pages has too."""
 
@@ -53,7 +53,7 @@ def run_cell(cell: Cell, count: int, first_seed: int = 0, machines: Machines | N
     """Runs until the fault has struck so many times."""
     result = Result(str(cell))
     base = first_seed + 1_000_000 * (cell.step * 100 + WHO.index(cell.who) * 10 + FAULTS.index(cell.fault))
-    hows: tuple[How, ...] = (*HOWS, "recompute") if STEPS[cell.step] in WITHOUT_PAGES else HOWS
+    hows: tuple[TransferMode, ...] = (*HOWS, "recompute") if STEPS[cell.step] in WITHOUT_PAGES else HOWS
     for seed in range(base, base + TRIES * count):
         outcome = run_virtual(World(seed, cell, machines=machines, leave_share=leave_share).run(hows[seed % len(hows)]))
         result.runs += 1

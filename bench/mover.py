@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
-from phalanx_api.wire.versions import LINK
+from phalanx_api.wire import PROTOCOL_VERSION
 
 WAIT_S = 60.0
 Said = TypeVar("Said", bound=msgspec.Struct)
@@ -42,7 +42,7 @@ def linked(base_url: str, token: str) -> Iterator["LinkEnd"]:
     url = base_url.replace("http", "ws", 1) + wire.LINK_PATH
     headers = {"Authorization": f"Bearer {token}"}
     with connect(url, additional_headers=headers, max_size=None, compression=None) as link:
-        link.send(wire.encode(wire.Hello(LINK.newest, "mover")))
+        link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "mover")))
         yield LinkEnd(link)
 
 

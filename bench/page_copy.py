@@ -13,11 +13,11 @@ import torch
 
 from bench.figures import table
 from phalanx_api.moves import PageAddress
-from phalanx_runtime.core.migration.page_orders import Came, ComeFailed, Expect, Report, Send, SendFailed
+from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report, SendFailed, SendPages
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.page_memory import open_pages
 from phalanx_runtime.rank.transfer.page_wire import KEY_BYTES
-from phalanx_runtime.rank.transfer.server import PageDoor, Secret
+from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
 
 SHAPES = {"8 layers, 4 x 64": (8, 4, 64), "30 layers, 3 x 64": (30, 3, 64), "32 layers, 8 x 128": (32, 8, 128)}
 PAGE_SIZE = 16
@@ -38,23 +38,25 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
     done = threading.Event()
 
     def tell(report: Report) -> None:
-        if isinstance(report, SendFailed | ComeFailed) or (isinstance(report, Came) and report.num_computed is not None):
+        if isinstance(report, SendFailed | ReceiveFailed) or (
+            isinstance(report, PagesReceived) and report.num_computed is not None
+        ):
             ends.append(report)
             done.set()
 
     caches = [make_caches(shape, count) for _ in range(2)]
     source, target = (
-        PageDoor(0, Secret(b"bench", 1), PAGE_SIZE, partial(open_pages, one), lambda step: None, tell) for one in caches
+        KvTransferServer(0, Secret(b"bench", 1), PAGE_SIZE, partial(open_pages, one), lambda step: None, tell) for one in caches
     )
     key, pages = bytes(KEY_BYTES), list(range(count))
-    target.obey(Expect("copy", key, 0, pages, 0))
+    target.obey(ExpectPages("copy", key, 0, pages, 0))
     cpu, wall = time.process_time(), time.perf_counter()
-    source.obey(Send("copy", PageAddress("localhost", target.port), key, 0, pages, 0, count * PAGE_SIZE))
+    source.obey(SendPages("copy", PageAddress("localhost", target.port), key, 0, pages, 0, count * PAGE_SIZE))
     done.wait()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     for door in (source, target):
         door.close()
-    if not isinstance(ends[0], Came):
+    if not isinstance(ends[0], PagesReceived):
         raise RuntimeError(f"the copy failed: {ends[0]}")
     return page_bytes, count, cpu, wall
 

@@ -31,18 +31,18 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire.router import mix
 from phalanx_frontend.backend import Delta
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.moves.records import How, Over, Proposal
-from phalanx_router.session import FleetSettings, Run
+from phalanx_router.moves.records import MoveEnded, MoveRequest, TransferMode
+from phalanx_router.session import FleetSettings, StreamSession
 
 TOKEN = "of the bench"
 PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT = 60, 300, 2048
 MEAN_STAY = 8
 """Tokens that a stream draws in a group, in the mean."""
-HOWS: tuple[How, ...] = ("stop", "precopy", "stop", "precopy", "recompute")
+HOWS: tuple[TransferMode, ...] = ("stop", "precopy", "stop", "precopy", "recompute")
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":200}},"required":["a","b"]}'
 KINDS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
@@ -98,12 +98,12 @@ def make_requests(rounds: int, seed: int) -> list[Asked]:
 class Bench:
     """A router with links to engines, and streams that it moves."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: RouterBackend, seed: int) -> None:
         self.report = Report()
         self._fleet = fleet
         self._chance = random.Random(seed)
         self._kinds: dict[str, str] = {}
-        fleet.moving.ended.append(self._move_ended)
+        fleet.mover.ended.append(self._move_ended)
 
     async def plain(self, requests: Sequence[Asked], at_once: int) -> dict[str, list[int]]:
         """The tokens of each, without a move."""
@@ -144,7 +144,7 @@ class Bench:
         links = self._fleet.links.eligible(self._fleet.links.tokenizer()).values()
         deadline = time.perf_counter() + AT_REST_S
         for link in links:
-            while (load := link.told.load) is None or load.running or load.waiting or load.free_pages < load.total_pages:
+            while (load := link.group_report.load) is None or load.running or load.waiting or load.free_pages < load.total_pages:
                 if time.perf_counter() > deadline:
                     self.report.wrong.append(f"{link.endpoint.group} does not come to rest: {load}")
                     return
@@ -154,7 +154,7 @@ class Bench:
 
     async def _hear(self, request: wire.Request, moves: bool) -> list[int]:
         got: list[int] = []
-        run: Run | None = None
+        run: StreamSession | None = None
         move_at = self._next(0)
         async for item in self._fleet.generate(request):
             if not isinstance(item, Delta):
@@ -174,14 +174,14 @@ class Bench:
     def _next(self, index: int) -> int:
         return index + 1 + int(self._chance.expovariate(1 / MEAN_STAY))
 
-    def _move(self, run: Run) -> None:
+    def _move(self, run: StreamSession) -> None:
         links = self._fleet.links.eligible(run.tokenizer)
         target = self._chance.choice([key for key in links if key != run.group])
-        declined = self._fleet.moving.move(run, target, self._chance.choice(HOWS), "asked")
+        declined = self._fleet.mover.move(run, target, self._chance.choice(HOWS), "asked")
         if declined is not None:
             self.report.ends[f"declined: {declined}"] += 1
 
-    def _move_ended(self, run: Run, proposal: Proposal, over: Over) -> None:
+    def _move_ended(self, run: StreamSession, proposal: MoveRequest, over: MoveEnded) -> None:
         is_moved = over.outcome == "moved"
         self.report.ends["moved" if is_moved else f"{over.outcome}: {over.code}"] += 1
         self.report.num_bytes += over.num_bytes
@@ -209,7 +209,7 @@ def engines(model: Path, count: int, dtype: str, folder: Path) -> Iterator[list[
 async def bench(addresses: Sequence[str], count: int, at_once: int, rounds: int, seed: int) -> Report:
     """The report of one run over engines that serve there."""
     settings = FleetSettings(LinkSettings(TOKEN, "bench"), policy=BalancePolicy(mode="Off"))
-    fleet = Fleet(settings, RouterMetrics(CollectorRegistry()))
+    fleet = RouterBackend(settings, RouterMetrics(CollectorRegistry()))
     task = asyncio.create_task(fleet.run(StaticLeaders(addresses)))
     try:
         while fleet.links.num_ready < len(addresses):

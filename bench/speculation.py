@@ -35,9 +35,9 @@ from bench.speculation_prompts import KINDS, kinds_for
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 
@@ -49,12 +49,12 @@ class Engine:
     """A scheduler that is kept between rounds, as a server's is: what it learns of times and acceptance stays."""
 
     def __init__(
-        self, part: Part, limits: Limits, speculating: Speculating, clock: Callable[[], float], sampling: wire.Sampling
+        self, part: Part, limits: Limits, speculating: SpeculationConfig, clock: Callable[[], float], sampling: wire.Sampling
     ) -> None:
         self._part = part
         self._clock = clock
         self._sampling = sampling
-        rules = Rules(prefix_caching=False, speculating=speculating)
+        rules = SchedulerConfig(prefix_caching=False, speculating=speculating)
         self.scheduler: Scheduler = make_scheduler(limits, part.pool, rules, part.fitting)
         self._handle = 0
         self._first = 1
@@ -248,11 +248,11 @@ def main() -> None:
     limits = Limits(min(2048, ready.max_model_len), MOST_REQUESTS, args.budget)
     clock = runner.clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
-    drafts = Speculating(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
+    drafts = SpeculationConfig(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
     sampling = sampling_of(json.loads(args.sampling))
     plain, ours = (
         Engine(Part(runner, part, PARTS, MOST_REQUESTS), limits, speculating, clock, sampling)
-        for part, speculating in enumerate((Speculating(), drafts))
+        for part, speculating in enumerate((SpeculationConfig(), drafts))
     )
     is_chat = "<|im_start|>" in (args.model / "tokenizer.json").read_text()
     print(f"| {' | '.join(HEADS)} |\n" + "|---" * len(HEADS) + "|", flush=True)

@@ -28,8 +28,8 @@ from bench.mover import Stream
 from phalanx_api import moves, wire
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, running_field
@@ -40,10 +40,10 @@ from tests.runtime.test_sampling_equality import FIELDS
 TOKENS = 32
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
 GROUPS: dict[str, tuple[list[int], int]] = {"one": ([1], 1), "tp2": ([2], 1), "pp2": ([2], 2)}
-SHAPES: dict[str, Speculating] = {
-    "chain": Speculating(num_tokens=4, is_adaptive=False),
-    "tree": Speculating(num_tokens=8, is_adaptive=False, tree=Tree([3, 2])),
-    "static tree": Speculating(num_tokens=8, is_adaptive=False, tree=Tree([3, 2], "static")),
+SHAPES: dict[str, SpeculationConfig] = {
+    "chain": SpeculationConfig(num_tokens=4, is_adaptive=False),
+    "tree": SpeculationConfig(num_tokens=8, is_adaptive=False, tree=Tree([3, 2])),
+    "static tree": SpeculationConfig(num_tokens=8, is_adaptive=False, tree=Tree([3, 2], "static")),
 }
 ROOMY = Limits(max_model_len=120, max_num_seqs=11, max_num_batched_tokens=512)
 DISTURBANCES: dict[str, tuple[Limits, int]] = {
@@ -128,7 +128,9 @@ def requests() -> list[wire.Request]:
     return [wire.Request(str(n), 0, [*common, n, 3, 10], [], wire.Sampling(TOKENS, 7 + n, **way)) for n, way in enumerate(fields)]
 
 
-def served(folder: Path, build: Build, pods: Sequence[int], limits: Limits, rules: Rules) -> tuple[list[list[int]], Watched]:
+def served(
+    folder: Path, build: Build, pods: Sequence[int], limits: Limits, rules: SchedulerConfig
+) -> tuple[list[list[int]], Watched]:
     """The tokens of all requests on such a group."""
 
     def work(runner: ModelRunner) -> tuple[list[list[int]], Watched]:
@@ -140,10 +142,10 @@ def served(folder: Path, build: Build, pods: Sequence[int], limits: Limits, rule
 
 def undisturbed(folder: Path) -> list[list[int]]:
     """What each gets on one rank without proposals."""
-    return served(folder, Build(torch.float64, num_pages=200), [1], ROOMY, Rules(prefix_caching=False))[0]
+    return served(folder, Build(torch.float64, num_pages=200), [1], ROOMY, SchedulerConfig(prefix_caching=False))[0]
 
 
-def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules: Rules, plain: list[list[int]]) -> Cell:
+def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules: SchedulerConfig, plain: list[list[int]]) -> Cell:
     """One line but that of moves."""
     limits, num_pages = DISTURBANCES[name]
     tokens, watched = served(folder, replace(build, num_pages=num_pages), pods, limits, rules)
@@ -155,7 +157,7 @@ def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules:
     return Cell(sum(map(len, plain)), _differ(tokens, plain), *counts, taken)
 
 
-def moved(folder: Path, build: Build, pods: list[int], rules: Rules, plain: list[list[int]]) -> Cell:
+def moved(folder: Path, build: Build, pods: list[int], rules: SchedulerConfig, plain: list[list[int]]) -> Cell:
     """Each stream moves to and fro between two groups."""
     modes: tuple[moves.MoveMode, ...] = ("precopy", "stop")
     chance = random.Random(3)
@@ -207,7 +209,7 @@ class Bench:
     def cell(self, one: Choice) -> Cell:
         """What comes of one line."""
         spec = {**self.told[one.proposer], "speculative_method": one.proposer} if one.proposer != "ngram" else {}
-        rules = Rules(speculating=replace(SHAPES[one.shape], method=one.proposer, drafts=frozenset({one.proposer})))
+        rules = SchedulerConfig(speculating=replace(SHAPES[one.shape], method=one.proposer, drafts=frozenset({one.proposer})))
         pods, stages = GROUPS[one.group]
         build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
         if one.disturbance == "moves":

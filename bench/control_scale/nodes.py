@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, Histogram, RouterSummary
-from phalanx_api.wire.versions import SUMMARY
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_operator.kube.client import LEASES, NODES, PODS, Conflict, Gone, Json, KubeClient, KubeError
 
 PREFIX = "fake-"
@@ -159,7 +159,7 @@ async def answer_as_router(address: str, port: int) -> web.AppRunner:
     async def answer(request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=Asked)
         await asyncio.sleep(asked.wait_s)
-        told = RouterSummary("fake", [], [], 0, 0, 0, 0.0, Histogram(), Histogram(), version=SUMMARY.newest)
+        told = RouterSummary("fake", [], [], 0, 0, 0, 0.0, Histogram(), Histogram(), version=PROTOCOL_VERSION)
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     app = web.Application()

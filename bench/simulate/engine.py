@@ -18,7 +18,7 @@ from bench.simulate.cache import PAGE, Pages
 from bench.simulate.jobs import Job
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.kv.exhaustion import Going, expected_rest, steps_to_full
+from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
 from phalanx_runtime.core.scheduling.compose import prompt_share
 
 HISTORY = 1 << 16
@@ -175,12 +175,12 @@ class Engine:
 
     def expected_to_full(self, mean_output: float) -> float | None:
         """The same as requests are expected to end: what an engine tells. Never before `steps_to_full`."""
-        going = [Going(self.rest(job, mean_output), self.context_of(job)) for job in self.decodes.values()]
+        going = [RunningEstimate(self.rest(job, mean_output), self.context_of(job)) for job in self.decodes.values()]
         return steps_to_full(self.pages.free * PAGE, going)
 
     def rest(self, job: Job, mean_output: float) -> float:
         """Steps that a decode is expected to go on; nobody knows how many it will."""
-        return expected_rest(self.context_of(job) + 1 - job.prompt_tokens, MOST_OUTPUT, mean_output)
+        return expected_remaining_steps(self.context_of(job) + 1 - job.prompt_tokens, MOST_OUTPUT, mean_output)
 
     def who_outlives(self, mean_output: float, steps: float) -> list[Job]:
         """Decodes that would be preempted in so many steps, the first first; not the last that is left."""

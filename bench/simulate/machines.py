@@ -17,8 +17,8 @@ from bench.simulate.traffic import sped_up
 from bench.step_grid import read_model
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.scaling.demand import Ability, Load, Targets, busy_groups
-from phalanx_router.routing.look import scaled
+from phalanx_operator.decide.scaling.demand import GroupCapacity, OfferedLoad, Targets, busy_groups
+from phalanx_router.routing.look import scale_model
 
 ANALYTIC = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=142, context_s=0.068e-6, attention_s=0.0)
 """A 32B model on one H200: 3 ms, 17 ms of weights, 0.12 ms a prompt token, 0.068 us a token of context (balancing.md 4.3)."""
@@ -67,7 +67,7 @@ def read_machine(path: Path | None) -> Machine:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not tell how it was measured: {error!r}") from error
-    return Machine(scaled(model, 1 / faster), STEP_TOKENS, token_bytes, faster * COPY_BYTES_PER_S, about)
+    return Machine(scale_model(model, 1 / faster), STEP_TOKENS, token_bytes, faster * COPY_BYTES_PER_S, about)
 
 
 def as_heavy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> list[Arrival]:
@@ -85,5 +85,5 @@ def _busy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> float:
     prompts, outputs = [one.input_tokens for one in arrivals], [one.output_tokens for one in arrivals]
     squared = fmean(prompt * prompt for prompt in prompts)
     shape = Traffic(60.0, len(arrivals), fmean(prompts), squared, fmean(prompts), fmean(outputs))
-    ability = Ability(machine.model, 1.0, tokens, machine.step_tokens)
-    return busy_groups(Load(1.0, shape, 0.0, 0.0), ability, Targets(TTFT_TARGET_S, ITL_TARGET_S))
+    ability = GroupCapacity(machine.model, 1.0, tokens, machine.step_tokens)
+    return busy_groups(OfferedLoad(1.0, shape, 0.0, 0.0), ability, Targets(TTFT_TARGET_S, ITL_TARGET_S))

@@ -8,7 +8,7 @@ from bench.simulate.jobs import Job
 from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_router.balancing.records import StreamView
-from phalanx_router.routing.look import scaled
+from phalanx_router.routing.look import scale_model
 
 FOLLOWED = 1 / 20
 FAR_STEPS = 200
@@ -48,7 +48,7 @@ class Reporter:
             pages.total,
             preemptions=engine.preemptions,
             pages_evicted=pages.evicted * pages.block_pages,
-            step_model=list(astuple(scaled(model, self._speed))),
+            step_model=list(astuple(scale_model(model, self._speed))),
             sequence=self._sequence,
             last_handle=self.last_handle,
             reserved_pages=pages.reserved,

@@ -16,14 +16,14 @@ from phalanx_api.status import Status
 from phalanx_api.summary import BalancePolicy, RouterSummary
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.groups.drain import is_awaited
-from phalanx_operator.decide.plan import Seen
+from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
-from phalanx_operator.decide.scaling.autoscaler import Mind
+from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.scaling.scale import TICK_S
 from phalanx_operator.decide.state.actions import Action, CreateGroup, DeleteGroup, DrainGroup, KeepGroup, Plan, SetReplicas
-from phalanx_operator.decide.state.fleet import Heard, merge
-from phalanx_operator.decide.state.policy import Granted
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, ReplicasWriter, Snapshot
+from phalanx_operator.decide.state.fleet import RouterAnswer, merge
+from phalanx_operator.decide.state.policy import PublishedPolicy
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedPod, ObservedRouter, ReplicasWriter, Snapshot
 
 EPOCH = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 LONG_AGO_S = -3600.0
@@ -97,7 +97,7 @@ class _Group:
     number: int
     made_s: float
     is_ready: bool
-    draining: Draining | None = None
+    draining: DrainMark | None = None
     drained_from_s: float = 0.0
     gone_s: float | None = None
 
@@ -115,7 +115,7 @@ class SimulatedOperator:
         self._scaling, self._floor, self._router = scaling, floor, router
         self._service = _service(scaling, groups)
         self._groups = [_Group(number, LONG_AGO_S, is_ready=True) for number in range(groups)]
-        self._mind, self._status, self._granted = Mind(), Status(), Granted()
+        self._mind, self._status, self._granted = AutoscalerState(), Status(), PublishedPolicy()
         self._heard: tuple[float, RouterSummary] | None = None
         self._crossing: Hashable = None
         self._due = 0.0
@@ -154,12 +154,12 @@ class SimulatedOperator:
 
     def _plan(self, now_s: float) -> Plan:
         service, now = self._service, _time(now_s)
-        heard = [Heard("router", now_s - self._heard[0], self._heard[1])] if self._heard is not None else []
+        heard = [RouterAnswer("router", now_s - self._heard[0], self._heard[1])] if self._heard is not None else []
         fleet = merge(heard, 1, 3 * TICK_S)
         snapshot = plan.assessed(service, self._snapshot(), fleet, now)
         free = tuple(f"g{number}" for number in range(len(self._groups), len(self._groups) + plan.most_groups(service, snapshot)))
         self._mind, scaling = autoscaler.scaling(service, snapshot, fleet, self._mind, now, now_s)
-        seen = Seen(snapshot, fleet, scaling)
+        seen = PlanInputs(snapshot, fleet, scaling)
         return plan.decide(service, seen, plan.desired_groups(service, REVISION, free, seen, now), now)
 
     def _snapshot(self) -> Snapshot:
@@ -180,7 +180,7 @@ class SimulatedOperator:
                 self._groups.append(_Group(self._floor.make_group(), now, is_ready=False))
             case DrainGroup(name, _, why, _, purpose):
                 group = self._of(name)
-                group.draining, group.drained_from_s = Draining(_time(now), why, purpose), now
+                group.draining, group.drained_from_s = DrainMark(_time(now), why, purpose), now
             case KeepGroup(name):
                 self._of(name).draining = None
             case DeleteGroup(name):

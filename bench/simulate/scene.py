@@ -8,7 +8,7 @@ from typing import Protocol
 from bench.simulate.engine import Engine
 from bench.simulate.jobs import Job
 from phalanx_api import wire
-from phalanx_router.balancing.records import Way
+from phalanx_router.balancing.records import TransferMode
 
 NOTHING = wire.Load(0, 0, 0, 0, 1)
 
@@ -64,7 +64,7 @@ class Wish:
     job: Job
     source: int
     target: int
-    way: Way
+    way: TransferMode
     bytes_per_s: float | None = None
     tag: object = None
 

@@ -7,8 +7,8 @@ from contextlib import aclosing
 import msgspec
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Begun, Delta
-from phalanx_router.backend import Fleet
+from phalanx_frontend.backend import BackendError, Delta, ResumableStream
+from phalanx_router.backend import RouterBackend
 from tests.runtime.fake_runner import next_token
 
 PATIENCE_S = 45.0
@@ -21,7 +21,7 @@ class Client:
     num_resumed: how often a router found its stream.
     """
 
-    def __init__(self, request: wire.Request, count: int, router: Callable[[], Fleet | None], wrong: list[str]) -> None:
+    def __init__(self, request: wire.Request, count: int, router: Callable[[], RouterBackend | None], wrong: list[str]) -> None:
         self.request = request
         self.num_resumed = 0
         self._count = count
@@ -83,7 +83,7 @@ class Client:
             self._say(f"failed: {error!r}")
         return True
 
-    async def _consume(self, fleet: Fleet) -> None:
+    async def _consume(self, fleet: RouterBackend) -> None:
         begun = await self._begun(fleet)
         if begun.finish is not None:
             return
@@ -100,14 +100,14 @@ class Client:
                     if len(self._got) >= self._count:
                         return
 
-    async def _begun(self, fleet: Fleet) -> Begun:
+    async def _begun(self, fleet: RouterBackend) -> ResumableStream:
         """The stream as it is to go on: as it was found, if it may be resumed; else from the tokens that are here."""
         mine = msgspec.structs.replace(self.request, delivered=list(self._got))
         if not (self._was_cut and mine.can_resume):
-            return Begun(mine)
+            return ResumableStream(mine)
         found = (await fleet.find([mine.id], mine.tenant)).get(mine.id)
         if found is None:
-            return Begun(mine)
+            return ResumableStream(mine)
         self.num_resumed += 1
         self._got += found.request.delivered[len(self._got) :]
         return found

@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx_api.moves import MoveOut, PageAddress
-from phalanx_runtime.core.migration.page_orders import Came, ComeFailed, Expecting, Forgotten, Refused, Report, SendFailed, Sent
+from phalanx_runtime.core.migration.page_orders import (
+    Expecting,
+    Forgotten,
+    PagesReceived,
+    PagesSent,
+    PeerRefused,
+    ReceiveFailed,
+    Report,
+    SendFailed,
+)
 
 if TYPE_CHECKING:
     from bench.virtual.group import Group
@@ -118,7 +127,7 @@ class VirtualCarrier:
             return
         await asyncio.sleep(SOON_S)
         await group.awake()
-        self._tell(Sent(move, first + len(pages), len(pages), asyncio.get_running_loop().time() - began))
+        self._tell(PagesSent(move, first + len(pages), len(pages), asyncio.get_running_loop().time() - began))
 
     async def _carry(self, target: "Group", move: str, batch: dict[int, Slots], num_computed: int | None = None) -> bool:
         """Whether the target took these pages."""
@@ -156,7 +165,7 @@ class VirtualCarrier:
         """Whether a sender is let in."""
         move = self._keys.pop(key, None)
         if move is None:
-            self._tell(Refused("a wrong or spent key"))
+            self._tell(PeerRefused("a wrong or spent key"))
             return False
         self._open.add(move)
         return True
@@ -168,15 +177,15 @@ class VirtualCarrier:
         first, pages = self._taking[move]
         if self.checks and any(_sum(slots) != sums[position] for position, slots in batch.items()):
             self._open.discard(move)
-            self._tell(ComeFailed(move, "checksum", "a page is damaged"))
+            self._tell(ReceiveFailed(move, "checksum", "a page is damaged"))
             return "checksum"
         for position, slots in batch.items():
             self._group.runner.put(pages[position - first], list(slots))
-        self._tell(Came(move, len(batch), num_computed))
+        self._tell(PagesReceived(move, len(batch), num_computed))
         return None
 
     def closed(self, move: str) -> None:
         """The sender is gone."""
         if self._group.is_alive and move in self._open:
             self._open.discard(move)
-            self._tell(ComeFailed(move, "source_lost", "the sender is gone"))
+            self._tell(ReceiveFailed(move, "source_lost", "the sender is gone"))

@@ -16,10 +16,10 @@ from bench.virtual.net import Network, Process
 from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.migration.records import MoveLimits
-from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.engine.moving import Moving
+from phalanx_runtime.engine.moving import EngineMoves
 from tests.runtime.fake_runner import FakeRunner
 
 ASSETS = wire.make_assets({"tokenizer.json": b"{}"}, ["virtual"], 4096, [0])
@@ -113,7 +113,7 @@ class Group(Process):
         self._asked: dict[str, int] = {}
         self._channel = _Channel()
         limits = Limits(4096, shape.max_num_seqs, 64)
-        self.loop = EngineLoop(self.runner, limits, self._channel, self._clock, Rules(), carrier=self.carrier)
+        self.loop = EngineLoop(self.runner, limits, self._channel, self._clock, SchedulerConfig(), carrier=self.carrier)
         self.scheduler = self.loop._scheduler
         self._leader = Leader(name, self._channel.put, self._clock, shape.page_size)
         self._leader.client.start(ASSETS, incarnation, SERVED)
@@ -121,7 +121,7 @@ class Group(Process):
         net.listen(name, self, self._leader.serve)
 
     @property
-    def moving(self) -> Moving:
+    def moving(self) -> EngineMoves:
         """What acts out its moves."""
         assert self.loop._moving is not None, "it has a carrier"
         return self.loop._moving
@@ -170,7 +170,7 @@ class Group(Process):
                 await self.awake()
             said, channel.said = channel.said, []
             for message in said:
-                self._leader.client.hear(message)
+                self._leader.client.handle_message(message)
             if channel.would_wait and not channel.inbox:
                 await self._wait(channel.waits_s)
 

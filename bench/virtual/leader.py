@@ -9,9 +9,9 @@ from websockets.exceptions import ConnectionClosedError
 from bench.virtual.net import Socket
 from phalanx_api import wire
 from phalanx_runtime.engine.client import EngineClient
-from phalanx_runtime.engine.meter import Meter
+from phalanx_runtime.engine.meter import EngineMeter
 from phalanx_runtime.server.link.connection import LinkSettings
-from phalanx_runtime.server.link.endpoint import LinkDoor
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
 
 ORPHAN_S = 3.0
 TOKEN = "service"
@@ -50,7 +50,7 @@ class _WebSocket:
 class _Client(EngineClient):
     """Hands frames to the engine by a call."""
 
-    def __init__(self, meter: Meter, put: Callable[[bytes], None], clock: Callable[[], float]) -> None:
+    def __init__(self, meter: EngineMeter, put: Callable[[bytes], None], clock: Callable[[], float]) -> None:
         super().__init__(meter, clock)
         self._put = put
 
@@ -78,9 +78,9 @@ class Leader:
 
     def __init__(self, name: str, put: Callable[[bytes], None], clock: Callable[[], float], page_size: int) -> None:
         self._name = name
-        self.client = _Client(cast(Meter, _NoMeter()), put, clock)
+        self.client = _Client(cast(EngineMeter, _NoMeter()), put, clock)
         settings = LinkSettings(TOKEN, name, "r1", page_size, tick_s=0.5, orphan_s=ORPHAN_S)
-        self._door = LinkDoor(self.client, settings)
+        self._door = LinkEndpoint(self.client, settings)
 
     async def serve(self, socket: Socket) -> None:
         """Serves one router."""

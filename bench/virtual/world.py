@@ -19,17 +19,17 @@ from bench.virtual.group import Group, Shape
 from bench.virtual.leader import TOKEN
 from bench.virtual.net import GOES, Fate, Network, Process
 from phalanx_api import wire
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint, Leaders
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.moves.board import Board
+from phalanx_router.moves.board import MoveBoard
 from phalanx_router.moves.machine import Move
-from phalanx_router.moves.records import How, MoveSettings, Over, Proposal
-from phalanx_router.session import FleetSettings, Run
+from phalanx_router.moves.records import MoveEnded, MoveRequest, MoveSettings, TransferMode
+from phalanx_router.session import FleetSettings, StreamSession
 from phalanx_runtime.core.migration.records import MoveLimits
-from phalanx_runtime.core.migration.source import MovesOut
-from phalanx_runtime.core.migration.target import MovesIn
+from phalanx_runtime.core.migration.source import SourceMoves
+from phalanx_runtime.core.migration.target import TargetMoves
 from tests.runtime.fake_runner import VOCAB, make_request
 
 Who = Literal["source", "target", "router"]
@@ -79,9 +79,9 @@ class Outcome:
 class Machines:
     """The machines of source, target and router. Tests give worse ones, to see that this is found."""
 
-    out: Callable[[int, MoveLimits], MovesOut] = MovesOut
-    into: Callable[[int, MoveLimits], MovesIn] = MovesIn
-    move: Callable[[Proposal, MoveSettings], Move] = Move
+    out: Callable[[int, MoveLimits], SourceMoves] = SourceMoves
+    into: Callable[[int, MoveLimits], TargetMoves] = TargetMoves
+    move: Callable[[MoveRequest, MoveSettings], Move] = Move
     checks_pages: bool = True
 
 
@@ -113,7 +113,7 @@ class World:
         self._is_salted = self.chance.random() < 0.5
         self._machines = machines or Machines()
         self.router = Process("router")
-        self.fleet: Fleet | None = None
+        self.fleet: RouterBackend | None = None
         self.source = self.target = ""
         self._cell = cell
         self._due: str | None = None
@@ -217,9 +217,9 @@ class World:
         link = LinkSettings(TOKEN, "router-0", dial=self.net.dial_from(self.router))
         registry = CollectorRegistry()
         clock = asyncio.get_running_loop().time
-        self.fleet = Fleet(FleetSettings(link), RouterMetrics(registry), self.chance.random, clock)
-        self.fleet.moving.board = Board(make=self._machines.move)
-        self.fleet.moving.ended.append(self._move_ended)
+        self.fleet = RouterBackend(FleetSettings(link), RouterMetrics(registry), self.chance.random, clock)
+        self.fleet.mover.board = MoveBoard(make=self._machines.move)
+        self.fleet.mover.ended.append(self._move_ended)
         self._fleet_task = asyncio.create_task(self.fleet.run(_Source({n: Endpoint(n, n, n) for n in self.groups})))
 
     def kill_router(self) -> None:
@@ -232,12 +232,12 @@ class World:
             self._fleet_task.cancel()
         asyncio.get_running_loop().call_later(self.chance.uniform(0.5, 3.0), self.start_router)
 
-    def _move_ended(self, run: Run, proposal: Proposal, over: Over) -> None:
+    def _move_ended(self, run: StreamSession, proposal: MoveRequest, over: MoveEnded) -> None:
         self.outcome.ends.append(over.outcome)
 
     # A run
 
-    async def run(self, how: How) -> Outcome:
+    async def run(self, how: TransferMode) -> Outcome:
         """Moves one of three streams, with the fault, and looks at what is left in the end."""
         errors = _Errors(self.outcome.wrong)
         logging.getLogger().addHandler(errors)
@@ -248,7 +248,7 @@ class World:
             for group in self.groups.values():
                 group.end()
 
-    async def _run(self, how: How) -> Outcome:
+    async def _run(self, how: TransferMode) -> Outcome:
         for name in ("a", "b"):
             self.start_group(name)
         self.start_router()
@@ -273,15 +273,15 @@ class World:
 
     def _is_at_rest(self) -> bool:
         fleet = self.fleet
-        is_quiet = fleet is not None and not fleet.runs and not fleet.moving.board.open()
+        is_quiet = fleet is not None and not fleet.runs and not fleet.mover.board.open()
         return is_quiet and not any(group.wrong() for group in self.groups.values())
 
-    async def _move(self, how: How) -> None:
+    async def _move(self, how: TransferMode) -> None:
         """Begins the move of some stream after some of its tokens."""
         wanted = self.chance.randint(1, 15)
         fleet = self.fleet
         assert fleet is not None, "just started"
-        runs: list[Run] = []
+        runs: list[StreamSession] = []
 
         leaves = self.chance.random() < self._leave_share
 
@@ -301,7 +301,7 @@ class World:
         if leaves:
             client = self.clients[run.stream.journal.replay().id]
             asyncio.get_running_loop().call_later(self.chance.uniform(0, 0.15), client.leave)
-        if self.fleet is fleet and fleet.moving.move(run, key, how, "asked") is not None:
+        if self.fleet is fleet and fleet.mover.move(run, key, how, "asked") is not None:
             self.outcome.ends.append("declined")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -316,7 +316,7 @@ class World:
         fleet = self.fleet
         if fleet is None:
             wrong.append("the router did not come back")
-        elif fleet.runs or fleet.moving.board.open():
+        elif fleet.runs or fleet.mover.board.open():
             wrong.append("the router holds streams or moves")
         self.outcome.resumed = sum(client.num_resumed for client in self.clients.values())
         salts = {group.runner.salt for group in self.groups.values()}

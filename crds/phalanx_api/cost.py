@@ -184,4 +184,13 @@ class _Candidate:
 
     def model(self) -> StepModel:
         fixed, token, context, attention, row, prompt = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
-        return StepModel(fixed, token, self.knee, context, attention, self.error, row, prompt)
+        return StepModel(
+            fixed,
+            token,
+            knee_tokens=self.knee,
+            context_s=context,
+            attention_s=attention,
+            error=self.error,
+            row_s=row,
+            prompt_s=prompt,
+        )

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.wire.router import PROTOCOL_VERSION
+
 SUMMARY_PATH = "/phalanx/summary"
 
 LATENCY_BOUNDS_S = tuple(0.001 * 1.25**i for i in range(64))
@@ -147,8 +149,7 @@ class RouterSummary(msgspec.Struct, frozen=True):
     policy: int = 0
     emptied: list[str] = []
     """Groups that are to be emptied and hold no stream of this router any more."""
-    version: int = 1
-    """The version of summaries that was agreed on: see `versions.SUMMARY`."""
+    version: int = PROTOCOL_VERSION
     unknown_versions: list[UnknownVersion] = []
 
 
@@ -197,6 +198,4 @@ class Asked(msgspec.Struct, frozen=True):
 
     policy: BalancePolicy
     wait_s: float = 15.0
-    version: int = 1
-    oldest_version: int = 0
-    """The operator speaks the versions from `oldest_version` (0: no other) to `version`: see `versions.SUMMARY`."""
+    version: int = PROTOCOL_VERSION

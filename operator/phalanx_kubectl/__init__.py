@@ -1,1 +1,1 @@
-"""`kubectl phalanx`: a plugin of kubectl that shows services and drains or restarts what they run."""
+"""`kubectl phalanx`: a kubectl plugin that shows services, drains groups and restarts services."""

@@ -1,17 +1,17 @@
-"""`kubectl phalanx`, found by kubectl as `kubectl-phalanx` on the PATH."""
+"""`kubectl phalanx`: kubectl finds it as `kubectl-phalanx` on the PATH."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from phalanx_kubectl.commands import Commands
-from phalanx_kubectl.transport import KubectlProgram, Refused
+from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
 _PASSED_ON = ("context", "kubeconfig", "cluster", "user", "as")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the command line may say."""
+    """Returns the parser."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("-n", "--namespace", help="namespace of the service; default: that of the context")
     for flag in _PASSED_ON:
@@ -22,29 +22,29 @@ def make_parser() -> argparse.ArgumentParser:
     def add(name: str, told: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common], help=told, description=told)
 
-    status = add("status", "conditions of a service, or a line for each of them")
+    status = add("status", "conditions of a service, or one line per service")
     status.add_argument("name", nargs="?", metavar="NAME")
     status.add_argument("-A", "--all-namespaces", action="store_true", help="services of all namespaces")
     for name, told in [
         ("groups", "groups of a service: revision, phase, incarnation, streams, nodes"),
-        ("top", "what groups and routers have in hand now (right to get pods/proxy needed)"),
-        ("restart", "replace every group, one after another"),
+        ("top", "current load of groups and routers (needs the right to get pods/proxy)"),
+        ("restart", "replace all groups one by one"),
     ]:
         add(name, told).add_argument("name", metavar="NAME")
-    drain = add("drain", "empty a group and replace it by a new one")
+    drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
     logs = add("logs", "logs of all ranks, each line with its pod")
     logs.add_argument("name", metavar="NAME")
-    logs.add_argument("--group", metavar="GROUP", help="of this group only")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until interrupted")
-    logs.add_argument("-p", "--previous", action="store_true", help="of the containers before the last restart")
+    logs.add_argument("--group", metavar="GROUP", help="only this group")
+    logs.add_argument("-f", "--follow", action="store_true", help="stream until interrupted")
+    logs.add_argument("-p", "--previous", action="store_true", help="containers before their last restart")
     logs.add_argument("--tail", type=int, default=-1, metavar="N", help="last lines of each pod; default: all")
     return parser
 
 
 def run(given: argparse.Namespace, commands: Commands) -> int:
-    """The exit status, after the command. Raises: Refused."""
+    """Runs the command. Returns the exit status. Raises KubectlFailed."""
     match given.command:
         case "status":
             text = commands.status(given.name, everywhere=given.all_namespaces)
@@ -63,12 +63,12 @@ def run(given: argparse.Namespace, commands: Commands) -> int:
 
 
 def flags_of(given: argparse.Namespace) -> list[str]:
-    """The flags that each call of kubectl gets."""
+    """Returns the flags of every kubectl call."""
     return [f"--{flag}={value}" for flag in ("namespace", *_PASSED_ON) if (value := getattr(given, flag))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program. Ends with 1 and kubectl's words when it cannot do what was asked."""
+    """Runs the program. Exits with 1 and kubectl's message on failure."""
     given = make_parser().parse_args(arguments)
 
     def warn(words: str) -> None:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         status = run(given, Commands(KubectlProgram(flags=flags_of(given)), warn))
-    except Refused as error:
+    except KubectlFailed as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:

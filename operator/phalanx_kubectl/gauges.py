@@ -1,4 +1,4 @@
-"""What routers tell of groups at /metrics: text in, records out."""
+"""Parses the load of groups from a router's /metrics."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,19 +12,21 @@ _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """One group now. `streams`: of all routers that answered; all else is the group's own. `kv`: share of pages in use."""
+    """Current load of one group."""
 
     streams: int = 0
+    """Of all routers that answered; the other fields are the group's own."""
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
+    """Share of pages in use."""
     step_s: float = 0.0
     incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """One router now."""
+    """Current load of one router."""
 
     streams: int = 0
     queued: int = 0
@@ -33,7 +35,7 @@ class RouterLoad:
 
 
 def read_router(text: str) -> RouterLoad:
-    """What a router's /metrics says. What is not there counts as zero; what cannot be read is passed over."""
+    """Returns the load in a router's /metrics. Missing metrics count as zero; unreadable lines are skipped."""
     plain: dict[str, float] = {}
     by_group: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
@@ -74,7 +76,7 @@ def _load(told: Mapping[str, float]) -> GroupLoad:
 
 
 def merged(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
-    """Each group as all routers see it: their streams add up; of the group itself the newest incarnation and the most count."""
+    """Returns each group over all routers: streams add up; of its own values the newest incarnation and the maximum count."""
     found: dict[str, GroupLoad] = {}
     for router in routers:
         for group, load in router.groups.items():

@@ -1,4 +1,4 @@
-"""Objects of the API server as text for people: pure functions."""
+"""Formats API objects as text. Pure functions."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ NOTHING = "-"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need to be, three spaces apart."""
+    """Returns a table with columns three spaces apart."""
     lines = [list(head), *([NOTHING if cell in (None, "") else str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "".join(
@@ -20,10 +20,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def services(bodies: Sequence[Json], *, with_namespace: bool) -> str:
-    """A line for each service."""
+    """Returns one line per service."""
     rows = [_service_row(body, with_namespace) for body in bodies]
     head = (["NAMESPACE"] if with_namespace else []) + ["NAME", "READY", "REASON", "GROUPS", "UPDATED", "DRAINING", "REVISION"]
-    return table(head, rows) if rows else "no inference service found\n"
+    return table(head, rows) if rows else "no inference services found\n"
 
 
 def _service_row(body: Json, with_namespace: bool) -> list[object]:
@@ -38,19 +38,19 @@ def _service_row(body: Json, with_namespace: bool) -> list[object]:
 
 
 def leader(lease: Json, now: str) -> str:
-    """Which operator leads, by its Lease; when none does, that what conditions say may be out of date."""
+    """Returns which operator leads by its Lease; without a leader that conditions may be out of date."""
     spec = lease.get("spec") or {}
     holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
     if not holder or not renewed:
-        return "none leads: what follows may be out of date"
+        return "no leader: the status below may be out of date"
     age_s = (datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(renewed)).total_seconds()
     if age_s > spec.get("leaseDurationSeconds", 0):
-        return f"{holder} was heard {age_s:.0f} s ago: what follows may be out of date"
+        return f"{holder} renewed its lease {age_s:.0f} s ago: the status below may be out of date"
     return f"{holder} leads"
 
 
 def status(body: Json, operator: str = "") -> str:
-    """All that the operator says of a service. `operator`: whether there is one."""
+    """Returns the whole status of a service. `operator`: the leader's line."""
     said, metadata = _status(body), body["metadata"]
     is_behind = said.get("observedGeneration", 0) < metadata.get("generation", 0)
     facts = [
@@ -58,10 +58,10 @@ def status(body: Json, operator: str = "") -> str:
         ("URL", said.get("url")),
         ("Model", _model(body)),
         ("Revision", _revisions(said)),
-        ("Groups", f"{said.get('readyReplicas', 0)} of {_wanted(body)} ready, {said.get('drainingReplicas', 0)} being emptied"),
+        ("Groups", f"{said.get('readyReplicas', 0)} of {_wanted(body)} ready, {said.get('drainingReplicas', 0)} draining"),
         ("Scaling", _scaling(said)),
         ("Operator", operator),
-        ("Note", "the operator has not seen the last change yet" if is_behind else ""),
+        ("Note", "the operator has not observed the last change yet" if is_behind else ""),
     ]
     rows = [
         (kind, one.get("status"), one.get("reason"), one.get("lastTransitionTime"), one.get("message"))
@@ -75,14 +75,14 @@ def status(body: Json, operator: str = "") -> str:
 
 
 def _model(body: Json) -> str:
-    """Where the model comes from, and which version of that is served, if it has versions."""
+    """Returns the source of the model and the served version, if it has versions."""
     uri = ((body.get("spec") or {}).get("model") or {}).get("uri") or ""
     version = (_status(body).get("model") or {}).get("resolvedRevision")
     return f"{uri} at {version}" if version else str(uri)
 
 
 def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
-    """A line for each group that the status lists, those that are not ready first."""
+    """Returns one line per group of the status, groups that are not ready first."""
     rows = []
     for group in _groups(body):
         load = loads.get(group["name"])
@@ -91,21 +91,21 @@ def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
         nodes = ",".join(group.get("nodes") or [])
         rows.append((group["name"], group.get("revision"), group.get("phase"), ready, *seen, nodes, group.get("reason")))
     if not rows:
-        return "no group\n"
+        return "no groups\n"
     text = table(["NAME", "REVISION", "PHASE", "PODS", "INCARNATION", "STREAMS", "NODES", "REASON"], rows)
     said = _status(body)
     more = said.get("replicas", 0) + said.get("drainingReplicas", 0) - len(rows)
-    return text + (f"and {more} more, which are ready\n" if more > 0 else "")
+    return text + (f"and {more} more ready groups\n" if more > 0 else "")
 
 
 def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, GroupLoad]) -> str:
-    """What each group and each router has in hand now."""
+    """Returns the current load of each group and each router."""
     names = sorted({group["name"] for group in _groups(body)} | loads.keys())
     rows = []
     for name in names:
         load = loads.get(name)
         rows.append((name, *(_gauges(load) if load else [None] * 5)))
-    text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP"], rows) if rows else "no group\n"
+    text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP"], rows) if rows else "no groups\n"
     doors = [(name, load.streams, load.queued, load.held) for name, load in sorted(routers.items())]
     return text + ("\n" + table(["ROUTER", "STREAMS", "QUEUED", "HELD"], doors) if doors else "")
 

@@ -1,4 +1,4 @@
-"""The door to a cluster: the user's own `kubectl` program, with its contexts, its credentials and its rights."""
+"""Calls the user's `kubectl` program, with its contexts, credentials and permissions."""
 
 import json
 import subprocess
@@ -10,25 +10,25 @@ Json = dict[str, Any]
 TIMEOUT_S = 60.0
 
 
-class Refused(Exception):
-    """kubectl did not do it. The message has its words."""
+class KubectlFailed(Exception):
+    """kubectl failed. The message is kubectl's."""
 
 
 class Kubectl(Protocol):
-    """What the plugin asks of kubectl."""
+    """The plugin's calls of kubectl."""
 
     def ask(self, *words: str) -> str:
-        """What kubectl prints. Raises: Refused."""
+        """Returns kubectl's output. Raises KubectlFailed."""
         ...
 
     def pass_on(self, *words: str) -> int:
-        """The exit status of kubectl, which prints for itself until it ends."""
+        """Runs kubectl with the terminal's output. Returns its exit status."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KubectlProgram:
-    """Runs `kubectl` with flags that every call gets."""
+    """Runs `kubectl` with the same flags in each call."""
 
     program: str = "kubectl"
     flags: Sequence[str] = ()
@@ -40,11 +40,11 @@ class KubectlProgram:
                 [self.program, *self.flags, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
             )
         except OSError as error:
-            raise Refused(f"{self.program} cannot be run: {error.strerror}") from error
+            raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
         except subprocess.TimeoutExpired as error:
-            raise Refused(f"{self.program} {words[0]} gave no answer in {TIMEOUT_S:.0f} s") from error
+            raise KubectlFailed(f"{self.program} {words[0]} did not answer within {TIMEOUT_S:.0f} s") from error
         if done.returncode:
-            raise Refused(done.stderr.strip() or f"{self.program} {words[0]} ended with status {done.returncode}")
+            raise KubectlFailed(done.stderr.strip() or f"{self.program} {words[0]} ended with status {done.returncode}")
         return done.stdout
 
     def pass_on(self, *words: str) -> int:
@@ -52,16 +52,16 @@ class KubectlProgram:
         try:
             return subprocess.run([self.program, *self.flags, *words]).returncode
         except OSError as error:
-            raise Refused(f"{self.program} cannot be run: {error.strerror}") from error
+            raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
 
 
 def ask_json(kubectl: Kubectl, *words: str) -> Json:
-    """The object that kubectl prints. Raises: Refused."""
+    """Returns the object that kubectl prints. Raises KubectlFailed."""
     text = kubectl.ask(*words, "-o", "json")
     try:
         read = json.loads(text)
     except ValueError as error:
-        raise Refused(f"kubectl {' '.join(words)} printed no JSON") from error
+        raise KubectlFailed(f"kubectl {' '.join(words)} printed no JSON") from error
     if not isinstance(read, dict):
-        raise Refused(f"kubectl {' '.join(words)} printed no object")
+        raise KubectlFailed(f"kubectl {' '.join(words)} printed no object")
     return read

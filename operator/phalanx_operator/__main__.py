@@ -9,7 +9,7 @@ USAGE = "usage: phalanx-operator run [flags] | phalanx-operator crd"
 
 
 def crd_text() -> str:
-    """The CustomResourceDefinition as YAML."""
+    """Returns the CustomResourceDefinition as YAML."""
     import yaml
 
     from phalanx_api.crd import definition
@@ -19,7 +19,7 @@ def crd_text() -> str:
 
 
 def main() -> None:
-    """The program. Ends with status 2 for a bad flag or variable."""
+    """Runs the program. Exits with status 2 for a bad flag or variable."""
     match sys.argv[1:]:
         case ["crd"]:
             print(crd_text(), end="")
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Importing the operator takes seconds: who is told to end meanwhile ends with status 0."""
+    """Runs the operator. Imports take seconds; a signal during them exits with status 0."""
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
         from phalanx_operator.settings import BadSetting, read_settings
@@ -50,7 +50,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Nothing leads yet, so there is nothing to give back."""
+    """Exits at once: the lease is not held yet."""
     sys.exit(0)
 
 

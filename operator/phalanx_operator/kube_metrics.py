@@ -1,4 +1,4 @@
-"""A KubeClient that counts the calls of another one, and how they failed."""
+"""A KubeClient that counts the calls of another client, and their errors."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from phalanx_operator.kube.client import Json, KubeClient, KubeError, Page, Reso
 from phalanx_operator.metrics import Metrics
 
 
-class CountedKube:
-    """Does what `inner` does. Verbs are those of Kubernetes' own access rules."""
+class CountingKube:
+    """Delegates to `inner`. Verbs are those of Kubernetes RBAC."""
 
     def __init__(self, inner: KubeClient, metrics: Metrics) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""One event per line: a constant message, its values as fields."""
+"""Log format: one event per line, a constant message with values as fields."""
 
 import logging
 from typing import Any
@@ -10,7 +10,7 @@ class FieldFormatter(logging.Formatter):
     """`time level logger: message key=value ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Returns the line of a record."""
         fields = {k: v for k, v in vars(record).items() if k not in _KNOWN and v not in ("", None)}
         line = super().format(record)
         head, _, trace = line.partition("\n")
@@ -23,7 +23,7 @@ def _shown(value: Any) -> str:
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Send all logs to stderr in this form."""
+    """Sends all logs to stderr in this format."""
     handler = logging.StreamHandler()
     handler.setFormatter(FieldFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,7 +1,7 @@
-"""Asks the routers of every service for their summaries, and tells them the policy: one long poll for each router.
+"""Polls every router for its summary and sends it the policy: one long poll per router.
 
-A router answers when something begins or ends, else when the time is over. A new policy ends the poll at once and asks anew. A
-router that cannot be reached is asked less and less often, up to once a minute. What was heard is kept until its router is gone.
+A router answers when its urgent state changes, else at the end of the poll. A new policy ends the poll and starts another. An
+unreachable router is polled less often, down to once a minute. The last summary is kept until the router is deleted.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
-from phalanx_api.wire.versions import HTTP_WRONG_VERSION, SUMMARY
-from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
+from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
 from phalanx_operator.kube.client import SECRETS, KubeClient, KubeError
 from phalanx_operator.kube.store import Key
 from phalanx_operator.render import objects as names
@@ -29,47 +29,47 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How routers are asked. Seconds.
-
-    slack_s: how much longer a router may take than it may keep a question before it counts as away. stale_s: after that what it
-    said counts no more. pause_s: between two polls, however quickly it answers. most_bytes: of an answer.
-    """
+class PollTiming:
+    """Timing of polls, in seconds."""
 
     slack_s: float = 10.0
+    """Time beyond the poll's duration after which a router counts as unreachable."""
     stale_s: float = 45.0
+    """Age at which a summary is ignored."""
     pause_s: float = 0.2
+    """Shortest pause between two polls."""
     first_retry_s: float = 1.0
     last_retry_s: float = 60.0
     most_bytes: int = 16 << 20
+    """Largest response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One router to ask: its pod's UID, and host:port."""
+class RouterTarget:
+    """One router to poll: its pod's UID, and host:port."""
 
     uid: str
     address: str
 
 
 class Routers(Protocol):
-    """What looks at services know of routers."""
+    """The routers as reconciles use them."""
 
-    def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
-        """What these routers of a service say. One that was not asked yet counts as asked, and has not answered."""
+    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
+        """Returns what these routers of a service report. A router that was not polled yet counts as polled and silent."""
         ...
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
-        """Asks these routers from now on, and no others, with this policy; each keeps a question for `hear_s` at most."""
+    def tell(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, hear_s: float) -> None:
+        """Polls exactly these routers with this policy from now on. A poll lasts at most `hear_s`."""
         ...
 
     def forget(self, key: Key) -> None:
-        """Asks no router of this service any more."""
+        """Ends the polls of this service."""
         ...
 
 
-class Refused(Exception):
-    """A router answered, and with no summary that we know. `is_mute`: it has no such door; `is_unknown`: no version in common."""
+class RouterRefused(Exception):
+    """A response without a valid summary. `is_mute`: the router has no such path; `is_unknown`: another protocol version."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")
@@ -89,7 +89,7 @@ class _Service:
 
 @dataclass(slots=True)
 class _Router:
-    target: Target
+    target: RouterTarget
     first_asked: float
     task: "asyncio.Task[None] | None" = None
     summary: RouterSummary | None = None
@@ -97,32 +97,32 @@ class _Router:
     is_mute: bool = False
     is_unknown: bool = False
     was_asked: bool = False
-    """It answered, or did not, at least once."""
+    """At least one poll has ended, with or without a response."""
     is_silent: bool = False
-    """Its last question brought no answer: it did not come, or a new policy ended the question."""
+    """The last poll had no response: the router was unreachable, or a new policy ended the poll."""
 
 
-class Asking:
-    """Implements `Routers` over HTTP. `wake` is told each service of whose routers there is news. Belongs to one event loop."""
+class RouterPoller:
+    """`Routers` over HTTP. `wake` receives each service whose routers' urgent state changed. Used by one event loop."""
 
     def __init__(
         self,
         client: KubeClient,
         http: aiohttp.ClientSession,
         wake: Callable[[Key], None],
-        pace: Pace | None = None,
+        pace: PollTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._client = client
         self._http = http
         self._wake = wake
-        self._pace = pace or Pace()
+        self._pace = pace or PollTiming()
         self._clock = clock
         self._draw = draw
         self._services: dict[Key, _Service] = {}
 
-    def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
+    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         """See Routers."""
         service = self._services.get(key)
         known = service.routers if service else {}
@@ -130,12 +130,15 @@ class Asking:
         asked = [known[target.uid] for target in targets if target.uid in known]
         now = self._clock()
         is_new = bool(targets) and not any(self._had_its_time(router, now) for router in asked)
-        heard = [Heard(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute]
+        heard = [
+            RouterAnswer(r.target.uid, now - r.heard_at, r.summary) for r in asked if r.summary is not None and not r.is_mute
+        ]
         fleet = merge(heard, len(targets) - mute, self._pace.stale_s)
-        unknown = [f"router {r.target.address}: it speaks no version of summaries of {SUMMARY}" for r in asked if r.is_unknown]
+        why = f"its summary version is not {PROTOCOL_VERSION}"
+        unknown = [f"router {r.target.address}: {why}" for r in asked if r.is_unknown]
         return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions), is_new=is_new) if unknown or is_new else fleet
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
+    def tell(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, hear_s: float) -> None:
         """See Routers."""
         service = self._services.setdefault(key, _Service(policy, hear_s))
         wanted = {target.uid: target for target in targets}
@@ -158,14 +161,14 @@ class Asking:
                 self._drop(service, uid)
 
     async def close(self) -> None:
-        """Asks nobody any more."""
+        """Ends all polls."""
         tasks = [router.task for service in self._services.values() for router in service.routers.values() if router.task]
         for key in list(self._services):
             self.forget(key)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _had_its_time(self, router: _Router, now: float) -> bool:
-        """Whether it answered, or did not, or could have by now: a policy that keeps changing may end each poll before that."""
+        """Returns whether its first poll has ended, or could have: a policy that keeps changing may end each poll early."""
         return router.was_asked or now - router.first_asked >= self._pace.slack_s
 
     def _drop(self, service: _Service, uid: str) -> None:
@@ -174,7 +177,7 @@ class Asking:
             task.cancel()
 
     async def _ask_on(self, key: Key, service: _Service, router: _Router) -> None:
-        """Asks one router until it is dropped."""
+        """Polls one router until it is dropped."""
         failures, pace = 0, self._pace
         while True:
             try:
@@ -182,7 +185,7 @@ class Asking:
                 failures = 0
                 await asyncio.sleep(pace.pause_s)
                 continue
-            except Refused as error:
+            except RouterRefused as error:
                 why = str(error)
                 router.is_mute = error.is_mute
                 if error.is_unknown and not router.is_unknown:
@@ -191,11 +194,11 @@ class Asking:
                 service.token = None if error.is_denied else service.token
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, binascii.Error, KubeError) as error:
                 why = str(error) or type(error).__name__
-            except Exception as error:  # a bug here must not leave a router unasked, nor end the operator
-                log.critical("asking failed", extra={"service": "/".join(key)}, exc_info=error)
+            except Exception as error:  # a bug here must neither end the polls nor the operator
+                log.critical("poll failed", extra={"service": "/".join(key)}, exc_info=error)
                 why = type(error).__name__
             level = logging.WARNING if failures == 0 else logging.DEBUG
-            log.log(level, "router not heard", extra={"service": "/".join(key), "router": router.target.address, "why": why})
+            log.log(level, "router unreachable", extra={"service": "/".join(key), "router": router.target.address, "why": why})
             wait_s = pace.first_retry_s * 2.0 ** min(failures, 10) if not router.is_mute else pace.last_retry_s
             failures, router.is_silent = failures + 1, True
             if not router.was_asked:
@@ -204,7 +207,7 @@ class Asking:
             await asyncio.sleep(min(wait_s, pace.last_retry_s) * (0.5 + 0.5 * self._draw()))
 
     async def _ask_once(self, key: Key, service: _Service, router: _Router) -> None:
-        """One poll; a policy that changes meanwhile ends it without an answer."""
+        """Makes one poll; a policy change ends it without a response."""
         changed = service.changed
         if service.token is None:
             service.token = await self._read_token(key)
@@ -219,7 +222,7 @@ class Asking:
             await asyncio.gather(poll, change, return_exceptions=True)
         if poll.cancelled():
             router.is_silent = True
-            return  # a new policy: ask again
+            return  # a new policy: poll again
         summary = poll.result()
         former, router.summary = router.summary, summary
         router.heard_at, router.is_mute, router.is_unknown = self._clock(), False, False
@@ -228,31 +231,31 @@ class Asking:
             self._wake(key)
 
     async def _poll(self, service: _Service, router: _Router) -> RouterSummary:
-        """The router's answer. Raises: Refused, and what aiohttp and msgspec raise."""
-        is_news = router.summary is None or router.is_silent  # what was heard may be as old as a question may be kept
+        """Returns the router's summary. Raises RouterRefused, and the errors of aiohttp and msgspec."""
+        is_news = router.summary is None or router.is_silent  # the stored summary may be as old as one poll
         wait_s = 0.0 if is_news else service.hear_s
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
-            data=msgspec.json.encode(Asked(service.policy, wait_s, SUMMARY.newest, SUMMARY.oldest)),
+            data=msgspec.json.encode(Asked(service.policy, wait_s)),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._pace.slack_s, sock_connect=5.0),
             allow_redirects=False,
         ) as response:
             if response.status != 200:
-                raise Refused(response.status)
+                raise RouterRefused(response.status)
             body = b""
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > self._pace.most_bytes:
-                    raise Refused(response.status)
+                    raise RouterRefused(response.status)
         summary = msgspec.json.decode(body, type=RouterSummary)
-        if summary.version not in SUMMARY:
-            raise Refused(HTTP_WRONG_VERSION)
+        if summary.version != PROTOCOL_VERSION:
+            raise RouterRefused(HTTP_WRONG_VERSION)
         return summary
 
     async def _read_token(self, key: Key) -> str:
-        """The service's token. Raises: a KubeError; binascii.Error when it is no base64."""
+        """Returns the service's token. Raises KubeError; binascii.Error if it is not base64."""
         secret = await self._client.get(SECRETS, key[0], names.token_secret(key[1]))
         return (
             base64.b64decode((secret.get("data") or {}).get("token", ""), validate=True).decode("ascii", errors="replace").strip()
@@ -260,7 +263,7 @@ class Asking:
 
 
 def _matters(summary: RouterSummary) -> object:
-    """What a look must follow at once: what begins and ends, not what goes up and down."""
+    """Returns the urgent part of a summary: states that start or end, not values that rise and fall."""
     hot = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
     unknown = tuple(sorted(one.group for one in summary.unknown_versions))
     told = ((one.group, one.state == "dead", one.deaths, one.excused, one.draft_lost) for one in summary.groups)
@@ -268,5 +271,5 @@ def _matters(summary: RouterSummary) -> object:
 
 
 def address_of(ip: str) -> str:
-    """Where a router's pod with this address listens."""
+    """Returns the address of the router pod with this IP."""
     return f"[{ip}]:{labels.HTTP_PORT}" if ":" in ip else f"{ip}:{labels.HTTP_PORT}"

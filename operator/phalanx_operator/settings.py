@@ -1,4 +1,4 @@
-"""What the operator is told at its start: by flags, or else by the environment. Read once, frozen."""
+"""Settings of the operator from flags, else environment variables; read once at start."""
 
 import argparse
 import os
@@ -23,31 +23,31 @@ class Settings:
     """The operator's settings."""
 
     runtime_image: str
-    """Image of groups whose spec names none. Groups that exist keep theirs when this changes."""
+    """Image of groups whose spec names no image. Existing groups keep theirs."""
     router_image: str
-    """Image of all routers; they roll when this changes."""
+    """Image of all routers; a change rolls them."""
     namespaces: tuple[str, ...] = ()
-    """Namespaces to watch; none means all. Fewer need fewer rights."""
+    """Namespaces to watch; empty means all. Fewer namespaces need fewer permissions."""
     lease_namespace: str = "phalanx-system"
-    """Namespace of the operator and of the Lease by which one leads. Two operators over the same services need the same."""
+    """Namespace of the operator and of its Lease. Two operators over the same services need the same."""
     prometheus_namespace: str = ""
-    """Namespace of the Prometheus that network policies let in; empty: any pod that is named so by its label."""
+    """Namespace of the Prometheus that network policies admit; empty: any pod with its label."""
     pod_name: str = ""
-    """Name of this pod, by which it leads: a container that starts again in it leads on at once. Empty: a random one."""
+    """Identity of this pod in the Lease, so a restarted container leads again at once. Empty: a random identity."""
     port: int = 8080
-    """Port of /healthz, /readyz and /metrics; 0 takes a free one."""
+    """Port of /healthz, /readyz and /metrics; 0 takes a free port."""
     workers: int = 4
-    """Services looked at side by side. More hurry the API server, fewer let a slow call hold up others."""
+    """Services reconciled in parallel. More load the API server; with fewer a slow call delays other services."""
     lease_seconds: int = 8
-    """How long the Lease of a leader that fell silent holds: then another replica leads."""
+    """Duration of an unrenewed Lease; then another replica leads."""
 
 
 class BadSetting(Exception):
-    """A flag or a variable has a value that makes no sense. The message names it."""
+    """A flag or variable has an invalid value. The message names it."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of `phalanx-operator run`; each has a variable of the environment, which it names."""
+    """Returns the parser of `phalanx-operator run`; the help of each flag names its environment variable."""
     parser = argparse.ArgumentParser(prog="phalanx-operator run", description="Reconciles InferenceService objects.")
     parser.add_argument("--namespace", dest="namespaces", nargs="+", action="extend", help=f"{NAMESPACES}; default: all")
     parser.add_argument("--runtime-image", help=RUNTIME_IMAGE)
@@ -61,20 +61,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings. A flag beats its variable. Raises: BadSetting; SystemExit for unknown flags."""
+    """Returns the settings. A flag overrides its variable. Raises BadSetting; SystemExit for unknown flags."""
     given = make_parser().parse_args(arguments)
 
     def text(flag: str | None, variable: str, default: str | None = None) -> str:
         value = flag if flag is not None else environment.get(variable, default)
         if not value:
-            raise BadSetting(f"{variable} is not set: give it, or its flag")
+            raise BadSetting(f"{variable} is not set: set it, or its flag")
         return value
 
     namespaces = given.namespaces or environment.get(NAMESPACES, "").replace(",", " ").split()
     prometheus = given.prometheus_namespace or environment.get(PROMETHEUS_NAMESPACE, "")
     for variable, namespace in [*((NAMESPACES, one) for one in namespaces), (PROMETHEUS_NAMESPACE, prometheus)]:
         if not re.fullmatch(_NAMESPACE_PATTERN, namespace) and (namespace or variable == NAMESPACES):
-            raise BadSetting(f"{variable}: {namespace!r} is no name of a namespace")
+            raise BadSetting(f"{variable}: {namespace!r} is not a namespace name")
     return Settings(
         runtime_image=text(given.runtime_image, RUNTIME_IMAGE),
         router_image=text(given.router_image, ROUTER_IMAGE),
@@ -90,5 +90,5 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
 
 def _number(text: str, name: str, least: int, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= most:
-        raise BadSetting(f"{name}: {text!r} is no number from {least} to {most}")
+        raise BadSetting(f"{name}: {text!r} is not a number from {least} to {most}")
     return int(text)

@@ -1,1 +1,1 @@
-"""The OpenAI door: schemas, chat templates, text, streaming, errors. Two programs mount it over their backends."""
+"""The OpenAI-compatible API server, which leaders and routers mount over their backends."""

@@ -1,4 +1,4 @@
-"""The application: routes, health, errors in OpenAI's form, limits."""
+"""The FastAPI application: routes, health, errors in OpenAI's form, limits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -11,40 +11,40 @@ from starlette.responses import Response
 
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.api_keys import ApiKeys
-from phalanx_frontend.auth.caller import Gate, caller_of
+from phalanx_frontend.auth.caller import CallerMiddleware, caller_of
 from phalanx_frontend.backend import Backend, BackendError
-from phalanx_frontend.errors import ApiError, error_response, internal_error, of_backend, of_validation
+from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
 from phalanx_frontend.fields import ERRORS
-from phalanx_frontend.health import Health, Totals, Vitals, health_routes
-from phalanx_frontend.limits import BodyLimit, Limits
-from phalanx_frontend.metrics import DoorMetrics, response_counter
+from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_routes
+from phalanx_frontend.limits import BodyLimitMiddleware, Limits
+from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
-from phalanx_frontend.openai.context import Door
+from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-class DoorVitals:
-    """Implements `Vitals` from what the door itself knows."""
+class ServerHealthSource:
+    """Implements `HealthSource` from the API server's own state."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, server: ServerContext) -> None:
+        self._server = server
 
     def health(self) -> Health:
-        """The backend's readiness."""
-        return Health(not_ready=self._door.backend.not_ready())
+        """Returns the backend's readiness."""
+        return Health(not_ready=self._server.backend.not_ready())
 
-    def totals(self) -> Totals:
-        """The door's own requests."""
-        return self._door.metrics.tally.totals()
+    def totals(self) -> HealthTotals:
+        """Returns the counts of this server's requests."""
+        return self._server.metrics.request_totals.totals()
 
     def memory(self) -> Sequence[MemoryAccount]:
-        """Nothing: a door has no rank."""
+        """Returns nothing: an API server has no rank."""
         return ()
 
     def kv_bytes_per_token(self) -> int | None:
-        """Unknown."""
+        """Returns None: not known here."""
         return None
 
 
@@ -55,53 +55,53 @@ def create_app(
     limits: Limits | None = None,
     lifespan: Lifespan | None = None,
     keys: ApiKeys | None = None,
-    vitals: Callable[[Door], Vitals] = DoorVitals,
+    make_health_source: Callable[[ServerContext], HealthSource] = ServerHealthSource,
     metrics_prefix: str = "phalanx",
     keep_alive_s: float = 5.0,
 ) -> FastAPI:
-    """The OpenAI server over a backend, with health and metrics.
+    """Creates the OpenAI server over a backend, with health and metrics.
 
-    Starting and ending the backend is the caller's, for which `lifespan` is handed to FastAPI. `registry` may hold the
-    caller's own metrics too; one registry serves one app. Without `keys` anyone may ask. `vitals` makes what is told
-    of health and of counts; without it the door tells the backend's readiness and its own counts.
+    The caller starts and stops the backend; `lifespan` is passed to FastAPI for that. `registry` may also hold the caller's own
+    metrics; each app needs its own. Without `keys` every request is allowed. The default of `make_health_source`
+    reports the backend's readiness and this server's counts.
     """
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     responses = response_counter(registry, metrics_prefix)
-    door = Door(backend, DoorMetrics(registry, responses, metrics_prefix), limits, keep_alive_s=keep_alive_s)
+    server = ServerContext(backend, ApiMetrics(registry, responses, metrics_prefix), limits, keep_alive_s=keep_alive_s)
     app = _make_app(responses, lifespan)
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.add_middleware(Gate, keys=keys)
-    told = vitals(door)
-    app.include_router(health_routes(told.health, registry, warm=door.warm), responses=ERRORS)
-    app.include_router(native_routes(door, told), responses=ERRORS)
-    app.include_router(openai_routes(door), responses=ERRORS)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
+    app.add_middleware(CallerMiddleware, keys=keys)
+    source = make_health_source(server)
+    app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
+    app.include_router(native_routes(server, source), responses=ERRORS)
+    app.include_router(openai_routes(server), responses=ERRORS)
     return app
 
 
 def create_health_app(
     health: Callable[[], Health], *, registry: CollectorRegistry | None = None, lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """Only /healthz, /readyz, /v1/health and /metrics: for pods that have no door. Every error has the OpenAI form."""
+    """Creates an app with only /healthz, /readyz, /v1/health and /metrics, for pods without an API server."""
     registry = registry if registry is not None else CollectorRegistry()
     app = _make_app(response_counter(registry, "phalanx"), lifespan)
-    app.add_middleware(Gate)
+    app.add_middleware(CallerMiddleware)
     app.include_router(health_routes(health, registry), responses=ERRORS)
     return app
 
 
 def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
-    """An application without routes, whose errors have OpenAI's form and are counted."""
+    """Returns an application without routes; it counts errors and returns them in OpenAI's form."""
     app = FastAPI(title="Phalanx", lifespan=lifespan)
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = of_exception(error, request)
+        api_error = api_error_of_exception(error, request)
         route = getattr(request.scope.get("route"), "path", "unknown")
-        responses.labels(route, str(told.status)).inc()
-        response = error_response(told)
+        responses.labels(route, str(api_error.status)).inc()
+        response = error_response(api_error)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})
-        if told.code == "internal_error":  # answered outside of the gate
+        if api_error.code == "internal_error":  # handled outside the `CallerMiddleware`
             response.headers["x-request-id"] = caller_of(request).request_id
         return response
 
@@ -110,28 +110,30 @@ def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
     return app
 
 
-def of_exception(error: Exception, request: Request) -> ApiError:
-    """What the client is told of any exception. Those of no known kind are bugs, which the server logs."""
+def api_error_of_exception(error: Exception, request: Request) -> ApiError:
+    """Converts an exception to an error response. Exceptions of any other type are bugs, which the server logs."""
     match error:
         case ApiError():
             return error
         case BackendError():
-            return of_backend(error)
+            return api_error_of_backend(error)
         case RequestValidationError():
-            return of_validation(error.errors())
+            return api_error_of_validation(error.errors())
         case HTTPException():
-            return of_http(error, request)
+            return api_error_of_http(error, request)
         case _:
             return internal_error()
 
 
-def of_http(error: HTTPException, request: Request) -> ApiError:
-    """What the framework refuses: unknown paths and methods, unreadable bodies."""
+def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
+    """Converts errors of the framework: unknown paths and methods, unreadable bodies."""
     match error.status_code:
         case 404:
-            return ApiError(404, f"there is nothing at {request.url.path}", code="not_found")
+            return ApiError(404, f"no such path: {request.url.path}; see /openapi.json", code="not_found")
         case 405:
-            return ApiError(405, f"{request.url.path} does not answer {request.method}", code="method_not_allowed")
+            return ApiError(
+                405, f"{request.url.path} does not accept {request.method}; see /openapi.json", code="method_not_allowed"
+            )
         case 413:
             return ApiError(413, str(error.detail), code="request_too_large")
         case status:

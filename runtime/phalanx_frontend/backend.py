@@ -1,6 +1,6 @@
-"""The seam between the door and what generates: token ids and sampling parameters in, indexed tokens out.
+"""Interface between the API server and what generates: token ids and sampling parameters in, indexed tokens out.
 
-The runtime implements it over its local engine, the router over the fleet of groups.
+The runtime implements it over its local engine, the router over the groups of a service.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,38 +12,35 @@ from phalanx_api import wire
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that follow those delivered before: the first has output index `index`. The last delta carries `finish`.
+    """Output tokens that follow those already delivered. The last delta carries `finish`."""
 
-    `details` is parallel to `tokens` when logprobs were asked for, else empty. `prompt_details` are those of prompt tokens, in
-    order from token 1 on over all deltas of the request; none after its first token. `cached_tokens` of the prompt
-    were found in a prefix cache: every delta with tokens says it.
-    """
-
-    index: int
+    index: int  # output index of the first token
     tokens: list[int]
     finish: wire.FinishReason | None = None
-    cached_tokens: int = 0
-    details: Sequence[wire.TokenDetail | None] = ()
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache; set in every delta with tokens
+    details: Sequence[wire.TokenDetail | None] = ()  # parallel to `tokens` if logprobs were requested, else empty
     prompt_details: Sequence[wire.TokenDetail] = ()
+    """Prompt logprobs, in order from prompt token 1 over all deltas of the request; empty after its first output token."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Nothing new, but the request lives: the door may send a comment so that proxies keep the connection."""
+    """The request is in progress without new tokens; the server may send a comment to keep the connection open."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A stream that began before: its request with all tokens that are known of it, and why it ended, if it did."""
+class ResumableStream:
+    """A stream to resume."""
 
-    request: wire.Request
-    finish: wire.FinishReason | None = None
+    request: wire.Request  # with all tokens known of it
+    finish: wire.FinishReason | None = None  # reason, if it ended
 
 
 class BackendError(Exception):
-    """The request has no (further) answer. `status` is the HTTP status if nothing was sent yet, `code` the reason in one word.
+    """The backend cannot serve or continue a request.
 
-    `can_resume`: the stream only stops here; its client may ask another door for the rest.
+    `status` is the HTTP status if the response has not started, `code` the reason in one word. `can_resume`: the stream is
+    interrupted and the client may resume it at another API server.
     """
 
     def __init__(
@@ -58,28 +55,31 @@ class BackendError(Exception):
 
 
 class Backend(Protocol):
-    """What a door stands before."""
+    """Generates tokens for the API server."""
 
     def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
-        """Deltas in order of index, each index once, ending with one that has `finish`.
+        """Yields deltas in order of index, each index once, the last with `finish`.
 
         Closing the iterator early aborts the request. Raises BackendError.
         """
         ...
 
-    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
-        """Those of these streams of this tenant that may be resumed, by id: whoever had them has them no more, and `generate`
-        goes on with such a request where it stands. Those of other tenants notice nothing."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
+        """Takes over the streams among `ids` that belong to `tenant` and can be resumed, by id.
+
+        Their present connections lose them, and `generate` continues such a request from its last token. Streams of other
+        tenants are unaffected.
+        """
         ...
 
-    async def awake(self) -> None:
-        """Returns when `assets` are known, or when it is of no use to wait for them. Raises BackendError."""
+    async def wait_for_assets(self) -> None:
+        """Returns when `assets` are known or waiting cannot help. Raises BackendError."""
         ...
 
     def assets(self) -> wire.Assets:
-        """What the door needs of the model. Raises BackendError 503 while nothing has told it yet."""
+        """Returns the model's tokenizer files and limits. Raises BackendError 503 until they are known."""
         ...
 
     def not_ready(self) -> str | None:
-        """Why no request can be served now, or None when it can. Feeds /readyz."""
+        """Returns why no request can be served now, or None if requests can. Used by /readyz."""
         ...

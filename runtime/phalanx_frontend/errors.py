@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients know them: `{"error": {"message", "type", "param", "code"}}` with the status that says who can act."""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and an HTTP status."""
 
 import json
 import math
@@ -10,15 +10,15 @@ from starlette.responses import Response
 from phalanx_frontend.backend import BackendError
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""Bounds of an error, so that a large request never gets a large answer, nor fills a log."""
+"""Bounds of an error, so that a large request causes neither a large response nor a large log line."""
 FIELDS = {"unsupported_speculation": "speculative.method"}
-"""The field that a backend refuses by a code."""
+"""Maps a backend's error code to the request field that causes it."""
 
 
 class ApiError(Exception):
-    """The answer to a request that is not served. `param` names the field, `code` the reason in one word.
+    """An error response. `param` names the field, `code` the reason in one word.
 
-    `can_resume`: a stream only stops here.
+    `can_resume`: the stream is interrupted and the client can resume it.
     """
 
     def __init__(
@@ -34,32 +34,32 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A 400 that names the field to change."""
+    """Returns a 400 that names the field to change."""
     return ApiError(400, message, param, code)
 
 
 def internal_error() -> ApiError:
-    """A 500 that tells nothing: the log has the rest."""
-    return ApiError(500, "internal error; the server's log says more under this request's id", code="internal_error")
+    """Returns a 500 without details, which are in the log."""
+    return ApiError(500, "internal error; look for this request's id in the server's log", code="internal_error")
 
 
-def of_backend(error: BackendError) -> ApiError:
-    """What the client is told of a backend's refusal."""
-    told = ApiError(error.status, error.message, FIELDS.get(error.code), error.code, error.retry_after_s)
-    told.can_resume = error.can_resume
-    return told
+def api_error_of_backend(error: BackendError) -> ApiError:
+    """Converts a backend's error to an error response."""
+    converted = ApiError(error.status, error.message, FIELDS.get(error.code), error.code, error.retry_after_s)
+    converted.can_resume = error.can_resume
+    return converted
 
 
-def in_stream(error: ApiError, event_id: str) -> ApiError:
-    """What the client of a stream is told that has come to this id: how to get the rest, if it can."""
+def with_resume_hint(error: ApiError, event_id: str) -> ApiError:
+    """Adds to an error that ends a stream how to resume it after `event_id`, if that is possible."""
     if not error.can_resume:
         return error
-    message = f"{error.message}; for the rest repeat the request with the header Last-Event-ID: {event_id}"
+    message = f"{error.message}; to resume, repeat the request with the header Last-Event-ID: {event_id}"
     return ApiError(error.status, message, None, error.code)
 
 
 def error_type(status: int) -> str:
-    """OpenAI's `type` for a status."""
+    """Returns OpenAI's `type` for an HTTP status."""
     match status:
         case 403:
             return "permission_error"
@@ -70,12 +70,12 @@ def error_type(status: int) -> str:
 
 
 def error_body(error: ApiError) -> bytes:
-    """The JSON document."""
+    """Returns the response body, `{"error": ...}`."""
     return json.dumps({"error": error_detail(error)}).encode("ascii")
 
 
 def error_detail(error: ApiError) -> dict[str, str | None]:
-    """What is inside. Bounded and encodable, whatever of the request the message quotes."""
+    """Returns the value of `error`: bounded in length and encodable, even if the message quotes the request."""
     message, param = _cut(error.message, MAX_MESSAGE_CHARS), error.param and _cut(error.param, MAX_PARAM_CHARS)
     return {"message": message, "type": error_type(error.status), "param": param, "code": error.code}
 
@@ -86,7 +86,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
-    """Retry-After, rounded up to whole seconds as HTTP wants it, and the exact time that OpenAI's clients read."""
+    """Returns Retry-After in whole seconds, as HTTP requires, and retry-after-ms, which OpenAI's clients read."""
     if error.retry_after_s is None:
         return {}
     seconds = max(0.0, error.retry_after_s)
@@ -94,15 +94,15 @@ def error_headers(error: ApiError) -> dict[str, str]:
 
 
 def error_response(error: ApiError) -> Response:
-    """The whole HTTP response."""
+    """Returns the complete HTTP response."""
     return Response(error_body(error), error.status, error_headers(error), "application/json")
 
 
-# What is wrong with a body, told by its field.
+# Validation errors.
 
 
-def of_validation(errors: Sequence[Any], inside: tuple[str, ...] = ("body",)) -> ApiError:
-    """The first of pydantic's errors as a 400. Their locations start with `inside`, which is not part of the field."""
+def api_error_of_validation(errors: Sequence[Any], inside: tuple[str, ...] = ("body",)) -> ApiError:
+    """Converts the first of pydantic's errors to a 400. `inside`: prefix of the locations that is not part of the field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return invalid(None, f"the request body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
@@ -116,7 +116,7 @@ def of_validation(errors: Sequence[Any], inside: tuple[str, ...] = ("body",)) ->
 
 
 def field_path(location: tuple[str | int, ...]) -> str:
-    """`messages[0].content` from ("messages", 0, "content")."""
+    """Returns `messages[0].content` for ("messages", 0, "content")."""
     path = ""
     for step in location:
         path += f"[{step}]" if isinstance(step, int) else f".{step}"

@@ -1,4 +1,4 @@
-"""Values of request fields: how each is read, and how /openapi.json describes it. A ValueError here is the client's 400."""
+"""Types of request fields: parsers, and schemas for /openapi.json. A ValueError here becomes a 400."""
 
 from typing import Annotated, Any
 
@@ -7,30 +7,30 @@ from pydantic import AfterValidator, BaseModel, Field, PlainValidator, WithJsonS
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_BIAS = 100.0
-"""OpenAI's bound of `logit_bias`: more than this forbids or forces a token anyway."""
+"""OpenAI's bound of `logit_bias`; this much already forbids or forces a token."""
 MAX_ID_DIGITS = 10
-"""Digits of the largest token id that a frame carries."""
+"""Digits of the largest token id that a wire frame carries."""
 
 Prompt = str | list[int]
 """Text or token ids."""
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """The prompts of a completion: one or several, each text or token ids, all of one kind."""
+    """Parses the prompts of a completion: one or several, each text or token ids, all of one kind."""
     if isinstance(value, str):
-        return [whole_text(value)]
+        return [valid_text(value)]
     if isinstance(value, list):
         if all(type(token) is int for token in value):
             return [value]
         if all(isinstance(prompt, str) for prompt in value):
-            return [whole_text(prompt) for prompt in value]
+            return [valid_text(prompt) for prompt in value]
         if all(isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in value):
             return value
     raise ValueError("must be a string, an array of strings, an array of token ids, or an array of arrays of token ids")
 
 
 def parse_stop(value: object) -> list[str]:
-    """Stop strings, none of them empty."""
+    """Parses stop strings; empty ones are refused."""
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
@@ -38,19 +38,19 @@ def parse_stop(value: object) -> list[str]:
         raise ValueError("must be a string or an array of strings")
     if "" in stops:
         raise ValueError("a stop string must not be empty")
-    return [whole_text(stop) for stop in stops]
+    return [valid_text(stop) for stop in stops]
 
 
 def parse_logit_bias(value: object) -> dict[int, float]:
-    """Bias by token id. JSON has only strings as keys, so ids come as such."""
+    """Parses biases by token id. JSON keys are strings, so ids arrive as strings."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError("must be an object of numbers by token id")
+        raise ValueError("must be an object that maps token ids to numbers")
     parsed: dict[int, float] = {}
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
-            raise ValueError(f"{str(key)[:40]!r} is no token id")
+            raise ValueError(f"{str(key)[:40]!r} is not a token id; use a decimal number")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(f"the bias of token {key} must be a number between -{MAX_BIAS:g} and {MAX_BIAS:g}")
         parsed[int(key)] = float(bias)
@@ -58,11 +58,11 @@ def parse_logit_bias(value: object) -> dict[int, float]:
 
 
 def parse_content(value: object) -> str | None:
-    """Text of a message: a string, or its text parts joined by line ends. What was refused earlier is text too."""
+    """Returns the text of a message: a string, or its text parts joined by newlines. An earlier refusal counts as text."""
     if value is None:
         return None
     if isinstance(value, str):
-        return whole_text(value)
+        return valid_text(value)
     if not isinstance(value, list):
         raise ValueError("must be a string or an array of text parts")
     texts = []
@@ -70,16 +70,16 @@ def parse_content(value: object) -> str | None:
         text = part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
         if not isinstance(text, str):
             raise ValueError('every part must be {"type": "text", "text": ...}: this model reads text only')
-        texts.append(whole_text(text))
+        texts.append(valid_text(text))
     return "\n".join(texts)
 
 
-def whole_text(value: str) -> str:
-    """The same string, once it is known to be encodable: JSON can spell half a character, which no tokenizer takes."""
+def valid_text(value: str) -> str:
+    """Returns `value` if it is encodable. JSON can spell half a surrogate pair, which no tokenizer accepts."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("is not valid Unicode: it has half of a surrogate pair") from error
+        raise ValueError("is not valid Unicode: it contains half of a surrogate pair; remove it") from error
     return value
 
 
@@ -114,17 +114,17 @@ TokenIds = list[TokenId]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(gt=0, le=INT32_MAX, allow_inf_nan=False)]
 Priority = Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)]
-Text = Annotated[str, AfterValidator(whole_text)]
-ShortText = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(whole_text)]
-UserId = Annotated[str, Field(max_length=512), AfterValidator(whole_text)]
+Text = Annotated[str, AfterValidator(valid_text)]
+ShortText = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(valid_text)]
+UserId = Annotated[str, Field(max_length=512), AfterValidator(valid_text)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
 
 
-# Answers as /openapi.json describes them, beside those that the routes' own types do.
+# Responses in /openapi.json that the routes' types do not describe.
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, for people and for programs."""
+    """An error: `message` for people, the other fields for programs."""
 
     message: str
     type: str
@@ -133,26 +133,28 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, as OpenAI's clients know it."""
+    """The body of every error, in OpenAI's form."""
 
     error: ErrorDetail
 
 
 _RETRY_AFTER: dict[str, Any] = {
-    "Retry-After": {"schema": {"type": "integer"}, "description": "Of 429 and 503, where a time is known: seconds to wait."}
+    "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait, with 429 and 503 if known."}
 }
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
     "4XX": {
         "model": ErrorBody,
-        "description": "It cannot be served as it is, or not now (429).",
+        "description": "The request is invalid, or refused for now (429).",
         "headers": _RETRY_AFTER,
     },
-    "5XX": {"model": ErrorBody, "description": "The server cannot serve it, or not now (503).", "headers": _RETRY_AFTER},
+    "5XX": {"model": ErrorBody, "description": "The server failed, or cannot serve for now (503).", "headers": _RETRY_AFTER},
 }
-"""Of every route."""
-STREAMED: Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Whole, or streamed."}}
-"""Of routes that take `stream`."""
+"""Errors of every route."""
+STREAMED: Responses = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Complete, or streamed."}
+}
+"""Responses of routes that accept `stream`."""
 EXPOSITION: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}, "description": "Metrics."}}
-"""Of /metrics."""
+"""Responses of /metrics."""

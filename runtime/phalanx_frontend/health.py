@@ -1,4 +1,4 @@
-"""Whether this process lives, whether it serves, and what it measured. For every pod, with or without a door."""
+"""Liveness, readiness and metrics routes of every pod, with or without an API server."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,81 +13,77 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.fields import EXPOSITION
 
-# What a door tells of the engine behind it, at /v1/health and /v1/metrics. The runtime and the router each implement it.
+# State of the engine for /v1/health and /v1/metrics. The runtime and the router each implement `HealthSource`.
 
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
-    """One rank: whether its process lives, and how long its heartbeat has been silent (None: it has never spoken)."""
+    """Health of one rank."""
 
     rank: int
-    alive: bool
-    silent_s: float | None = None
+    alive: bool  # its process runs
+    silent_s: float | None = None  # seconds since its last heartbeat; None before the first
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether this process can mend itself, and whether requests are served. `not_alive`, `not_ready`: why not, or None."""
+    """Health of this process."""
 
-    not_alive: str | None = None
-    not_ready: str | None = None
+    not_alive: str | None = None  # reason to restart the container, or None
+    not_ready: str | None = None  # reason that no request can be served, or None
     incarnation: int | None = None
     ranks: Sequence[RankHealth] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts since the start of this process: requests that ended, and what they were given.
-
-    proposed, accepted: tokens that were proposed, and those of them that were drawn too; at a router by the engines behind it,
-    since each of them started.
-    """
+class HealthTotals:
+    """Counts over ended requests since this process started."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     latency_s: float = 0.0
-    proposed: int = 0
-    accepted: int = 0
+    proposed: int = 0  # draft tokens; at a router those of all its engines, since each engine started
+    accepted: int = 0  # draft tokens that the target accepted
 
 
-class Vitals(Protocol):
-    """What the door asks when somebody asks it. All calls return at once."""
+class HealthSource(Protocol):
+    """State behind /v1/health and /v1/metrics. No call blocks."""
 
     def health(self) -> Health:
-        """The state of the process and of the ranks that it knows."""
+        """Returns the state of the process and of the known ranks."""
         ...
 
-    def totals(self) -> Totals:
-        """What was served, by whichever door it came."""
+    def totals(self) -> HealthTotals:
+        """Returns counts over all requests served, through any route."""
         ...
 
     def memory(self) -> Sequence[MemoryAccount]:
-        """The account of each rank that has told one."""
+        """Returns the memory account of each rank that reported one."""
         ...
 
     def kv_bytes_per_token(self) -> int | None:
-        """Bytes of one token in the KV caches of all ranks of a group; None while no group has told."""
+        """Returns bytes per token in the KV caches of all ranks of a group; None until a group reported it."""
         ...
 
 
-async def _nothing() -> None:
+async def _no_warmup() -> None:
     pass
 
 
 def health_routes(
-    health: Callable[[], Health], registry: CollectorRegistry, warm: Callable[[], Awaitable[object]] = _nothing
+    health: Callable[[], Health], registry: CollectorRegistry, warm: Callable[[], Awaitable[object]] = _no_warmup
 ) -> APIRouter:
-    """GET /healthz, /readyz, /v1/health, /metrics. `health` says why the process does not live or does not serve, if so.
+    """Builds GET /healthz, /readyz, /v1/health and /metrics.
 
-    `warm` is awaited before the first "ready": what the first request would else wait for.
+    `warm` is awaited before the first "ready" response; it does work that the first request would otherwise wait for.
     """
     routes = APIRouter(tags=["health"])
 
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """200 while this process can mend itself, else 503 with the reason: it wants to be started anew."""
+        """Liveness: 200, or 503 with the reason if the container must be restarted."""
         reason = health().not_alive
         if reason is not None:
             raise ApiError(503, reason, code="not_alive")
@@ -96,7 +92,7 @@ def health_routes(
     @routes.get("/health")
     @routes.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """200 while requests can be served, else 503 with the reason. vLLM's clients look for it at /health."""
+        """Readiness: 200, or 503 with the reason. /health is the name that vLLM's clients use."""
         reason = health().not_ready
         if reason is not None:
             raise ApiError(503, reason, code="not_ready")
@@ -105,14 +101,14 @@ def health_routes(
 
     @routes.get("/v1/health", responses={503: {"description": "Not alive, or not ready."}})
     async def v1_health() -> JSONResponse:
-        """Liveness and readiness with their reasons, the incarnation, and every rank that is known."""
+        """Liveness and readiness with their reasons, the incarnation, and every known rank."""
         now = health()
         is_well = now.not_alive is None and now.not_ready is None
         return JSONResponse(health_document(now), 200 if is_well else 503)
 
     @routes.get("/metrics", response_class=Response, responses=EXPOSITION)
     async def metrics(request: Request) -> Response:
-        """Metrics, in the text form that the scraper asks for."""
+        """Metrics, in the exposition format that the scraper accepts."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 
@@ -120,7 +116,7 @@ def health_routes(
 
 
 def health_document(health: Health) -> dict[str, Any]:
-    """The body of /v1/health."""
+    """Returns the body of /v1/health."""
     return {
         "alive": health.not_alive is None,
         "ready": health.not_ready is None,

@@ -1,4 +1,4 @@
-"""Bounds on what one request may cost the door before any backend sees it."""
+"""Bounds on the cost of one request at the API server, before a backend receives it."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -8,34 +8,29 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 IDLE_CONNECTION_S = 75
-"""For how long a connection without a request is kept: longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15 s, load
-balancers 60 s), so that it is they who close it. One that the server closed while a POST was under way cannot be told from a lost
-one, and nobody repeats a POST."""
+"""Keep-alive timeout: longer than that of clients and proxies (httpx 5 s, aiohttp 15 s, load balancers 60 s), so that they close
+the connection. If the server closes it while a POST is under way, the client sees a lost connection and cannot safely retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_body_bytes` of a request; `max_stops` stop strings of up to `max_stop_chars` each, searched at every token;
-    `max_choices` of one answer, over all its prompts: each is a request of its own in the engine.
-
-    Too low refuses honest clients; too high lets one client hold the door's memory and processor.
-    """
+    """Limits of a request. Too low refuses honest clients; too high lets one client take the server's memory and CPU."""
 
     max_body_bytes: int = 32 * 1024 * 1024
-    max_stops: int = 64
-    max_stop_chars: int = 1024
-    max_choices: int = 1024
+    max_stops: int = 64  # stop strings; each is searched at every token
+    max_stop_chars: int = 1024  # per stop string
+    max_choices: int = 1024  # over all prompts of the request; each choice is a request in the engine
 
 
-class BodyLimit:
-    """ASGI middleware: reading more than `max_bytes` of a body raises 413 where it is read."""
+class BodyLimitMiddleware:
+    """ASGI middleware that raises 413 when the application reads more than `max_bytes` of a body."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves the request with a counted body."""
+        """Serves the request and counts the bytes of its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -46,7 +41,7 @@ class BodyLimit:
             message: Message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
-                raise HTTPException(413, f"the request body has more than {self._max_bytes} bytes")
+                raise HTTPException(413, f"the request body has more than {self._max_bytes} bytes; send a shorter one")
             return message
 
         await self._app(scope, counted, send)

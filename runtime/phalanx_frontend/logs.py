@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, a constant message and its fields. Nothing that a request's body says is ever logged."""
+"""Log lines: one JSON object each, a constant message plus fields. The contents of request bodies are never logged."""
 
 import json
 import logging
@@ -9,10 +9,10 @@ _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_mess
 
 
 class JsonFormatter(logging.Formatter):
-    """One line: when, how grave, who says it, what, the fields that it was logged with, and the trace of an exception."""
+    """Formats a record as one line: time, level, logger, message, its extra fields, and the trace of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Returns the line without a newline."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_logging(level: int | str = logging.INFO) -> None:
-    """Logs to stderr from now on."""
+    """Sends all log lines to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,6 +1,7 @@
-"""What the door measures, in the caller's registry, under the caller's prefix: requests as this door's clients see them.
+"""Metrics of the API server's requests, in the caller's registry under the caller's prefix.
 
-vLLM's names are the engine's alone (`phalanx_runtime.server.http.metrics`), so that no sum over a service counts a request twice.
+vLLM's metric names belong to the engine (`phalanx_runtime.server.http.metrics`), so that no sum over a service counts a request
+twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from phalanx_frontend.health import Totals
+from phalanx_frontend.health import HealthTotals
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 FIRST_TOKEN_S = (
@@ -22,18 +23,18 @@ Clock = Callable[[], float]
 
 
 def response_counter(registry: CollectorRegistry, prefix: str) -> Counter:
-    """Counts responses of the door by route and status; unknown paths share one route."""
+    """Returns a counter of responses by route and status; unknown paths share one route."""
     return Counter(f"{prefix}_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
 
 
-class Tally:
-    """Sums over requests that ended, for those who want no histogram."""
+class RequestTotals:
+    """Sums over ended requests, for readers that need no histogram."""
 
     def __init__(self) -> None:
-        self._totals = Totals()
+        self._totals = HealthTotals()
 
     def count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int, latency_s: float) -> None:
-        """One request ended."""
+        """Adds one ended request."""
         now = self._totals
         self._totals = replace(
             now,
@@ -44,18 +45,18 @@ class Tally:
             latency_s=now.latency_s + latency_s,
         )
 
-    def speculated(self, proposed: int, accepted: int) -> None:
-        """So many tokens more were proposed, and so many of these were drawn too."""
+    def record_speculation(self, proposed: int, accepted: int) -> None:
+        """Adds counts of draft tokens: `proposed` in all, of which the target accepted `accepted`."""
         now = self._totals
         self._totals = replace(now, proposed=now.proposed + proposed, accepted=now.accepted + accepted)
 
-    def totals(self) -> Totals:
-        """The sums so far."""
+    def totals(self) -> HealthTotals:
+        """Returns the sums since the start."""
         return self._totals
 
 
-class DoorMetrics:
-    """The families, and a meter for each request."""
+class ApiMetrics:
+    """All metric families of the API server; `meter` returns the recorder of one request."""
 
     def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -64,25 +65,27 @@ class DoorMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{prefix}_{name}", text, (*_MODEL, *labels), registry=registry)
 
-        self.e2e = histogram("request_duration_seconds", "From arrival to the end.", LATENCY_S)
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S)
-        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens, at the door.", PER_TOKEN_S)
-        self.per_output_token = histogram(
-            "time_per_output_token_seconds", "A request's time after its first token, over the tokens after it.", PER_TOKEN_S
+        self.e2e = histogram("request_duration_seconds", "Time from arrival to the end of a request.", LATENCY_S)
+        self.first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", FIRST_TOKEN_S)
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Time between two tokens as the API server receives them.", PER_TOKEN_S
         )
-        self.request_prompt = histogram("request_prompt_tokens", "Prompt of a request.", TOKENS)
-        self.request_generation = histogram("request_generation_tokens", "Output of a request.", TOKENS)
+        self.per_output_token = histogram(
+            "time_per_output_token_seconds", "Mean time per token of a request after its first token.", PER_TOKEN_S
+        )
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.request_generation = histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
         self.request_max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.")
-        self.cached_tokens = counter("prompt_tokens_cached", "Those found in a prefix cache.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in a prefix cache.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.finished = counter("requests_finished", "Requests by how they ended.", "finished_reason")
+        self.finished = counter("requests_finished", "Ended requests by finish reason.", "finished_reason")
         self.in_progress = Gauge(f"{prefix}_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
         self.responses = responses
-        self.tally = Tally()
+        self.request_totals = RequestTotals()
 
     def meter(self, model: str, num_prompt_tokens: int, max_tokens: int, arrived_s: float, clock: Clock) -> "RequestMeter":
-        """A meter for one request that was accepted."""
+        """Counts an accepted request and returns its meter."""
         self.in_progress.labels(model).inc()
         self.prompt_tokens.labels(model).inc(num_prompt_tokens)
         self.request_prompt.labels(model).observe(num_prompt_tokens)
@@ -91,9 +94,9 @@ class DoorMetrics:
 
 
 class RequestMeter:
-    """Times and counts of one request. `end` is called once, whatever happened."""
+    """Times and counts of one request. `end` is called exactly once."""
 
-    def __init__(self, metrics: DoorMetrics, model: str, num_prompt_tokens: int, arrived_s: float, clock: Clock) -> None:
+    def __init__(self, metrics: ApiMetrics, model: str, num_prompt_tokens: int, arrived_s: float, clock: Clock) -> None:
         self._metrics = metrics
         self._model = model
         self._num_prompt_tokens = num_prompt_tokens
@@ -105,7 +108,7 @@ class RequestMeter:
         self._num_tokens = 0
 
     def tokens(self, count: int) -> None:
-        """So many tokens came, together."""
+        """Records `count` tokens that arrived together."""
         now_s = self._clock()
         if self._first_s is None:
             self._first_s = now_s
@@ -113,16 +116,16 @@ class RequestMeter:
             gaps = count - 1
         else:
             gaps = count
-        # Tokens that came together share the time since those before them.
+        # Tokens that arrived together share the time since the tokens before them.
         for _ in range(gaps):
             self._inter_token.observe((now_s - self._last_s) / count)
         self._last_s = now_s
         self._num_tokens += count
 
     def end(self, reason: str, cached_tokens: int) -> None:
-        """The request is over: stop, length, abort (the client left) or error."""
+        """Records the end of the request. `reason`: stop, length, abort (the client disconnected) or error."""
         metrics, model, now_s = self._metrics, self._model, self._clock()
-        metrics.tally.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
+        metrics.request_totals.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
         metrics.in_progress.labels(model).dec()
         metrics.finished.labels(model, reason).inc()
         metrics.e2e.labels(model).observe(now_s - self._arrived_s)

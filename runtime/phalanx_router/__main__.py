@@ -1,4 +1,4 @@
-"""`phalanx-router serve`: the front door of one InferenceService."""
+"""Command `phalanx-router serve`: the router of one InferenceService."""
 
 import signal
 import sys
@@ -8,9 +8,9 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag.
+    """Returns the exit code: 0 after SIGTERM or SIGINT, 1 after an unexpected exception. Raises SystemExit 2 for a bad flag.
 
-    Importing the program takes a second: who is told to end meanwhile ends with status 0.
+    Importing the program takes a second; a signal in that time ends the process with status 0.
     """
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Nothing serves yet, so there is nothing to end."""
+    """Exits before the server has started."""
     sys.exit(0)
 
 

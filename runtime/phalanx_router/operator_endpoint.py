@@ -1,7 +1,7 @@
-"""The operator's door to a router: `POST /phalanx/summary`, with the service token, outside of the clients' API keys.
+"""HTTP endpoint for the operator: `POST /phalanx/summary`, authenticated with the service token, not with a client's API key.
 
-The question carries the policy to follow; the answer comes when something that the operator should know has changed since the
-last answer, else after the time that it gave. A waiting question holds nothing up: streams do not know of it.
+The request carries the balancing policy. It is a long poll: the response follows when an `UrgentChange` differs from that of the
+last response, else after the requested wait. A waiting request blocks no stream.
 """
 
 import asyncio
@@ -15,91 +15,89 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
-from phalanx_api.wire.versions import HTTP_WRONG_VERSION, SUMMARY
+from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_router.summary import Crossing
+from phalanx_router.summary import UrgentChange
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 20
-LONGEST_S = 60.0
+MAX_BODY_BYTES = 1 << 20
+MAX_WAIT_S = 60.0
 _decode = msgspec.json.Decoder(Asked).decode
 
 
-class SummaryDoor:
-    """Answers questions. Call `looked` after each tick: it notices what has changed."""
+class OperatorEndpoint:
+    """Answers the operator's polls. Call `notify_if_changed` after each tick: it detects changes."""
 
     def __init__(
         self,
         token: str,
-        obey: Callable[[BalancePolicy], None],
+        set_policy: Callable[[BalancePolicy], None],
         summary: Callable[[], RouterSummary],
-        crossing: Callable[[], Crossing],
+        urgent_state: Callable[[], UrgentChange],
     ) -> None:
         self._token = f"Bearer {token}".encode()
-        self._obey = obey
+        self._set_policy = set_policy
         self._summary = summary
-        self._crossing = crossing
-        self._told: Crossing | None = None
+        self._urgent_state = urgent_state
+        self._last_sent: UrgentChange | None = None
         self._changed = asyncio.Event()
 
-    def looked(self) -> None:
-        """Wakes who waits when something is not as it was last told."""
-        if self._crossing() != self._told:
+    def notify_if_changed(self) -> None:
+        """Ends the waiting poll if the state differs from the last response."""
+        if self._urgent_state() != self._last_sent:
             self._changed.set()
 
     async def answer(self, request: Request) -> Response:
-        """The answer to one question. Raises ApiError."""
+        """Returns the response to one poll. Raises ApiError."""
         offered = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(offered, self._token):
-            raise ApiError(401, "this is the operator's: it needs the service token", code="invalid_token")
+            raise ApiError(401, "this path is for the operator: send the service token as bearer token", code="invalid_token")
         if request.method != "POST":
-            raise ApiError(405, f"{SUMMARY_PATH} answers POST", code="method_not_allowed")
-        asked = await _read(request)
-        version = SUMMARY.agreed(asked.version, asked.oldest_version)
-        if version is None:
-            log.warning("question refused", extra={"why": f"version {asked.version}, this router speaks {SUMMARY}"})
-            message = f"this router answers questions of version {SUMMARY}, the operator's is {asked.version}"
+            raise ApiError(405, f"{SUMMARY_PATH} accepts POST only", code="method_not_allowed")
+        poll = await _read(request)
+        if poll.version != PROTOCOL_VERSION:
+            log.warning("rejected a poll", extra={"why": f"version {poll.version}, this router supports {PROTOCOL_VERSION}"})
+            message = f"this router supports summary version {PROTOCOL_VERSION}, the operator sent {poll.version}"
             raise ApiError(HTTP_WRONG_VERSION, message, code="unknown_version")
-        self._obey(asked.policy)
-        self.looked()
+        self._set_policy(poll.policy)
+        self.notify_if_changed()
         try:
-            async with asyncio.timeout(min(max(asked.wait_s, 0.0), LONGEST_S)):
+            async with asyncio.timeout(min(max(poll.wait_s, 0.0), MAX_WAIT_S)):
                 await self._changed.wait()
         except TimeoutError:
-            self.looked()  # a question that its asker gave up ends so too, and must not keep news from the one that followed
+            self.notify_if_changed()  # an abandoned poll ends here too and must not hide a change from the next one
         self._changed.clear()
-        self._told = self._crossing()
-        summary = msgspec.structs.replace(self._summary(), version=version)
-        return Response(msgspec.json.encode(summary), media_type="application/json")
+        self._last_sent = self._urgent_state()
+        return Response(msgspec.json.encode(self._summary()), media_type="application/json")
 
 
 async def _read(request: Request) -> Asked:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > MOST_BYTES:
-            raise ApiError(413, f"the body is longer than {MOST_BYTES} bytes", code="request_too_large")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
     try:
         return _decode(bytes(body))
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is no question: {error}") from error
+        raise ApiError(400, f"the body is not a valid poll: {error}") from error
 
 
-class BesideTheDoor:
-    """ASGI middleware: the path of summaries goes to `SummaryDoor`, all else to the clients' door."""
+class OperatorRouteMiddleware:
+    """ASGI middleware: routes the summary path to `OperatorEndpoint` and everything else to the API server."""
 
-    def __init__(self, app: ASGIApp, door: SummaryDoor) -> None:
+    def __init__(self, app: ASGIApp, endpoint: OperatorEndpoint) -> None:
         self._app = app
-        self._door = door
+        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves the request."""
+        """Handles the request."""
         if scope["type"] != "http" or scope["path"] != SUMMARY_PATH:
             await self._app(scope, receive, send)
             return
         try:
-            response = await self._door.answer(Request(scope, receive))
+            response = await self._endpoint.answer(Request(scope, receive))
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The router as a program: from settings to a server, and its orderly end."""
+"""The router process: builds the server from the settings, and shuts it down gracefully."""
 
 import asyncio
 import logging
@@ -16,9 +16,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
 from phalanx_router.app import make_router
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import MAX_FRAME_BYTES
-from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, router_selector, selector
+from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, leader_selector, router_selector
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
@@ -27,12 +27,12 @@ from phalanx_router.settings import Settings, read_settings
 log = logging.getLogger("phalanx_router")
 
 GRACE_S = 3
-"""How long open streams have to take their last event at the end."""
-LOOK_S = 0.02
+"""Time in which open streams can send their last event at the end."""
+CHECK_S = 0.02
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0 after SIGTERM or SIGINT, 1 after a bug. Raises SystemExit 2 for a bad flag."""
+    """Returns the exit code: 0 after SIGTERM or SIGINT, 1 after an unexpected exception. Raises SystemExit 2 for a bad flag."""
     settings = read_settings(arguments)
     start_logging(settings.log_level.upper())
     with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -40,25 +40,25 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop  # no use to tests
+    import uvloop  # tests do not need it
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 
 
-class Farewell:
-    """ASGI middleware: while the router leaves, a connection ends with the answer to its next request.
+class ConnectionCloser:
+    """ASGI middleware: while the router shuts down, a connection closes after the response to its next request.
 
-    Its client comes again by the Service, which knows the routers that stay; over the old connection every request would come
-    here, and be refused in the end.
+    The client reconnects through the Service to another router; on the old connection its requests would come here and be refused
+    in the end.
     """
 
-    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+    def __init__(self, app: ASGIApp, fleet: RouterBackend) -> None:
         self._app = app
         self._fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves the request."""
+        """Handles the request."""
 
         async def last(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,24 +70,24 @@ class Farewell:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to us: the first one does not end it at once."""
+    """Server without uvicorn's signal handlers, so that the first signal starts a graceful shutdown."""
 
     exit_code = 0
 
     def fail(self, error: BaseException) -> None:
-        """Ends the server with a code that says so: a router that no longer follows its leaders is of no use."""
-        log.error("the fleet failed", exc_info=error)
+        """Stops the server with exit code 1: without its leaders the router cannot serve."""
+        log.error("the router backend failed", exc_info=error)
         self.exit_code = 1
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing to capture."""
+        """Installs no handlers."""
         yield
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal comes; then `leave`s. The exit code."""
+    """Serves until a signal, then calls `leave`; returns the exit code."""
     link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
         link,
@@ -102,10 +102,15 @@ async def serve(settings: Settings) -> int:
     source = await make_source(settings)
     peers = await make_peers(settings)
     app, fleet = make_router(
-        fleet_settings, source, lambda error: server.fail(error), settings.api_keys, settings.key_file, peers
+        fleet_settings,
+        source,
+        failed=lambda error: server.fail(error),
+        keys=settings.api_keys,
+        key_file=settings.key_file,
+        peers=peers,
     )
     config = uvicorn.Config(
-        Farewell(app, fleet),
+        ConnectionCloser(app, fleet),
         host=settings.host,
         port=settings.port,
         http="httptools",
@@ -126,59 +131,60 @@ async def serve(settings: Settings) -> int:
     return server.exit_code
 
 
-async def leave(server: uvicorn.Server, fleet: Fleet, settings: Settings) -> None:
-    """Shows not ready and sends clients away at once; takes no more requests a little later. Open streams have `drain_s` to end.
+async def leave(server: uvicorn.Server, fleet: RouterBackend, settings: Settings) -> None:
+    """Reports not ready and closes connections after their present response; refuses requests after `lame_duck_s`.
 
-    What is left then, or at a second signal, ends with an error that names the id to resume from; its group goes on with it.
+    Open streams have `drain_s` to end. After that, or after a second signal, the others end with an error that permits a resume,
+    and their groups continue them.
     """
     if not fleet.draining:
         fleet.draining = True
-        log.info("leaving: open streams go on", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
+        log.info("shutting down: open streams continue", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
         send_away(server)
         await asyncio.sleep(settings.lame_duck_s)
         fleet.refuse()
         end = asyncio.get_running_loop().time() + settings.drain_s
         while fleet.runs and not server.should_exit and asyncio.get_running_loop().time() < end:
             close_idle(server)
-            await asyncio.sleep(LOOK_S)
-    log.info("leaving: what is left may be resumed elsewhere", extra={"streams": len(fleet.runs)})
+            await asyncio.sleep(CHECK_S)
+    log.info("shutting down: open streams can be resumed at another router", extra={"streams": len(fleet.runs)})
     fleet.close()
     server.should_exit = True
 
 
 def send_away(server: uvicorn.Server) -> None:
-    """Ends each connection with the answer that is under way there."""
+    """Closes each connection after the response that it is sending."""
     for connection in list(server.server_state.connections):
         if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and not connection.cycle.response_complete:
             connection.shutdown()
 
 
 def close_idle(server: uvicorn.Server) -> None:
-    """Ends connections whose last answer is over: who was sent away and has not asked since would be refused."""
+    """Closes idle connections: their next request would be refused."""
     for connection in list(server.server_state.connections):
         if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and connection.cycle.response_complete:
             connection.shutdown()
 
 
 async def make_source(settings: Settings) -> LeaderSource:
-    """Where this router learns of leaders."""
+    """Returns the source of leaders."""
     if settings.leaders:
         return StaticLeaders(settings.leaders)
-    from phalanx_router.links.leader_watch import (  # a second of imports that a fixed list does not need
+    from phalanx_router.links.leader_watch import (  # its imports take a second, which a fixed list does not need
         NoCluster,
         WatchedLeaders,
         make_api,
     )
 
     try:
-        return WatchedLeaders(await make_api(), settings.namespace, selector(settings.service))
+        return WatchedLeaders(await make_api(), settings.namespace, leader_selector(settings.service))
     except NoCluster as error:
-        print(f"phalanx-router: --service {settings.service}: {error}; --leaders needs no cluster", file=sys.stderr)
+        print(f"phalanx-router: --service {settings.service}: {error}; without a cluster use --leaders", file=sys.stderr)
         raise SystemExit(2) from error
 
 
 async def make_peers(settings: Settings) -> LeaderSource | None:
-    """Where this router learns of the others; None when it is alone."""
+    """Returns the source of the other routers, if configured."""
     if settings.leaders:
         return StaticLeaders(settings.peers) if settings.peers else None
     from phalanx_router.links.leader_watch import WatchedLeaders, make_api

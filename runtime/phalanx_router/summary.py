@@ -1,19 +1,19 @@
-"""This router's summary for the operator: its groups, its traffic, what waits, what balancing found."""
+"""Builds the summary for the operator: groups, traffic, queue, results of balancing."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import GroupView
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """What an operator wants to hear of at once when it changes."""
+class UrgentChange:
+    """State that, when it changes, ends the operator's long poll at once."""
 
     hotspots: frozenset[tuple[str, str]]
     is_saturated: bool
@@ -26,18 +26,18 @@ class Crossing:
     linked: frozenset[str] = frozenset()
 
 
-class Summing:
-    """Sums a fleet up. `name` is the router's, unique among those of its service."""
+class SummaryBuilder:
+    """Builds summaries of a router. `name` is unique among the routers of the service."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: RouterBackend, metrics: RouterMetrics, name: str, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._name = name
         self._clock = clock
         self._began = clock()
 
-    def crossing(self) -> Crossing:
-        """As of now."""
+    def urgent_state(self) -> UrgentChange:
+        """Returns the present state."""
         found = self._fleet.balancing.last
         hotspots = frozenset((hotspot.group, str(hotspot.cause)) for hotspot in found.hotspots)
         has_held = self._num_held() > 0
@@ -47,10 +47,20 @@ class Summing:
         lost = frozenset(link.endpoint.group for link in self._fleet.links.all() if _draft_lost(link))
         linked = frozenset(link.endpoint.group for link in self._fleet.links.all() if _is_linked(link))
         emptied, leaves = frozenset(self._emptied()), self._fleet.draining
-        return Crossing(hotspots, found.is_saturated, has_held, emptied, leaves, unknown, deaths, lost, linked)
+        return UrgentChange(
+            hotspots=hotspots,
+            is_saturated=found.is_saturated,
+            has_held=has_held,
+            emptied=emptied,
+            is_leaving=leaves,
+            unknown_versions=unknown,
+            deaths=deaths,
+            drafts_lost=lost,
+            linked=linked,
+        )
 
     def summary(self) -> RouterSummary:
-        """As of now."""
+        """Returns the summary as of now."""
         fleet, now = self._fleet, self._clock()
         balancing, traffic = fleet.balancing, fleet.traffic
         waiting = [run for run in fleet.runs if run.link is None]
@@ -76,15 +86,15 @@ class Summing:
         )
 
     def _unknown_versions(self) -> list[UnknownVersion]:
-        """Groups that this router shares no version of the link with."""
+        """Returns the groups without a common link version."""
         links = self._fleet.links.all()
         return [UnknownVersion(link.endpoint.group, link.unknown_version) for link in links if link.unknown_version]
 
     def _num_held(self) -> int:
-        """Requests that wait for a first group: those held, and streams that lost the last one."""
+        """Returns the number of requests that wait for a first group: held ones, and streams that lost the last group."""
         fleet = self._fleet
-        homeless = 0 if fleet.links.num_ready else sum(run.link is None and not run.is_held for run in fleet.runs)
-        return fleet.placing.waking.num_held + homeless
+        unassigned = 0 if fleet.links.num_ready else sum(run.link is None and not run.is_held for run in fleet.runs)
+        return fleet.dispatcher.cold_start.num_held + unassigned
 
     def _emptied(self) -> set[str]:
         streams = self._streams()
@@ -92,14 +102,14 @@ class Summing:
         return set(self._fleet.balancing.policy.empty) - filled
 
     def _streams(self) -> Counter[str]:
-        """This router's streams by group."""
+        """Counts this router's streams by group."""
         return Counter(run.link.endpoint.group for run in self._fleet.runs if run.link is not None)
 
     def groups(self) -> list[GroupSummary]:
-        """Each group as of now."""
+        """Returns the summary of each group as of now."""
         links = self._fleet.links.all()
         streams = self._streams()
-        views = self._fleet.links.outlook.views(links)
+        views = self._fleet.links.fleet_view.views(links)
         excused = self._fleet.excused
         return [
             _group(link, view, streams[link.endpoint.group], excused[link.endpoint.key])
@@ -108,9 +118,9 @@ class Summing:
 
 
 def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> GroupSummary:
-    """A group that neither serves nor drains is dead to this router, whatever its last report said."""
+    """Returns the summary of one group; a group that neither serves nor drains counts as dead despite a recent report."""
     state: Freshness = view.state if _is_linked(link) else "dead"
-    load, served = link.told.load, link.told.served
+    load, served = link.group_report.load, link.group_report.served
     return GroupSummary(
         group=link.endpoint.group,
         revision=view.revision,
@@ -138,10 +148,10 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
 
 
 def _is_linked(link: LeaderLink) -> bool:
-    """Whether the group serves, or ends what it has, as far as this router hears."""
+    """Returns whether the link is open and the group serves or drains."""
     return link.is_open and (link.is_serving or link.state.draining)
 
 
 def _draft_lost(link: LeaderLink) -> str:
-    """Why the ranks of this group draft no more; empty while they can, or never were to."""
-    return link.told.load.speculation.lost if link.told.load is not None else ""
+    """Returns why the group lost its draft model; empty if it has one or was configured without."""
+    return link.group_report.load.speculation.lost if link.group_report.load is not None else ""

@@ -19,15 +19,15 @@ from phalanx_frontend.backend import BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import draw_id, draw_seed
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.openai.accept import make_reply, requests_of
+from phalanx_frontend.openai.accept import backend_requests, make_reply
 from phalanx_frontend.openai.prompt import completion_prompts
 from phalanx_frontend.openai.sampling import check_fields
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
-from phalanx_frontend.stream.reply import NOTHING, Reply
-from phalanx_runtime.offline.group import GroupEnded, OwnGroup
-from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, told, told_prompt
-from phalanx_runtime.offline.params import SamplingParams, body_of, settings_of
+from phalanx_frontend.stream.reply import TEXT_ONLY, Reply
+from phalanx_runtime.offline.group import GroupEnded, LocalGroup
+from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, prompt_token_logprobs, token_logprobs
+from phalanx_runtime.offline.params import SamplingParams, make_body, make_settings
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -77,9 +77,9 @@ class LLM:
             "dtype": dtype,
             "max_model_len": max_model_len,
         }
-        settings = settings_of(model, {**own, **flags}, os.environ)
+        settings = make_settings(model, {**own, **flags}, os.environ)
         self._room = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
-        self._group = OwnGroup(settings)
+        self._group = LocalGroup(settings)
         try:
             self._model = load_model(self._group.backend.assets())
         except BaseException:
@@ -100,7 +100,7 @@ class LLM:
         several = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
         if len(several) != len(each):
             raise ValueError(f"{len(several)} sampling_params for {len(each)} prompts; expected one, or one for each")
-        bodies = [body_of(prompt, one) for prompt, one in zip(each, several, strict=True)]
+        bodies = [make_body(prompt, one) for prompt, one in zip(each, several, strict=True)]
         try:
             return self._group.run(self._answer(bodies, several))
         except ApiError as error:
@@ -143,8 +143,10 @@ class LLM:
         if params.max_tokens is None:
             room = self._model.assets.max_model_len - len(prompts[0])
             body = body.model_copy(update={"max_tokens": max(room, 1)})
-        requests = await requests_of(lambda prompt: draw_seed(), body, Caller(""), self._model, prompts, draw_id("req-"))
-        return [_Choice(request, make_reply(body, self._model, request, NOTHING)) for request in requests]
+        requests = await backend_requests(
+            lambda prompt: draw_seed(), body, caller=Caller(""), model=self._model, prompts=prompts, id=draw_id("req-")
+        )
+        return [_Choice(request, make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
 
     async def _run(self, choice: _Choice, room: asyncio.Semaphore) -> None:
         """Computes one sequence to its end; a full queue is waited for. Raises BackendError."""
@@ -180,7 +182,7 @@ class LLM:
             request_id=first.request.id,
             prompt=written if isinstance(written, str) else None,
             prompt_token_ids=prompt,
-            prompt_logprobs=told_prompt(tokenizer, prompt, first.prompt_details) if asked else None,
+            prompt_logprobs=prompt_token_logprobs(tokenizer, prompt, first.prompt_details) if asked else None,
             outputs=[self._completion(index, choice) for index, choice in enumerate(choices)],
             num_cached_tokens=first.reply.cached_tokens,
         )
@@ -196,7 +198,9 @@ class LLM:
             text=choice.text,
             token_ids=tokens,
             cumulative_logprob=sum(detail.logprob for detail in details) if asked else None,
-            logprobs=[told(self._model.tokenizer, *one) for one in zip(tokens, details, strict=True)] if asked else None,
+            logprobs=[token_logprobs(self._model.tokenizer, *one) for one in zip(tokens, details, strict=True)]
+            if asked
+            else None,
             finish_reason=choice.reply.finish,
             stop_reason=choice.reply.stop_reason,
         )

@@ -73,7 +73,7 @@ def test_status_shows_the_service_its_operator_and_its_conditions(plugin: Plugin
     scene = plugin.scene
     facts = {line.partition(":")[0]: line.partition(":")[2].strip() for line in plugin("status", "chat").splitlines()}
     assert facts["Service"] == f"{scene.namespace}/chat"
-    assert facts["Groups"] == "2 of 2 ready, 0 being emptied"
+    assert facts["Groups"] == "2 of 2 ready, 0 draining"
     assert facts["Operator"].endswith(" leads")
     conditions = plugin.table("CONDITION", "status", "chat")
     assert {kind: tuple(cells[:2]) for kind, cells in conditions.items()} == {kind: scene.condition(kind) for kind in conditions}
@@ -125,10 +125,10 @@ def test_drain_empties_one_group_for_another_one_and_no_request_fails(plugin: Pl
     scene = plugin.scene
     victim, other = scene.groups()
     calm = scene.fingerprints(other)
-    with pytest.raises(Failed, match=f"{victim} is no group of another"):
+    with pytest.raises(Failed, match=f"{victim} is not a group of another"):
         plugin("drain", "another", victim)
     with scene.traffic(WORKERS, TOKENS) as traffic:
-        assert f"{victim} is being emptied" in plugin("drain", "chat", victim)
+        assert f"{victim} is draining" in plugin("drain", "chat", victim)
         svc.wait_for(lambda: scene.is_ready(2) and victim not in scene.groups(), 300, "another group has its place")
     assert traffic.failed == []
     assert scene.fingerprints(other) == calm

@@ -10,7 +10,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, RouterSummary
-from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
 from phalanx_operator.kube.client import (
     CORE_EVENTS,
     DEPLOYMENTS,
@@ -27,7 +27,7 @@ from phalanx_operator.kube.client import (
 from phalanx_operator.kube.informer import read_event
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.routers import Target
+from phalanx_operator.routers import RouterTarget
 from tests.control.builders import pod_body
 
 Where = tuple[str, str, str]
@@ -46,16 +46,16 @@ class FakeRouters:
     def __init__(self) -> None:
         self.says: RouterSummary | None = None
         self.is_new = False
-        self.asked: list[Target] = []
+        self.asked: list[RouterTarget] = []
         self.policy = BalancePolicy()
         self.hear_s = 0.0
         self.forgotten: list[Key] = []
 
-    def fleet(self, key: Key, targets: Sequence[Target]) -> Fleet:
-        heard = [Heard(target.uid, 0.0, self.says) for target in targets] if self.says else []
+    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
+        heard = [RouterAnswer(target.uid, 0.0, self.says) for target in targets] if self.says else []
         return replace(merge(heard, len(targets), 45.0), is_new=self.is_new)
 
-    def tell(self, key: Key, targets: Sequence[Target], policy: BalancePolicy, hear_s: float) -> None:
+    def tell(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, hear_s: float) -> None:
         self.asked, self.policy, self.hear_s = list(targets), policy, hear_s
 
     def forget(self, key: Key) -> None:

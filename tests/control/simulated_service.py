@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
-from phalanx_operator.decide.scaling.demand import Ability, Load, Targets, busy_groups, most_streams
-from phalanx_operator.decide.scaling.scale import Decision, Memory, Rules, Scene, evaluate
-from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.scaling.demand import GroupCapacity, OfferedLoad, Targets, busy_groups, most_streams
+from phalanx_operator.decide.scaling.scale import ScaleDecision, ScaleHistory, ScaleInputs, ScalingRules, evaluate
+from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
 
 MODEL = StepModel(fixed_s=0.02, token_s=1.2e-4, knee_tokens=0, context_s=7e-8, attention_s=1e-9)
 CAPACITY_PAGES, PAGE = 12_500, 16
 PROMPT, OUTPUT = 1000.0, 200.0
 SHAPE = Traffic(60.0, 1, PROMPT, 1.5 * PROMPT**2, PROMPT, OUTPUT, 1.0)
-ABILITY = Ability(MODEL, 1.0, CAPACITY_PAGES * PAGE)
+ABILITY = GroupCapacity(MODEL, 1.0, CAPACITY_PAGES * PAGE)
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
-RULES = Rules(least=1, most=20, targets=TARGETS)
+RULES = ScalingRules(least=1, most=20, targets=TARGETS)
 
 
 def rate_for(busy: float) -> float:
     """Requests per second that are so many groups' worth of work."""
-    return busy / busy_groups(Load(1.0, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+    return busy / busy_groups(OfferedLoad(1.0, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SimulatedService:
         rate: Callable[[float], float],
         *,
         groups: int = 1,
-        rules: Rules = RULES,
+        rules: ScalingRules = RULES,
         cold_s: float = 40.0,
         disturb: Disturb = lambda _, summary: summary,
         serving: Callable[[float, frozenset[str]], frozenset[str]] = lambda _, names: names,
@@ -67,13 +67,13 @@ class SimulatedService:
         self._born = {f"g{i}": -1000.0 for i in range(groups)}
         self._named = groups
         self.wanted = groups
-        self.memory = Memory()
+        self.memory = ScaleHistory()
         self.changes: list[Change] = []
-        self.decisions: list[Decision] = []
+        self.decisions: list[ScaleDecision] = []
         self._arrivals: deque[tuple[float, int]] = deque()
         self._queued = 0.0
         self._last_arrival_s = 0.0
-        self._heard: Heard | None = None
+        self._heard: RouterAnswer | None = None
 
     @property
     def serving(self) -> frozenset[str]:
@@ -92,11 +92,11 @@ class SimulatedService:
         self._arrive()
         told = self._disturb(self.now_s, self._summary())
         if told is not None:
-            self._heard = Heard("r", 0.0, told)
+            self._heard = RouterAnswer("r", 0.0, told)
         elif self._heard is not None:
             self._heard = replace(self._heard, age_s=self._heard.age_s + self._every_s)
         fleet = merge([self._heard], 1, 45.0) if self._heard else Fleet(asked=1)
-        scene = Scene(self.now_s, self.wanted, self.serving, fleet, self._cold_s)
+        scene = ScaleInputs(self.now_s, self.wanted, self.serving, fleet, self._cold_s)
         self.memory, decision = evaluate(self.memory, scene, self.rules)
         self.decisions.append(decision)
         if decision.groups != self.wanted:
@@ -127,9 +127,9 @@ class SimulatedService:
     def _summary(self) -> RouterSummary:
         serving = self.serving
         recent = sum(count for at, count in self._arrivals if at > self.now_s - 20) / 20
-        busy = busy_groups(Load(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+        busy = busy_groups(OfferedLoad(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
         use = min(busy / len(serving), 1.0) if serving else 0.0
-        streams = use * most_streams(Load(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
+        streams = use * most_streams(OfferedLoad(recent, SHAPE, 0.0, 0.0), ABILITY, TARGETS)
         context = streams * (PROMPT + OUTPUT / 2)
         groups = [
             GroupSummary(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary
-from phalanx_operator.decide.state.fleet import Fleet, Heard, merge
+from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
 from tests.control.simulated_service import CAPACITY_PAGES, MODEL, PAGE, SHAPE, replace_window
 
 NUMBERS = [MODEL.fixed_s, MODEL.token_s, float(MODEL.knee_tokens), MODEL.context_s, MODEL.attention_s]
@@ -29,5 +29,5 @@ def summary(*groups: GroupSummary, rate: float = 0.0, **fields: Any) -> RouterSu
 
 def fleet_of(*summaries: RouterSummary, asked: int | None = None) -> Fleet:
     """What routers that say this make together."""
-    heard = [Heard(f"r{i}", 0.0, one) for i, one in enumerate(summaries)]
+    heard = [RouterAnswer(f"r{i}", 0.0, one) for i, one in enumerate(summaries)]
     return merge(heard, len(heard) if asked is None else asked, 45.0)

@@ -118,7 +118,9 @@ async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
     said = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
     words = "1 of its 2 pods found room within 60 s: 0/2 nodes: no gpu"
-    assert said == f"the next attempt comes soon; group {next(iter(first))} was given up: {words}", "it names what is short"
+    assert said == f"the next attempt follows after a pause; group {next(iter(first))} was given up: {words}", (
+        "it names what is short"
+    )
     for where in [w for w in world.kube.objects if w[0] in ("pods", "statefulsets")]:
         del world.kube.objects[where]
     await world.look()

@@ -15,13 +15,13 @@ from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummar
 from phalanx_operator.decide import plan
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.kube.store import Key
-from phalanx_operator.routers import Asking, Pace, Target, address_of
+from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget, address_of
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import group, summary
 
 KEY = ("team", "chat")
 TOKEN = "t0ken"
-PACE = Pace(pause_s=0.0, first_retry_s=0.01, most_bytes=100_000)
+PACE = PollTiming(pause_s=0.0, first_retry_s=0.01, most_bytes=100_000)
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Scene:
     """Two routers, and the operator's part that asks them."""
 
     routers: list[FakeRouter]
-    asking: Asking
+    asking: RouterPoller
     kube: FakeKube
     woken: list[Key]
     now: list[float]
     """What the operator's clock shows."""
 
     @property
-    def targets(self) -> list[Target]:
-        return [Target(f"uid-{i}", router.address) for i, router in enumerate(self.routers)]
+    def targets(self) -> list[RouterTarget]:
+        return [RouterTarget(f"uid-{i}", router.address) for i, router in enumerate(self.routers)]
 
     def tell(self, *, hear_s: float = 15.0, count: int = 1, **policy: object) -> None:
         self.asking.tell(KEY, self.targets[:count], BalancePolicy(**policy), hear_s)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ async def scene() -> AsyncIterator[Scene]:
         await servers[-1].start_server()
         router.address = f"127.0.0.1:{servers[-1].port}"
     async with aiohttp.ClientSession() as http:
-        part = Asking(kube, http, woken.append, PACE, clock=lambda: now[0])
+        part = RouterPoller(kube, http, woken.append, PACE, clock=lambda: now[0])
         yield Scene(routers, part, kube, woken, now)
         await part.close()
     for server in servers:
@@ -152,7 +152,7 @@ async def test_a_router_whose_answer_was_lost_tells_the_next_one_at_once(scene: 
 
 
 def test_a_question_that_is_kept_for_longest_and_lost_leaves_time_to_ask_again() -> None:
-    pace = Pace()
+    pace = PollTiming()
     assert plan.HEAR_S + pace.slack_s + pace.first_retry_s < pace.stale_s
 
 
@@ -182,11 +182,11 @@ async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_
 
 
 async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    away = Target("uid-9", "127.0.0.1:1")
+    away = RouterTarget("uid-9", "127.0.0.1:1")
     scene.asking.tell(KEY, [away, scene.targets[0]], BalancePolicy(), 15.0)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: scene.asking.fleet(KEY, [away, scene.targets[0]]).answered == 1)
-    await until(lambda: "router not heard" in caplog.text)
+    await until(lambda: "router unreachable" in caplog.text)
     assert scene.asking.fleet(KEY, [away, scene.targets[0]]).is_heard
 
 

@@ -11,9 +11,9 @@ from phalanx_api.status import MAX_HISTORY
 from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
 from phalanx_operator.decide.scaling import autoscaler, scale
 from phalanx_operator.decide.scaling import demand as scale_demand
-from phalanx_operator.decide.state.policy import Granted, policy_of
+from phalanx_operator.decide.state.policy import PublishedPolicy, policy_of
 from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS, Conflict
-from phalanx_operator.routers import Pace
+from phalanx_operator.routers import PollTiming
 from tests.control.builders import NOW, make_service
 from tests.control.fake_kube import written_by
 from tests.control.simulated_service import rate_for
@@ -287,7 +287,7 @@ def test_without_a_word_routers_choose_by_cost_and_caches_and_fail_open() -> Non
 
 def test_the_number_of_a_policy_rises_with_each_change_and_only_then() -> None:
     spec = make_service().spec
-    first = Granted().renewed(spec, 1, ["a"], 1000.0)
+    first = PublishedPolicy().renewed(spec, 1, ["a"], 1000.0)
     same = first.renewed(spec, 1, ["a"], 2000.0)
     later = same.renewed(spec, 1, [], 900.0)
     assert [one.policy.number for one in (first, same, later)] == [1000, 1000, 1001]
@@ -310,7 +310,7 @@ def test_the_example_in_the_guide_is_valid() -> None:
         ("1.5 times as many", scale.PANIC == 1.5),
         ("pages at most 70 % full", scale_demand.KV_IN_OF_OUT * scale_demand.KV_SHARE == pytest.approx(0.7)),
         ("For 300 s, or 60 s", (scale.SLOW_IN_S, scale.FAST_IN_S) == (300.0, 60.0)),
-        ("in the last 45 s", Pace().stale_s == 45.0),
+        ("in the last 45 s", PollTiming().stale_s == 45.0),
         ("silent for 45 s more", scale.LOST_S == 45.0),
         ("its `history` the last five changes", MAX_HISTORY == 5),
         ("leaves that count for five minutes", autoscaler.CONFLICT_S == 300.0),

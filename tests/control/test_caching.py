@@ -9,11 +9,11 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.conditions import model as caching
 from phalanx_operator.decide.conditions.status import status
-from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from tests.control.builders import NOW, make_desired, make_group, make_service, make_snapshot
 
 SHARED = {"type": "Shared", "claimName": "models"}
@@ -22,7 +22,7 @@ LOCAL = {"type": "NodeLocal", "size": "200Gi", "storageClassName": "local"}
 
 def pod_of(**cache: Any) -> dict[str, Any]:
     service = make_service(model={"uri": "hf://org/model", "cache": cache})
-    found: dict[str, Any] = pods.group(service, "g", Making("r", Images("r", "o")))["spec"]["template"]["spec"]
+    found: dict[str, Any] = pods.group(service, "g", GroupBuild("r", Images("r", "o")))["spec"]["template"]["spec"]
     return found
 
 
@@ -70,7 +70,7 @@ def test_without_a_cache_they_go_to_the_pods_own_disk() -> None:
 
 
 def seen(death: str) -> Fleet:
-    group = SeenGroup("a", False, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=1, death=death)
+    group = GroupLoadView("a", False, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=1, death=death)
     return Fleet(asked=1, answered=1, groups={"a": group})
 
 

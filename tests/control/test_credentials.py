@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx_operator.render import pods
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from phalanx_runtime.checkpoint.sources import gcs, s3
 from phalanx_runtime.checkpoint.sources.oci import Credentials, credentials_of
 from phalanx_runtime.checkpoint.sources.s3 import AccessKey
@@ -72,8 +72,8 @@ def test_a_pod_asks_as_the_secret_of_its_model_says(
 ) -> None:
     reference = {"name": "credentials"} | ({"key": key} if key else {})
     service = make_service(model={"uri": uri, "secretRef": reference})
-    pod = pods.group(service, "chat-g-a", Making("r", IMAGES))["spec"]["template"]["spec"]
+    pod = pods.group(service, "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
     read = READ[uri.partition("://")[0]]
     assert read(started(pod, secret, tmp_path)) == who
-    bare = pods.group(make_service(model={"uri": uri}), "chat-g-a", Making("r", IMAGES))["spec"]["template"]["spec"]
+    bare = pods.group(make_service(model={"uri": uri}), "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
     assert not read({"HOME": str(tmp_path), **started(bare, secret, tmp_path)}), "without one it asks as nobody"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.scaling.demand import Load, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
-from phalanx_operator.decide.state.fleet import BACKLOG_BOUND_S, Heard, merge, middle_model
+from phalanx_operator.decide.scaling.demand import OfferedLoad, Targets, busy_groups, demand, most_streams, own_ttft_s, wait_p95_s
+from phalanx_operator.decide.state.fleet import BACKLOG_BOUND_S, RouterAnswer, merge, middle_model
 from tests.control.simulated_service import (
     ABILITY,
     MODEL,
@@ -19,8 +19,8 @@ from tests.control.simulated_service import (
 from tests.control.summaries import fleet_of, group, summary
 
 
-def load(busy: float = 1.0, kv: float = 0.0, backlog_s: float = 0.0) -> Load:
-    return Load(rate_for(busy), SHAPE, kv * ABILITY.capacity, backlog_s)
+def load(busy: float = 1.0, kv: float = 0.0, backlog_s: float = 0.0) -> OfferedLoad:
+    return OfferedLoad(rate_for(busy), SHAPE, kv * ABILITY.capacity, backlog_s)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def load(busy: float = 1.0, kv: float = 0.0, backlog_s: float = 0.0) -> Load:
         (load(busy=0.5, backlog_s=31.0), 4, "the backlog 3 more"),
     ],
 )
-def test_groups_that_a_load_needs(asked: Load, groups: int, cause: str) -> None:
+def test_groups_that_a_load_needs(asked: OfferedLoad, groups: int, cause: str) -> None:
     found = demand(asked, ABILITY, Targets(itl_s=0.1))
     assert (found.groups, cause in found.why) == (groups, True), found
 
@@ -97,7 +97,7 @@ def test_routers_excuse_together_what_one_of_them_does_and_no_more_than_there_wa
 
 
 def test_old_answers_do_not_count() -> None:
-    heard = [Heard("a", 10.0, summary()), Heard("b", 46.0, summary()), Heard("c", 90.0, summary())]
+    heard = [RouterAnswer("a", 10.0, summary()), RouterAnswer("b", 46.0, summary()), RouterAnswer("c", 90.0, summary())]
     assert [merge(heard, asked, 45.0).is_heard for asked in (1, 2, 3)] == [True, True, False]
     assert not merge([], 0, 45.0).is_heard
 

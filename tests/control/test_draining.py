@@ -8,7 +8,7 @@ import pytest
 from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.groups.drain import for_good, is_awaited, left_s, marks, to_empty, why_over
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
 from phalanx_operator.kube.client import PODS, Conflict
 from phalanx_operator.observe.observe import draining_of
 from tests.control.builders import NOW, make_group
@@ -17,7 +17,7 @@ from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World
 
 LATER = "2026-01-02T03:14:05Z"
-GOING = Draining("2026-01-02T03:04:00Z", "3 groups, 2 wanted")
+GOING = DrainMark("2026-01-02T03:04:00Z", "3 groups, 2 wanted")
 
 
 def going(**fields: Any) -> ObservedGroup:
@@ -52,7 +52,7 @@ def test_when_a_group_may_go(fleet: Fleet, now: str, why: str) -> None:
 
 
 def test_a_note_that_cannot_be_read_keeps_no_group_for_ever() -> None:
-    assert why_over(make_group("a", draining=Draining("soon", "")), Fleet(asked=1), 300, NOW) == "its streams had 300 s"
+    assert why_over(make_group("a", draining=DrainMark("soon", "")), Fleet(asked=1), 300, NOW) == "its streams had 300 s"
 
 
 def test_a_group_that_stays_is_never_over() -> None:
@@ -304,12 +304,12 @@ async def test_nothing_else_replaces_a_group_that_serves(hotspot: Hotspot) -> No
 @pytest.mark.parametrize(
     ("note", "draining"),
     [
-        ("2026-01-02T03:04:00Z straggler too slow", Draining("2026-01-02T03:04:00Z", "too slow", "straggler")),
-        ("2026-01-02T03:04:00Z by hand", Draining("2026-01-02T03:04:00Z", "by hand")),
-        ("", Draining("", "")),
+        ("2026-01-02T03:04:00Z straggler too slow", DrainMark("2026-01-02T03:04:00Z", "too slow", "straggler")),
+        ("2026-01-02T03:04:00Z by hand", DrainMark("2026-01-02T03:04:00Z", "by hand")),
+        ("", DrainMark("", "")),
     ],
 )
-def test_notes_of_people_are_read_too(note: str, draining: Draining) -> None:
+def test_notes_of_people_are_read_too(note: str, draining: DrainMark) -> None:
     assert draining_of({"annotations": {"phalanx.dev/draining": note}}) == draining
 
 

@@ -16,14 +16,14 @@ from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.groups import rollback
-from phalanx_operator.decide.plan import Seen
+from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
-from phalanx_operator.decide.scaling.autoscaler import Mind, bounds
+from phalanx_operator.decide.scaling.autoscaler import AutoscalerState, bounds
 from phalanx_operator.decide.state.policy import policy_of
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedNode, Restarts
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, Restarts
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.objects import group_names
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from phalanx_operator.render.revision import revision
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.field_cases import CHANGES, Change
@@ -63,7 +63,7 @@ SCENES: dict[str, tuple[ObservedGroup, ...]] = {
     "fresh": (READY, OLD),
     "starting": (STARTS,),
     "unplaced": (OLD, make_group("d", "old", created=NOW), replace(since_start(STARTS, node=""), gang="Fallback")),
-    "leaving": (replace(READY, draining=Draining(NOW, "surplus")), make_group("e", created=NOW)),
+    "leaving": (replace(READY, draining=DrainMark(NOW, "surplus")), make_group("e", created=NOW)),
     "restarted": (replace(STARTS, restarts=Restarts(at=(NOW,) * 4)),),
     "given up": (replace(STARTS, restarts=Restarts(at=(NOW,) * 6)),),
     "node lost": (replace(READY, pods=tuple(replace(pod, node="gone") for pod in READY.pods)),),
@@ -79,8 +79,8 @@ def decided(service: InferenceService) -> list[object]:
             now = (START + datetime.timedelta(seconds=later_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
             former = Status(current_revision="old", update_revision="new")
             snapshot = plan.assessed(service, make_snapshot(*groups, nodes=NODES, status=former), FLEET, now)
-            _, scaling = autoscaler.scaling(service, snapshot, FLEET, Mind(), now, float(later_s))
-            seen = Seen(snapshot, FLEET, scaling, "Fallback", back=rollback.given_up(snapshot, "new", service.spec, now))
+            _, scaling = autoscaler.scaling(service, snapshot, FLEET, AutoscalerState(), now, float(later_s))
+            seen = PlanInputs(snapshot, FLEET, scaling, "Fallback", back=rollback.given_up(snapshot, "new", service.spec, now))
             desired = plan.desired_groups(service, "new", group_names("chat", "uid-1", "new", 9), seen, now)
             found.append((desired, plan.decide(service, seen, desired, now)))
     return found
@@ -94,7 +94,7 @@ def rules(service: InferenceService) -> object:
 def rendered(service: InferenceService) -> object:
     """A group, of whatever revision, and what stands beside it."""
     gang = gangs.chosen(service, {gangs.NATIVE_API, gangs.VOLCANO_API})
-    return pods.group(service, "g", Making("r", IMAGES, gang)), gang.objects(service, "g", "uid-g", service.shape.pods)
+    return pods.group(service, "g", GroupBuild("r", IMAGES, gang)), gang.objects(service, "g", "uid-g", service.shape.pods)
 
 
 async def made(spec: dict[str, Any]) -> object:

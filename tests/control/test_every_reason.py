@@ -22,9 +22,9 @@ from phalanx_operator.decide.conditions import traffic as exposed
 from phalanx_operator.decide.conditions import traffic as speculating
 from phalanx_operator.decide.conditions.status import status
 from phalanx_operator.decide.groups import rollback
-from phalanx_operator.decide.groups.admission import FREE, Turn
+from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.scaling import autoscaler
-from phalanx_operator.decide.scaling.autoscaler import Mind
+from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter, ReplicasWriter
 from phalanx_operator.kube.client import SERVICES_OF_OURS, Rejected
@@ -57,7 +57,7 @@ def whole(
     ).conditions
 
 
-def placed(group: ObservedGroup, turn: Turn = FREE) -> Conditions:
+def placed(group: ObservedGroup, turn: PlacementTurn = FREE) -> Conditions:
     return capacity.with_capacity_condition(Status(), make_snapshot(group), turn, "", LATER).conditions
 
 
@@ -76,7 +76,7 @@ def scaled(fleet: Fleet, mode: str = "Internal", *, suspend: bool = False, write
     service = make_service(autoscaling=spec, suspend=suspend)
     former = Status(autoscaling=AutoscalingStatus(desired=1, last_scale_time=NOW))
     seen = make_snapshot(WELL, status=former, replicas_writer=writer)
-    _, scaling = autoscaler.scaling(service, seen, fleet, Mind(), NOW, 0.0)
+    _, scaling = autoscaler.scaling(service, seen, fleet, AutoscalerState(), NOW, 0.0)
     return autoscaler.with_scaling_conditions(seen.status, service, scaling, seen, NOW).conditions
 
 
@@ -120,7 +120,7 @@ def shut_out() -> Conditions:
 HEARD, STRANGERS = Fleet(asked=1, answered=1), Fleet(asked=1, answered=1, unknown_versions=("group a: speaks 9",))
 CLAIM = held_up("Unschedulable", 'persistentvolumeclaim "models" not found')
 SHORT = replace(STARTS, pods=STARTS.pods[:1], short_since=NOW)
-WAITS = Turn("another group is placed first", 1.0, told=True)
+WAITS = PlacementTurn("another group is placed first", 1.0, told=True)
 CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Ready True Ready, Available True Serving, Progressing True Complete, RouterReady True Ready", lambda: whole(WELL)),
     ("Ready True Suspended, Available False NoReadyGroup", lambda: whole(replicas=0, suspended=True)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.scaling.load import Trend, followed, growth
+from phalanx_operator.decide.scaling.load import ArrivalTrend, followed, growth
 
 HORIZON_S = 105.0
 Rate = Callable[[float], float]
@@ -22,7 +22,7 @@ def grown(
     rate: Rate, until_s: float, every_s: float = 15.0, scv: float = 1.0, first_s: float = 0.0, horizon_s: float = HORIZON_S
 ) -> list[float]:
     """What was expected at each evaluation."""
-    trend, found, now_s = Trend(), [], first_s
+    trend, found, now_s = ArrivalTrend(), [], first_s
     while now_s <= until_s:
         trend = followed(trend, now_s, minute(rate, now_s))
         found.append(growth(trend, horizon_s, scv))
@@ -97,7 +97,7 @@ def test_windows_that_are_not_full_yet_are_no_growth() -> None:
 
 def test_after_a_gap_it_begins_anew() -> None:
     rate = ramp(5.0, 0.05)
-    trend = Trend()
+    trend = ArrivalTrend()
     for now_s in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0, 120.0, 135.0, 150.0):
         trend = followed(trend, now_s, minute(rate, now_s))
     assert growth(trend, HORIZON_S, 1.0) > 1
@@ -106,7 +106,7 @@ def test_after_a_gap_it_begins_anew() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    trend = Trend()
+    trend = ArrivalTrend()
     for turn in range(1000):
         trend = followed(trend, 15.0 * turn, 100)
     assert len(trend.minutes) <= 16

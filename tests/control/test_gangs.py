@@ -10,7 +10,7 @@ from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.gangs import KUEUE_QUEUE, NATIVE_API, VOLCANO_API
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from tests.control.builders import make_service
 from tests.control.conftest import Check
 from tests.control.fake_kube import FakeKube
@@ -51,7 +51,7 @@ def test_a_group_of_one_pod_needs_none_but_a_queue_admits_it() -> None:
 def test_golden_gangs(kind: str, golden: Check) -> None:
     service = make_service(**SEVERAL, placement={"queueName": "team", "priorityClassName": "high"})
     gang = gangs.of_kind(kind)
-    group = pods.group(service, "chat-g-xxxxx", Making("rev", Images("r", "o"), gang))
+    group = pods.group(service, "chat-g-xxxxx", GroupBuild("rev", Images("r", "o"), gang))
     template = group["spec"]["template"]
     shown = {
         "labels": group["metadata"]["labels"],

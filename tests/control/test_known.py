@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx_operator.kube.client import SERVICES_OF_OURS, Conflict, Json
-from phalanx_operator.observe.service_cache import FRESH_S, Known
+from phalanx_operator.observe.service_cache import FRESH_S, ServiceCache
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import KEY, World
 
@@ -15,7 +15,7 @@ def body(version: str, uid: str = "1") -> Json:
 ASKED = body("99")
 
 
-async def found(known: Known) -> Json:
+async def found(known: ServiceCache) -> Json:
     """ASKED where the API server had to be asked."""
     kube = FakeKube()
     kube.objects[SERVICES_OF_OURS.plural, *KEY] = ASKED
@@ -23,7 +23,7 @@ async def found(known: Known) -> Json:
 
 
 async def test_the_newest_of_what_was_told_and_written_is_known() -> None:
-    known = Known(clock=lambda: 0.0)
+    known = ServiceCache(clock=lambda: 0.0)
     assert await found(known) == ASKED
     known.hear(body("5"))
     assert await found(known) == body("5")
@@ -36,7 +36,7 @@ async def test_the_newest_of_what_was_told_and_written_is_known() -> None:
 
 async def test_what_is_old_gone_or_not_to_be_compared_is_asked_for() -> None:
     now = 0.0
-    known = Known(clock=lambda: now)
+    known = ServiceCache(clock=lambda: now)
     known.hear(body("5"))
     now = FRESH_S
     assert await found(known) == ASKED, "the watch may have died"
@@ -50,7 +50,7 @@ async def test_what_is_old_gone_or_not_to_be_compared_is_asked_for() -> None:
 
 
 async def test_what_is_doubted_is_asked_for_until_something_newer_is_told() -> None:
-    known = Known(clock=lambda: 0.0)
+    known = ServiceCache(clock=lambda: 0.0)
     known.hear(body("9"))
     known.wrote(body("10"))
     known.doubt(KEY)
@@ -61,7 +61,7 @@ async def test_what_is_doubted_is_asked_for_until_something_newer_is_told() -> N
 
 
 async def test_another_service_of_the_name_is_another_one() -> None:
-    known = Known(clock=lambda: 0.0)
+    known = ServiceCache(clock=lambda: 0.0)
     known.hear(body("5"))
     known.hear(body("3", uid="2"))
     known.wrote(body("9", uid="1"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_operator.decide.leadership import Held, Take, Wait, claim
+from phalanx_operator.decide.leadership import HeldLease, TakeLease, WaitForLease, claim
 from phalanx_operator.kube.client import LEASES, Retry
 from phalanx_operator.lease import GIVE_UP_S, LEASE_S, LEAST_S, NAME, RENEW_S, Lease, LeaseLost
 from tests.control.fake_kube import FakeKube
@@ -14,18 +14,18 @@ from tests.control.fake_kube import FakeKube
 @pytest.mark.parametrize(
     ("held", "answer"),
     [
-        (None, Take),
-        (Held("me", "1", 99), Take),
-        (Held("", "1", 0), Take),
-        (Held("you", "1", LEASE_S), Wait),
-        (Held("you", "1", LEASE_S + 0.1), Take),
-        (Held("you", "1", LEASE_S + 0.1, 2 * LEASE_S), Wait),
-        (Held("you", "1", 2 * LEASE_S + 0.1, 2 * LEASE_S), Take),
-        (Held("you", "1", LEASE_S, LEASE_S / 2), Wait),
+        (None, TakeLease),
+        (HeldLease("me", "1", 99), TakeLease),
+        (HeldLease("", "1", 0), TakeLease),
+        (HeldLease("you", "1", LEASE_S), WaitForLease),
+        (HeldLease("you", "1", LEASE_S + 0.1), TakeLease),
+        (HeldLease("you", "1", LEASE_S + 0.1, 2 * LEASE_S), WaitForLease),
+        (HeldLease("you", "1", 2 * LEASE_S + 0.1, 2 * LEASE_S), TakeLease),
+        (HeldLease("you", "1", LEASE_S, LEASE_S / 2), WaitForLease),
     ],
     ids=["no lease", "ours", "given back", "held", "run out", "theirs is longer", "theirs has run out", "theirs is shorter"],
 )
-def test_claims(held: Held | None, answer: type) -> None:
+def test_claims(held: HeldLease | None, answer: type) -> None:
     assert isinstance(claim("me", held, LEASE_S), answer)
 
 
@@ -229,7 +229,7 @@ async def test_a_leader_whose_api_server_does_not_answer_stops() -> None:
     lease = candidate(kube, "a", LongPause())
     await lease.acquire()
     kube.hangs = True
-    with pytest.raises(LeaseLost, match="does not answer"):
+    with pytest.raises(LeaseLost, match="does not respond"):
         await lease.keep()
 
 

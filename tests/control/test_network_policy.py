@@ -13,7 +13,7 @@ from phalanx_operator.kube.client import NETWORK_POLICIES
 from phalanx_operator.render import network, pods, router
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, leaders_of
 from phalanx_router.settings import make_parser as router_parser
 from phalanx_runtime.rank.process.group import place_of
@@ -40,7 +40,7 @@ class Peer:
 
 
 def of_group(group: str, name: str = "chat") -> Peer:
-    template = pods.group(make_service(name=name), group, Making("r", IMAGES))["spec"]["template"]
+    template = pods.group(make_service(name=name), group, GroupBuild("r", IMAGES))["spec"]["template"]
     return Peer(template["metadata"]["labels"])
 
 
@@ -86,7 +86,7 @@ def admits(source: Peer, target: Peer, port: int | None, neighbours: Neighbours 
 def settings_of(pod: int, folder: pathlib.Path) -> ServeSettings:
     """What the runtime reads of the rendered command line."""
     (folder / "token").write_text("0" * 64)
-    container = pods.group(SERVICE, "chat-g-aaaaa", Making("r", IMAGES))["spec"]["template"]["spec"]["containers"][0]
+    container = pods.group(SERVICE, "chat-g-aaaaa", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]["containers"][0]
     known = {f"$({labels.ENV_POD_INDEX})": str(pod), labels.TOKEN_FILE: str(folder / "token")}
     read = read_settings([known.get(word, word) for word in container["args"]], {})
     assert isinstance(read, ServeSettings)

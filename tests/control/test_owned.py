@@ -152,7 +152,7 @@ async def test_an_operator_that_starts_looks_whose_objects_there_are() -> None:
 async def test_an_object_of_somebody_else_is_never_written_to(resource: Resource, name: str) -> None:
     world = World(replicas=2)
     theirs = world.kube.put(resource, {"metadata": {"name": name, "namespace": "team", "uid": "theirs"}, "spec": {"a": "b"}})
-    with pytest.raises(Rejected, match=f"{name} exists and is not the operator's"):
+    with pytest.raises(Rejected, match=f"{name} exists and the operator does not own it"):
         await world.look()
     assert world.kube.of(resource)[name] == theirs
 
@@ -164,7 +164,7 @@ async def test_nor_is_one_that_took_the_place_of_ours(resource: Resource, name: 
     del world.kube.objects[resource.plural, "team", name]
     theirs = world.kube.put(resource, {"metadata": {"name": name, "namespace": "team", "uid": "theirs"}, "spec": {"a": "b"}})
     world.clock += APPLY_AGAIN_S + 1
-    with pytest.raises(Rejected, match=f"{name} exists and is not the operator's"):
+    with pytest.raises(Rejected, match=f"{name} exists and the operator does not own it"):
         await world.look()
     assert world.kube.of(resource)[name] == theirs
 

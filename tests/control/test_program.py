@@ -20,7 +20,7 @@ from phalanx_operator.logs import FieldFormatter
 from phalanx_operator.loop import handlers
 from phalanx_operator.loop.worker import COALESCE_S, SPACE_S, Loop
 from phalanx_operator.metrics import Metrics
-from phalanx_operator.observe.service_cache import Known
+from phalanx_operator.observe.service_cache import ServiceCache
 from phalanx_operator.settings import BadSetting, Settings, read_settings
 
 IMAGES = {"PHALANX_RUNTIME_IMAGE": "r:1", "PHALANX_ROUTER_IMAGE": "o:1"}
@@ -213,7 +213,7 @@ def test_log_lines_carry_their_values_as_fields() -> None:
 def test_kopf_only_watches_and_so_writes_nothing() -> None:
     """Handlers for changes would write annotations, handlers for deletions a finalizer."""
     handlers.quiet()
-    found: Any = handlers.registry(lambda key: None, Known())
+    found: Any = handlers.registry(lambda key: None, ServiceCache())
     assert found._changing.get_all_handlers() == []
     assert [handler.fn.__name__ for handler in found._watching.get_all_handlers()] == ["changed"]
 
@@ -225,7 +225,7 @@ async def _tell(registry: Any, name: str, type: str | None, meta: dict[str, Any]
 
 async def test_an_event_of_a_service_wakes_its_key() -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append, Known())
+    found: Any = handlers.registry(woken.append, ServiceCache())
     meta = {"uid": "1", "generation": 1, "resourceVersion": "1"}
     await _tell(found, "a", "ADDED", meta)
     settings = kopf.OperatorSettings()
@@ -253,7 +253,7 @@ FIRST = {"uid": "1", "generation": 1, "resourceVersion": "1"}
 )
 async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict[str, Any], is_woken: bool) -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append, Known())
+    found: Any = handlers.registry(woken.append, ServiceCache())
     await _tell(found, "a", None, FIRST)
     await _tell(found, "b", None, FIRST)
     await _tell(found, "a", type, meta)
@@ -261,7 +261,7 @@ async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict
 
 
 async def test_what_the_watch_tells_is_known_until_the_service_is_gone() -> None:
-    services = Known()
+    services = ServiceCache()
     found: Any = handlers.registry(lambda key: None, services)
     await _tell(found, "a", None, FIRST)
     await _tell(found, "b", "ADDED", FIRST)
@@ -273,7 +273,7 @@ async def test_what_the_watch_tells_is_known_until_the_service_is_gone() -> None
 
 async def test_a_service_that_was_deleted_and_made_again_wakes_its_key() -> None:
     woken: list[Key] = []
-    found: Any = handlers.registry(woken.append, Known())
+    found: Any = handlers.registry(woken.append, ServiceCache())
     for type in ("ADDED", "DELETED", "ADDED"):
         await _tell(found, "a", type, FIRST)
     assert woken == [A, A, A]

@@ -208,7 +208,7 @@ async def test_only_the_router_changes_with_its_replicas() -> None:
 async def test_a_name_that_is_taken_by_a_stranger_is_refused_and_said() -> None:
     world = World()
     world.kube.put(SERVICES, {"metadata": {"name": "chat", "namespace": "team", "uid": "theirs"}})
-    with pytest.raises(Rejected, match="Service chat exists and is not the operator's"):
+    with pytest.raises(Rejected, match="Service chat exists and the operator does not own it"):
         await world.look()
     assert world.ready == ("False", "Rejected")
     assert world.groups == set()
@@ -218,7 +218,7 @@ async def test_what_a_former_service_of_this_name_leaves_is_waited_for() -> None
     world = World()
     owner = {"name": "chat", "uid": "former", "controller": True}
     world.kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team", "ownerReferences": [owner]}})
-    with pytest.raises(Retry, match="former service"):
+    with pytest.raises(Retry, match="earlier service"):
         await world.look()
     del world.kube.objects["secrets", "team", "chat-token"]
     await world.settle()

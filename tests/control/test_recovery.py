@@ -11,7 +11,7 @@ from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.status import RecoveryStatus
 from phalanx_api.summary import BalancePolicy, GroupSummary
 from phalanx_operator.decide.groups import recovery
-from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
+from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
 from tests.control.builders import make_group
@@ -31,7 +31,7 @@ def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
 
 
 def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
-    seen = SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death, excused=excused)
+    seen = GroupLoadView(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death, excused=excused)
     return Fleet(asked=1, answered=1, groups={name: seen})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS, Denied, Gone
-from phalanx_operator.observe.pod_failure import ASK_AGAIN_S, Refusals
+from phalanx_operator.observe.pod_failure import ASK_AGAIN_S, ImageRefusals
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.test_admission import waiting
@@ -117,7 +117,7 @@ async def test_a_router_that_a_quota_refuses_is_told_and_tried_again() -> None:
 
 async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None:
     kube = FakeKube()
-    refusals = Refusals(kube, clock=lambda: 0.0)
+    refusals = ImageRefusals(kube, clock=lambda: 0.0)
     whole = make_group("a", created=NOW)
     new = replace(make_group("b", created=NOW), pods=(), short_since=LATER)
     going = replace(make_group("c", created=NOW), pods=(), short_since=NOW, terminating=True)
@@ -127,7 +127,7 @@ async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None
 
 async def test_the_latest_word_counts_and_is_asked_for_now_and_then() -> None:
     kube, clock = FakeKube(), [0.0]
-    refusals = Refusals(kube, clock=lambda: clock[0])
+    refusals = ImageRefusals(kube, clock=lambda: clock[0])
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
     series = {"lastObservedTime": "2026-01-02T03:04:30Z"}
     kube.told_of_groups = [
@@ -146,12 +146,12 @@ async def test_an_operator_that_may_not_read_events_goes_on_without() -> None:
     kube.failures["list events"] = Denied("403")
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
     kube.told_of_groups = [event(group.uid, QUOTA)]
-    assert await Refusals(kube, clock=lambda: 0.0).of(KEY, [group], LATER) == {}
+    assert await ImageRefusals(kube, clock=lambda: 0.0).of(KEY, [group], LATER) == {}
 
 
 async def test_nothing_is_kept_of_a_service_that_is_gone() -> None:
     kube = FakeKube()
-    refusals = Refusals(kube, clock=lambda: 0.0)
+    refusals = ImageRefusals(kube, clock=lambda: 0.0)
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
     kube.told_of_groups = [event(group.uid, QUOTA)]
     await refusals.of(KEY, [group], LATER)

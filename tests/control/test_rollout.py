@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.groups.rollout import Step, carry_out, next_step, run_to_end
+from phalanx_operator.decide.groups.rollout import RolloutStep, carry_out, next_step, run_to_end
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
 from phalanx_operator.decide.state.groups import in_order_of_deletion, live, staying
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedPod
 from tests.control.builders import make_desired, make_group
 from tests.control.conftest import Check
 
@@ -44,7 +44,7 @@ def phase_of(group: ObservedGroup) -> str:
     return "draining" if group.draining else "ready" if group.ready else "starting"
 
 
-def shown(step: Step | None, groups: Groups) -> str:
+def shown(step: RolloutStep | None, groups: Groups) -> str:
     names = sorted({group.name for group in groups})
     signs = {KeepGroup: "=", DrainGroup: "~", DeleteGroup: "-", CreateGroup: "+"}
     words = [f"{signs[type(action)]} {action.name}: {action.why}" for action in step.actions] if step else ["- wait"]
@@ -52,7 +52,7 @@ def shown(step: Step | None, groups: Groups) -> str:
     return "\n".join([*words, "    " + ", ".join(f"{n} {state[n]}" for n in names)])
 
 
-GOING = Draining("2026-01-02T03:04:05Z", "3 groups, 2 wanted")
+GOING = DrainMark("2026-01-02T03:04:05Z", "3 groups, 2 wanted")
 SCENARIOS = {
     "first-start": (make_desired(2), ()),
     "scale-up": (make_desired(3), (make_group("a"),)),
@@ -271,7 +271,7 @@ def test_looks_before_the_informer_has_told_make_no_group_too_many(groups: Group
     desired = make_desired(replicas)
     created: set[str] = set()
     doomed: set[str] = set()
-    notes: dict[str, Draining | None] = {}
+    notes: dict[str, DrainMark | None] = {}
     for _ in range(looks):
         stale = tuple(
             replace(g, terminating=g.terminating or g.uid in doomed, draining=notes.get(g.uid, g.draining)) for g in groups

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.groups.rollout import Step, carry_out, next_step
+from phalanx_operator.decide.groups.rollout import RolloutStep, carry_out, next_step
 from phalanx_operator.decide.state.actions import CreateGroup
 from phalanx_operator.decide.state.groups import Desired, live, staying
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
 from tests.control.builders import make_desired, make_group
 from tests.control.test_rollout import group_lists, start_one
 
 Groups = tuple[ObservedGroup, ...]
-GOING = Draining("2026-01-02T03:04:05Z", "it goes")
+GOING = DrainMark("2026-01-02T03:04:05Z", "it goes")
 STATES = ("ready", "starting", "draining", "drained", "lost", "terminating")
 KINDS = tuple(itertools.product(("new", "old"), STATES))
 STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), (1, 2))
@@ -51,7 +51,7 @@ def serving(groups: Groups) -> int:
     return sum(group.serving for group in staying(groups))
 
 
-def checked(desired: Desired, groups: Groups, moment: int) -> tuple[Step | None, Groups]:
+def checked(desired: Desired, groups: Groups, moment: int) -> tuple[RolloutStep | None, Groups]:
     """The next step, carried out. What must hold of every step is asserted here."""
     step = next_step(desired, groups)
     if step is None:

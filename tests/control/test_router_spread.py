@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx_operator.render import pods, router
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 from tests.control.builders import make_service
 from tests.control.test_render import IMAGES
 
@@ -17,7 +17,7 @@ def routers(**spec: Any) -> dict[str, Any]:
 
 
 def group(**spec: Any) -> dict[str, Any]:
-    template: dict[str, Any] = pods.group(make_service(**spec), "chat-g-a", Making("r", IMAGES))["spec"]["template"]
+    template: dict[str, Any] = pods.group(make_service(**spec), "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]
     return template
 
 

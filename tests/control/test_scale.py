@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary, Traffic
-from phalanx_operator.decide.scaling.scale import Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.scaling.scale import ScaleDecision, ScaleHistory, ScaleInputs, ScalingRules, evaluate
 from phalanx_operator.decide.state.fleet import Fleet
 from tests.control.simulated_service import (
     RULES,
@@ -24,12 +24,12 @@ from tests.control.summaries import NUMBERS, fleet_of, group, summary
 HOUR = 3600.0
 
 
-def steps(fleet: Fleet, groups: int, rules: Rules, seconds: float, memory: Memory | None = None) -> Decision:
+def steps(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, memory: ScaleHistory | None = None) -> ScaleDecision:
     """The first decision that changes the count within so many seconds, or the last one."""
-    memory, start_s = memory or Memory(), 100.0
+    memory, start_s = memory or ScaleHistory(), 100.0
     now_s = start_s
     while True:
-        scene = Scene(now_s, groups, frozenset(fleet.groups), fleet)
+        scene = ScaleInputs(now_s, groups, frozenset(fleet.groups), fleet)
         memory, decision = evaluate(memory, scene, rules)
         if decision.groups != groups or now_s - start_s >= seconds:
             return decision
@@ -84,23 +84,23 @@ ZERO = replace(RULES, least=0, to_zero=True)
         pytest.param(fleet_of(summary(group(step_model=[]), rate=9.0)), 1, RULES, 60.0, (1, "Unmeasured"), id="no step measured"),
     ],
 )
-def test_what_is_decided(fleet: Fleet, groups: int, rules: Rules, seconds: float, expected: tuple[int, str]) -> None:
+def test_what_is_decided(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, expected: tuple[int, str]) -> None:
     found = steps(fleet, groups, rules, seconds)
     assert (found.groups, found.verdict) == expected, found
     assert found.why or found.verdict == "Steady"
 
 
 def test_a_queue_wakes_as_many_as_it_needs_once_the_steps_are_known() -> None:
-    memory, _ = evaluate(Memory(), Scene(0.0, 1, frozenset("a"), fleet_of(summary(group("a"), rate=1.0))), ZERO)
+    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("a"), fleet_of(summary(group("a"), rate=1.0))), ZERO)
     long = fleet_of(summary(held=90, queued=90, queued_tokens=250_000))
     assert steps(long, 0, ZERO, 0.0, memory).groups == 4
 
 
 def test_growth_is_at_most_doubling_or_four_in_fifteen_seconds() -> None:
     flood = fleet_of(summary(*(group(name) for name in "abc"), rate=rate_for(300.0)))
-    memory, count, counts = Memory(), 3, []
+    memory, count, counts = ScaleHistory(), 3, []
     for now in range(0, 60, 2):
-        memory, decision = evaluate(memory, Scene(float(now), count, frozenset("abc"), flood), replace(RULES, most=1000))
+        memory, decision = evaluate(memory, ScaleInputs(float(now), count, frozenset("abc"), flood), replace(RULES, most=1000))
         count = decision.groups
         counts.append(count)
     assert counts[0] == 7 and all(later <= max(2 * former, former + 4) for former, later in zip(counts, counts[7:], strict=False))
@@ -108,11 +108,11 @@ def test_growth_is_at_most_doubling_or_four_in_fifteen_seconds() -> None:
 
 
 def test_nothing_is_decided_while_the_groups_that_serve_have_just_changed() -> None:
-    memory, _ = evaluate(Memory(), Scene(0.0, 3, frozenset("abc"), CALM), RULES)
-    memory, first = evaluate(memory, Scene(61.0, 3, frozenset("ab"), CALM), RULES)
+    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("abc"), CALM), RULES)
+    memory, first = evaluate(memory, ScaleInputs(61.0, 3, frozenset("ab"), CALM), RULES)
     assert (first.groups, "just changed" in first.why) == (3, True)
     for now in (76.0, 92.0):
-        memory, decision = evaluate(memory, Scene(now, 3, frozenset("ab"), CALM), RULES)
+        memory, decision = evaluate(memory, ScaleInputs(now, 3, frozenset("ab"), CALM), RULES)
     assert decision.verdict == "In"
 
 
@@ -121,23 +121,23 @@ def test_growth_that_follows_from_arrivals_alone_goes_on_meanwhile() -> None:
     queue = fleet_of(summary(*(group(name, backlog_s=11.0) for name in "abc"), rate=rate_for(0.4)))
     found = []
     for fleet in (BUSY, queue):
-        memory, first = evaluate(Memory(), Scene(0.0, 3, frozenset("abc"), fleet), RULES)
-        memory, _ = evaluate(memory, Scene(14.0, 3, frozenset("ab"), fleet), RULES)
-        memory, second = evaluate(memory, Scene(15.0, 3, frozenset("ab"), fleet), RULES)
-        memory, later = evaluate(memory, Scene(46.0, 3, frozenset("ab"), fleet), RULES)
+        memory, first = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("abc"), fleet), RULES)
+        memory, _ = evaluate(memory, ScaleInputs(14.0, 3, frozenset("ab"), fleet), RULES)
+        memory, second = evaluate(memory, ScaleInputs(15.0, 3, frozenset("ab"), fleet), RULES)
+        memory, later = evaluate(memory, ScaleInputs(46.0, 3, frozenset("ab"), fleet), RULES)
         found.append((first.verdict, second.verdict, later.verdict))
     assert found == [("Steady", "Out", "Steady"), ("Steady", "Steady", "Out")]
 
 
 def test_panic_by_arrivals_goes_on_meanwhile() -> None:
-    memory, _ = evaluate(Memory(), Scene(0.0, 1, frozenset("ab"), CALM), RULES)
-    memory, found = evaluate(memory, Scene(3.0, 1, frozenset("a"), BUSY), RULES)
+    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("ab"), CALM), RULES)
+    memory, found = evaluate(memory, ScaleInputs(3.0, 1, frozenset("a"), BUSY), RULES)
     assert (found.groups, found.verdict) == (3, "Panic")
 
 
 def test_a_look_between_evaluations_decides_nothing_and_says_the_same() -> None:
-    memory, first = evaluate(Memory(), Scene(0.0, 3, frozenset("a"), BUSY), RULES)
-    again, second = evaluate(memory, Scene(1.0, 3, frozenset("a"), BUSY), RULES)
+    memory, first = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("a"), BUSY), RULES)
+    again, second = evaluate(memory, ScaleInputs(1.0, 3, frozenset("a"), BUSY), RULES)
     assert (second.verdict, second.why, second.needed) == ("Steady", first.why, first.needed)
     assert again.needs == memory.needs
 
@@ -305,11 +305,11 @@ rules_of = st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans(), st.sa
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(wild_summaries, max_size=2), min_size=1, max_size=5), rules_of, st.integers(0, 40))
 def test_whatever_routers_say_the_count_stays_in_bounds_and_steps_stay_small(
-    told: list[list[RouterSummary]], rules: Rules, groups: int
+    told: list[list[RouterSummary]], rules: ScalingRules, groups: int
 ) -> None:
-    memory = Memory()
+    memory = ScaleHistory()
     for turn, summaries in enumerate(told):
-        scene = Scene(16.0 * turn, groups, frozenset("ab"), fleet_of(*summaries, asked=2))
+        scene = ScaleInputs(16.0 * turn, groups, frozenset("ab"), fleet_of(*summaries, asked=2))
         memory, decision = evaluate(memory, scene, rules)
         assert rules.least <= decision.groups <= rules.most
         assert evaluate(memory, scene, rules)[1].groups in (groups, decision.groups)

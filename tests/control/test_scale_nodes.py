@@ -9,7 +9,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from bench.control_scale.nodes import FakeNodes
 from phalanx_operator.kube.client import PODS, Gone
 from phalanx_operator.kube.http import HttpKube
-from phalanx_operator.kube_metrics import CountedKube
+from phalanx_operator.kube_metrics import CountingKube
 from phalanx_operator.metrics import Metrics
 from tests.control.fake_api import FakeApi
 
@@ -57,7 +57,7 @@ async def test_pods_on_fake_nodes_run_at_once_and_go_at_once(server: FakeApi) ->
 async def test_calls_and_their_errors_are_counted_by_verb(server: FakeApi) -> None:
     metrics = Metrics()
     async with ApiClient(Configuration(host=server.url)) as client:
-        kube = CountedKube(HttpKube(client), metrics)
+        kube = CountingKube(HttpKube(client), metrics)
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "ns"}}
         await kube.create(PODS, body)
         await kube.apply(PODS, body, subresource="status")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api.spec.autoscaling import Autoscaling, Schedule, Targets
 from phalanx_api.spec.cron import parse_cron
-from phalanx_operator.decide.scaling.autoscaler import Bounds, bounds, last_fired
+from phalanx_operator.decide.scaling.autoscaler import ReplicaBounds, bounds, last_fired
 
 UTC = datetime.UTC
 MINUTE = datetime.timedelta(minutes=1)
@@ -151,14 +151,14 @@ DAY, NIGHT = schedule("0 8 * * *", min=4, max=10), Schedule(cron="0 20 * * *", m
 @pytest.mark.parametrize(
     ("schedules", "now", "expected"),
     [
-        ((), "2026-03-04T12:00+00:00", Bounds(2, 6)),
-        ((DAY, NIGHT), "2026-03-04T12:00+00:00", Bounds(4, 10, "schedules[0], 0 8 * * * UTC")),
-        ((DAY, NIGHT), "2026-03-04T23:00+00:00", Bounds(1, 1, "schedules[1], 0 20 * * * UTC")),
-        ((schedule("0 8 * * *", min=9),), "2026-03-04T12:00+00:00", Bounds(9, 9, "schedules[0], 0 8 * * * UTC")),
-        ((schedule("0 0 31 2 *", min=9),), "2026-03-04T12:00+00:00", Bounds(2, 6)),
-        ((DAY, schedule("0 8 * * *", min=5)), "2026-03-04T12:00+00:00", Bounds(5, 6, "schedules[1], 0 8 * * * UTC")),
+        ((), "2026-03-04T12:00+00:00", ReplicaBounds(2, 6)),
+        ((DAY, NIGHT), "2026-03-04T12:00+00:00", ReplicaBounds(4, 10, "schedules[0], 0 8 * * * UTC")),
+        ((DAY, NIGHT), "2026-03-04T23:00+00:00", ReplicaBounds(1, 1, "schedules[1], 0 20 * * * UTC")),
+        ((schedule("0 8 * * *", min=9),), "2026-03-04T12:00+00:00", ReplicaBounds(9, 9, "schedules[0], 0 8 * * * UTC")),
+        ((schedule("0 0 31 2 *", min=9),), "2026-03-04T12:00+00:00", ReplicaBounds(2, 6)),
+        ((DAY, schedule("0 8 * * *", min=5)), "2026-03-04T12:00+00:00", ReplicaBounds(5, 6, "schedules[1], 0 8 * * * UTC")),
     ],
     ids=["none", "day", "night", "above the maximum", "never fires", "both at once"],
 )
-def test_the_latest_schedule_decides(schedules: tuple[Schedule, ...], now: str, expected: Bounds) -> None:
+def test_the_latest_schedule_decides(schedules: tuple[Schedule, ...], now: str, expected: ReplicaBounds) -> None:
     assert bounds(autoscaling(*schedules), at(now)) == expected

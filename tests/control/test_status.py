@@ -10,10 +10,10 @@ from phalanx_api.spec.inference_service import FieldError
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.conditions.status import refused, status
-from phalanx_operator.decide.plan import Seen
+from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.state.actions import CreateGroup, InitReplicas, KeepChildren
-from phalanx_operator.decide.state.fleet import Fleet, SeenGroup
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 
 NO_ROUTER = ObservedRouter(wanted=1, updated=1, ready=0, current=True)
@@ -83,9 +83,9 @@ def test_reconciling_is_there_only_while_groups_move() -> None:
     assert "Reconciling" not in verdicts(rest)
 
 
-def known(*names: str, linked: bool = True) -> dict[str, SeenGroup]:
+def known(*names: str, linked: bool = True) -> dict[str, GroupLoadView]:
     """Groups as routers see them."""
-    return {name: SeenGroup(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, linked=linked) for name in names}
+    return {name: GroupLoadView(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, linked=linked) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def known(*names: str, linked: bool = True) -> dict[str, SeenGroup]:
     ids=["linked", "unknown to routers", "lost", "no router", "silent", "silent, fewer are ready", "silent from the start"],
 )
 def test_groups_are_available_that_are_ready_stay_and_are_linked(fleet: Fleet, former: int, available: int) -> None:
-    leaving = make_group("c", draining=Draining("t", "why"))
+    leaving = make_group("c", draining=DrainMark("t", "why"))
     groups = (make_group("a"), make_group("b", ready=False), leaving, make_group("d", terminating=True))
     seen = make_snapshot(*groups, status=Status(available_replicas=former))
     found = status(seen, make_desired(2), fleet, suspended=False, now=NOW)
@@ -214,12 +214,12 @@ def test_how_many_groups_a_spec_wants(spec: dict[str, Any], replicas: int) -> No
 
 
 def test_a_plan_has_the_shared_children_before_the_groups() -> None:
-    made = plan.decide(make_service(replicas=None), Seen(make_snapshot(has_replicas=False), Fleet()), make_desired(1), NOW)
+    made = plan.decide(make_service(replicas=None), PlanInputs(make_snapshot(has_replicas=False), Fleet()), make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [InitReplicas, KeepChildren, CreateGroup]
 
 
 def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
-    seen = Seen(make_snapshot(make_group("a"), router=SETTLED_ROUTER), Fleet())
+    seen = PlanInputs(make_snapshot(make_group("a"), router=SETTLED_ROUTER), Fleet())
     made = plan.decide(make_service(), seen, make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [KeepChildren]
 

@@ -20,7 +20,7 @@ def test_only_one_service_makes_a_group_at_a_time() -> None:
     assert turns.look(GPU, ONE, (), 0.0).why == ""
     turns.take(GPU, ONE, "one-g-a", 0.0)
     blocked = turns.look(GPU, OTHER, (), 1.0)
-    assert blocked.why == "group one-g-a of team/one is to be placed first"
+    assert blocked.why == "group one-g-a of team/one is waiting for nodes; it is placed first"
     assert turns.look(GPU, ONE, ["one-g-a"], 1.0).why, "not even its own second one"
     assert turns.look(GPU, ONE, (), 2.0, ["one-g-a"]).why == "", "it has its nodes"
     assert turns.look(GPU, OTHER, (), 2.0).why == ""
@@ -79,7 +79,7 @@ def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
         assert turns.look(GPU, OTHER, (), now).why == ""
         pause = turns.look(GPU, ONE, (), now)
         assert (pause.left_s, pause.told) == (min(FIRST_S * 2**times, LONGEST_S), True)
-        assert pause.why == "the next attempt comes soon; group one-g-a was given up"
+        assert pause.why == "the next attempt follows after a pause; group one-g-a was given up"
         now += pause.left_s
         assert turns.look(GPU, ONE, (), now).why == ""
     turns.placed(ONE)
@@ -124,7 +124,7 @@ def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_tha
     turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), 0.0).in_line)
     for service in (ONE, newcomer):
         turn = turns.look(GPU, service, (), 1.0, ["one-g-a"])
-        assert (turn.why, turn.left_s, turn.told) == ("team/other is to make a group first", CALLED_S, False)
+        assert (turn.why, turn.left_s, turn.told) == ("team/other creates a group first", CALLED_S, False)
         turns.line(GPU, service, waits=turn.in_line)
     made = []
     for now in (1.0, 2.0, 3.0):

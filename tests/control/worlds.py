@@ -4,14 +4,14 @@ from typing import Any
 
 from phalanx_api.conditions import ConditionType, find_condition
 from phalanx_api.status import Status
-from phalanx_operator.apply.executor import Hands
+from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.kube.client import EVENTS, SERVICES_OF_OURS, STATEFUL_SETS, Json
-from phalanx_operator.kube.events import Notes
+from phalanx_operator.kube.events import EventRecorder
 from phalanx_operator.loop.reconcile import Reconciler
 from phalanx_operator.metrics import Metrics
-from phalanx_operator.observe.api_discovery import Offers
+from phalanx_operator.observe.api_discovery import SchedulerDiscovery
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.observe.pod_failure import Refusals
+from phalanx_operator.observe.pod_failure import ImageRefusals
 from phalanx_operator.observe.service_cache import Manifests
 from phalanx_operator.render.objects import Images
 from tests.control.builders import NOW, make_body, refuse_strangers
@@ -39,13 +39,16 @@ class World:
         self.clock = 0.0
         self.children = Children()
         self.cluster = FakeCluster(self.kube, self.children)
-        hands = Hands(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock, draw=lambda: draw)
+        hands = ActionExecutor(self.kube, self.children, images, lambda: "drawn", clock=lambda: self.clock, draw=lambda: draw)
         self.metrics = Metrics()
         self.routers = FakeRouters()
         self.now = NOW
-        offers, refusals = Offers(self.kube, clock=lambda: self.clock), Refusals(self.kube, clock=lambda: self.clock)
+        offers, refusals = (
+            SchedulerDiscovery(self.kube, clock=lambda: self.clock),
+            ImageRefusals(self.kube, clock=lambda: self.clock),
+        )
         self.reconciler = Reconciler(
-            self.kube, self.children, hands, Notes(self.kube, "me"), self.metrics, self.routers, offers, refusals,
+            self.kube, self.children, hands, EventRecorder(self.kube, "me"), self.metrics, self.routers, offers, refusals,
             manifests or Manifests(), now=lambda: self.now, clock=lambda: self.clock, pace_s=pace_s,
         )  # fmt: skip
         if spec or kube is None:

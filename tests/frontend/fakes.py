@@ -10,7 +10,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 
 Step = Delta | KeepAlive | asyncio.Event | Exception
 """Given out, waited for, or raised."""
@@ -158,7 +158,7 @@ class FakeBackend:
         self.current_assets: wire.Assets | None = assets or tiny_assets()
         self.reason = not_ready
         self.requests: list[wire.Request] = []
-        self.begun: dict[str, Begun] = {}
+        self.begun: dict[str, ResumableStream] = {}
         self.aborts: asyncio.Queue[str] = asyncio.Queue()
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
@@ -181,11 +181,11 @@ class FakeBackend:
             if not has_ended:
                 self.aborts.put_nowait(request.id)
 
-    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Those of the streams that `begun` holds."""
         return {id: self.begun[id] for id in ids if id in self.begun}
 
-    async def awake(self) -> None:
+    async def wait_for_assets(self) -> None:
         """At once: what is not known yet, no request waits for."""
 
     def assets(self) -> wire.Assets:

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from phalanx_frontend.app import create_app, create_health_app
 from phalanx_frontend.health import Health
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.metrics import DoorMetrics, response_counter
-from phalanx_frontend.openai.context import Door
+from phalanx_frontend.metrics import ApiMetrics, response_counter
+from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
-from phalanx_frontend.openai.served_model import KEPT_MODELS, Models
+from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache
 from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, saying, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.posting import FULL, client_of
 
@@ -63,8 +63,8 @@ async def test_the_door_follows_the_model_that_is_served() -> None:
 async def test_a_model_was_created_when_it_became_known() -> None:
     backend, times = FakeBackend(), iter(range(100, 200))
     registry = CollectorRegistry()
-    metrics = DoorMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
-    door = Door(backend, metrics, Limits(), unix_s=lambda: next(times))
+    metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
+    door = ServerContext(backend, metrics, Limits(), unix_s=lambda: next(times))
     first, again = model_card(door, door.assets(), "tiny"), model_card(door, (await door.model()).assets, "tiny")
     assert first["created"] == again["created"] == 100
     backend.current_assets = tiny_assets(names=["next"])
@@ -109,14 +109,14 @@ async def test_a_refusal_of_the_past_is_taken_as_text_or_ignored(message: dict[s
 
 
 async def test_a_model_is_loaded_once_and_the_longest_unused_is_forgotten() -> None:
-    models = Models()
-    every = [tiny_assets(names=[f"m{number}"]) for number in range(KEPT_MODELS + 1)]
+    models = ModelCache()
+    every = [tiny_assets(names=[f"m{number}"]) for number in range(MAX_CACHED_MODELS + 1)]
     first, again = await asyncio.gather(models.get(every[0]), models.get(every[0]))
     assert first is again
-    for assets in every[1:KEPT_MODELS]:
+    for assets in every[1:MAX_CACHED_MODELS]:
         await models.get(assets)
     await models.get(every[0])
-    await models.get(every[KEPT_MODELS])
+    await models.get(every[MAX_CACHED_MODELS])
     assert await models.get(every[0]) is first
 
 

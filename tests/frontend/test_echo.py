@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx_frontend.openai.accept import echoes_of
-from phalanx_frontend.openai.sampling import wants_of
+from phalanx_frontend.openai.accept import prompt_echoes
+from phalanx_frontend.openai.sampling import requested_fields
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
 from phalanx_frontend.stream.reply import Echo
@@ -21,7 +21,7 @@ UNTOUCHED = replace(MODEL, tokenizer=cast(TextTokenizer, object()))
 def echoes(prompt: Any, model: Any = MODEL, **fields: Any) -> list[Echo | None]:
     body = CompletionRequest.model_validate({"prompt": prompt, "echo": True, **fields})
     prompts = [token_ids(each) if isinstance(each, str) else each for each in body.prompt]
-    return list(echoes_of(body, model, prompts, wants_of(body)))
+    return list(prompt_echoes(body, model, prompts, requested_fields(body)))
 
 
 def test_without_an_echo_there_is_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta
-from phalanx_frontend.ids import EventId, EventIds, read_event_id
+from phalanx_frontend.ids import EventId, EventIds, parse_event_id
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
@@ -26,7 +26,7 @@ def events_with_ids(text: str) -> list[tuple[EventId | None, str]]:
     for block in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines())
         if "data" in lines:
-            found.append((read_event_id(lines["id"]) if "id" in lines else None, lines["data"]))
+            found.append((parse_event_id(lines["id"]) if "id" in lines else None, lines["data"]))
     return found
 
 
@@ -116,9 +116,9 @@ async def test_an_error_has_the_id_up_to_which_the_stream_came(path: str) -> Non
     ],
 )  # fmt: skip
 def test_an_id_is_read_as_it_was_written(text: str, expected: EventId | None) -> None:
-    assert read_event_id(text) == expected
+    assert parse_event_id(text) == expected
     if expected is not None:
-        assert EventIds(expected.request, [index + 1 for index in expected.indices]).now() == text
+        assert EventIds(expected.request, [index + 1 for index in expected.indices]).current() == text
 
 
 @pytest.mark.parametrize("have", range(0, len(token_ids(SAYS)) + 1))
@@ -131,7 +131,7 @@ def test_a_reply_goes_on_after_tokens_that_were_sent(have: int) -> None:
 
     tokens, whole, again = token_ids(SAYS), make(), make()
     sent = "".join(whole.feed(Delta(i, [token])) for i, token in enumerate(tokens[:have]))
-    text = again.go_on(tokens[:have])
+    text = again.skip_delivered(tokens[:have])
     assert text == sent and again.num_whole == whole.num_whole
     rest = Delta(have, tokens[have:], "length")
     assert again.feed(rest) == whole.feed(rest)

@@ -12,7 +12,7 @@ from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import MAX_MESSAGE_CHARS
-from phalanx_frontend.health import Totals
+from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.native.routes import MAX_BATCH, metrics_document
 from tests.frontend.fakes import FakeBackend, eos_id, saying, token_ids
 from tests.frontend.serving import served
@@ -248,8 +248,8 @@ def test_the_memory_account_is_told_for_each_rank() -> None:
         )
         for rank in range(2)
     ]
-    assert metrics_document(Totals(proposed=8, accepted=6), (), None)["acceptance_rate"] == 0.75
-    told = metrics_document(Totals(), accounts, 8)
+    assert metrics_document(HealthTotals(proposed=8, accepted=6), (), None)["acceptance_rate"] == 0.75
+    told = metrics_document(HealthTotals(), accounts, 8)
     assert told["kv_bytes_per_token"] == 8
     assert told["memory"][1] == {
         "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50, "total_bytes": 100

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_frontend.text.parts import Arguments, Chain, Content, Part, PartParser, Reasoning, ReasoningParser, ToolCall
-from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, format_of
+from phalanx_frontend.text.parts import Arguments, Content, ParserChain, Part, PartParser, Reasoning, ReasoningParser, ToolCall
+from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, detect_tool_format
 
 NAMES = frozenset("fgh")
 MAKERS: dict[str, Callable[[], PartParser]] = {
@@ -18,7 +18,7 @@ MAKERS: dict[str, Callable[[], PartParser]] = {
     "reasoning inside": lambda: ReasoningParser(inside=True),
     "hermes": lambda: HermesParser(NAMES),
     "llama": lambda: LlamaParser(NAMES),
-    "reasoning, hermes": lambda: Chain(ReasoningParser(), HermesParser(NAMES)),
+    "reasoning, hermes": lambda: ParserChain(ReasoningParser(), HermesParser(NAMES)),
 }
 CALL_F, CALL_G = '{"name": "f", "arguments": {"a": "}"}}', '{"parameters": [1, "\\""], "name":"g"}'
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", CALL_F, CALL_G, '{"name": 3}', '{"name": "h"}')
@@ -137,6 +137,6 @@ def test_a_name_is_told_before_its_arguments_end() -> None:
 
 
 def test_the_template_tells_the_format() -> None:
-    assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
-    assert format_of('{% if tools %}Environment: ipython {"name": f, "parameters": d}{% endif %}') == "llama"
-    assert format_of("{{ messages }}") is None
+    assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert detect_tool_format('{% if tools %}Environment: ipython {"name": f, "parameters": d}{% endif %}') == "llama"
+    assert detect_tool_format("{{ messages }}") is None

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.backend import Begun, Delta
+from phalanx_frontend.backend import Delta, ResumableStream
 from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_ids
 from tests.frontend.test_chat_parts import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
@@ -138,7 +138,7 @@ async def test_the_rest_follows_on_what_came_wherever_the_stream_was_cut(case: s
             tokens = tokens_of(request, text)
             known = journal(index + 1, len(tokens))
             finish: wire.FinishReason | None = "stop" if known == len(tokens) else None
-            again.begun[id] = Begun(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
+            again.begun[id] = ResumableStream(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
         status, rest = await stream(again, path, body, last)
         assert status == 200, rest
         assert told([*whole[: cut + 1], *rest]) == told(whole), f"cut after event {cut}: {last}"
@@ -150,7 +150,7 @@ async def test_a_choice_that_nobody_knows_any_more_is_drawn_again() -> None:
     first = model_that_says(text)
     _, whole = await stream(first, path, {**body, "max_tokens": 200})
     again = model_that_says(text)
-    again.begun = {first.requests[1].id: Begun(first.requests[1])}
+    again.begun = {first.requests[1].id: ResumableStream(first.requests[1])}
     cut = len(whole) // 2
     _, rest = await stream(again, path, {**body, "max_tokens": 200}, next(id for id, _ in reversed(whole[: cut + 1]) if id))
     assert told([*whole[: cut + 1], *rest]) == told(whole)
@@ -165,7 +165,9 @@ async def ask_again(last: Callable[[str], str], **change: Any) -> tuple[int, Any
     first, again = model_that_says(SAYS), model_that_says(SAYS)
     body = {"prompt": "x", "max_tokens": 9}
     _, whole = await stream(first, "/v1/completions", body, keys=KEYS)
-    again.begun = {first.requests[0].id: Begun(msgspec.structs.replace(first.requests[0], delivered=token_ids(SAYS)[:3]))}
+    again.begun = {
+        first.requests[0].id: ResumableStream(msgspec.structs.replace(first.requests[0], delivered=token_ids(SAYS)[:3]))
+    }
     key = change.pop("key", "sk-1")
     status, events = await stream(again, "/v1/completions", {**body, **change}, last(whole[1][0]), key, KEYS)
     assert status == 200 or not again.requests

@@ -9,7 +9,14 @@ from pydantic import ValidationError
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.openai.sampling import NEUTRAL, Defaults, check_fields, output_tokens, read_defaults, sampling_of
+from phalanx_frontend.openai.sampling import (
+    NEUTRAL_VALUES,
+    Defaults,
+    build_sampling,
+    check_fields,
+    max_output_tokens,
+    read_defaults,
+)
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 EOS = 7
@@ -42,7 +49,7 @@ def chat(**fields: Any) -> ChatRequest:
     ],
 )  # fmt: skip
 def test_output_is_bounded(body: GenerationRequest, num_prompt: int, model_max: int | None, expected: int) -> None:
-    assert output_tokens(body, num_prompt, 100, Defaults(max_tokens=model_max)) == expected
+    assert max_output_tokens(body, num_prompt, 100, Defaults(max_tokens=model_max)) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_output_is_bounded(body: GenerationRequest, num_prompt: int, model_max: 
 )
 def test_what_never_fits_is_refused(body: GenerationRequest, num_prompt: int, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        output_tokens(body, num_prompt, 100, Defaults())
+        max_output_tokens(body, num_prompt, 100, Defaults())
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
 
 
@@ -71,17 +78,17 @@ def test_what_never_fits_is_refused(body: GenerationRequest, num_prompt: int, pa
 )
 def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_prompt: int, told: str) -> None:
     with pytest.raises(ApiError, match=re.escape(told)):
-        output_tokens(body, num_prompt, 100, Defaults())
+        max_output_tokens(body, num_prompt, 100, Defaults())
 
 
 def test_the_request_goes_before_the_model_and_the_model_before_openai() -> None:
     defaults = read_defaults(b'{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 33}')
     assert defaults == Defaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=33)
-    silent = sampling_of(completion(), 16, defaults, [EOS], drawn_seed=5)
+    silent = build_sampling(completion(), 16, defaults, [EOS], drawn_seed=5)
     assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.seed) == (0.6, 0.9, 20, 0.0, 5)
-    loud = sampling_of(completion(temperature=0, top_p=1, top_k=-1, min_p=0.1, seed=3), 16, defaults, [EOS], drawn_seed=5)
+    loud = build_sampling(completion(temperature=0, top_p=1, top_k=-1, min_p=0.1, seed=3), 16, defaults, [EOS], drawn_seed=5)
     assert (loud.temperature, loud.top_p, loud.top_k, loud.min_p, loud.seed) == (0.0, 1.0, None, 0.1, 3)
-    plain = sampling_of(completion(), 16, read_defaults(None), [EOS], drawn_seed=5)
+    plain = build_sampling(completion(), 16, read_defaults(None), [EOS], drawn_seed=5)
     assert (plain.temperature, plain.top_p, plain.top_k) == (1.0, 1.0, None)
 
 
@@ -91,22 +98,22 @@ def test_the_request_goes_before_the_model_and_the_model_before_openai() -> None
     ids=["end of sequence", "ignored", "beside others", "named twice"],
 )
 def test_tokens_that_end_a_request(fields: dict[str, Any], expected: list[int]) -> None:
-    assert sampling_of(completion(**fields), 16, Defaults(), [EOS], 0).stop_token_ids == expected
+    assert build_sampling(completion(**fields), 16, Defaults(), [EOS], 0).stop_token_ids == expected
 
 
 def test_a_negative_seed_is_as_good_as_another() -> None:
-    assert 0 <= sampling_of(completion(seed=-5), 16, Defaults(), [], 0).seed < 2**63
+    assert 0 <= build_sampling(completion(seed=-5), 16, Defaults(), [], 0).seed < 2**63
 
 
 def test_min_tokens_over_max_tokens_is_refused() -> None:
     with pytest.raises(ApiError) as caught:
-        sampling_of(completion(min_tokens=17), 16, Defaults(), [], 0)
+        build_sampling(completion(min_tokens=17), 16, Defaults(), [], 0)
     assert caught.value.param == "min_tokens"
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize("name", NEUTRAL_VALUES)
 def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    for neutral in NEUTRAL[name]:
+    for neutral in NEUTRAL_VALUES[name]:
         check_fields(completion(**{name: neutral}), Limits())
     with pytest.raises(ApiError) as caught:
         check_fields(completion(**{name: {"asks": "for something"}}), Limits())
@@ -185,7 +192,7 @@ def test_every_wish_reaches_the_backend() -> None:
         allowed_token_ids=[3, 4], min_tokens=2,
     )  # fmt: skip
     grammar = wire.Grammar("regex", "a+")
-    sampling = sampling_of(body, 16, Defaults(), [EOS], 0, [[1, 2]], grammar)
+    sampling = build_sampling(body, 16, Defaults(), [EOS], 0, [[1, 2]], grammar)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -2.0, 0.5)
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ({3: -100.0, 4: 1.5}, [3, 4])
     assert (sampling.bad_words, sampling.grammar, sampling.min_tokens) == ([[1, 2]], grammar, 2)
@@ -193,8 +200,8 @@ def test_every_wish_reaches_the_backend() -> None:
 
 def test_the_model_s_repetition_penalty_is_the_default() -> None:
     defaults = read_defaults(b'{"repetition_penalty": 1.1}')
-    assert sampling_of(completion(), 16, defaults, [], 0).repetition_penalty == 1.1
-    assert sampling_of(completion(repetition_penalty=1), 16, defaults, [], 0).repetition_penalty == 1.0
+    assert build_sampling(completion(), 16, defaults, [], 0).repetition_penalty == 1.1
+    assert build_sampling(completion(repetition_penalty=1), 16, defaults, [], 0).repetition_penalty == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.stream.logprobs import LOWEST, Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
-from phalanx_frontend.stream.reply import Echo, Reply, ShownToken, Wants
+from phalanx_frontend.stream.logprobs import MIN_LOGPROB, Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
+from phalanx_frontend.stream.reply import Echo, Reply, ShownFields, ShownToken
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import eos_id, tiny_tokenizer_json, token_ids
@@ -18,7 +18,7 @@ from tests.frontend.tokenizers import byte_level, metaspace, sentencepiece, word
 
 TOKENIZER = TextTokenizer(tiny_tokenizer_json())
 SAYS = [*token_ids("once upon a 🦊 STOP he"), eos_id()]
-WANTS = Wants(logprobs=1)
+WANTS = ShownFields(logprobs=1)
 SPELLING = Spelling(TOKENIZER, as_ids=False)
 
 
@@ -77,12 +77,12 @@ def test_a_token_of_half_a_character_is_escaped_as_openai_does() -> None:
 def test_a_token_beside_the_best_is_told_too() -> None:
     a, b, c = token_ids("a")[0], token_ids("b")[0], token_ids("c")[0]
     token = ShownToken(c, 3, wire.TokenDetail(-9.0, 7, [a, b], [-1.0, -2.0]))
-    told = completion_logprobs([token], Wants(logprobs=2), SPELLING, offset=10)
+    told = completion_logprobs([token], ShownFields(logprobs=2), SPELLING, offset=10)
     assert told == {
         "text_offset": [13], "token_logprobs": [-9.0], "tokens": ["c"], "top_logprobs": [{"a": -1.0, "b": -2.0, "c": -9.0}]
     }  # fmt: skip
-    assert completion_logprobs([token], Wants(logprobs=0), SPELLING, 0)["top_logprobs"] == [{"c": -9.0}]
-    content = chat_logprobs([token], Wants(logprobs=1), SPELLING)["content"]
+    assert completion_logprobs([token], ShownFields(logprobs=0), SPELLING, 0)["top_logprobs"] == [{"c": -9.0}]
+    content = chat_logprobs([token], ShownFields(logprobs=1), SPELLING)["content"]
     top = {"token": "a", "logprob": -1.0, "bytes": [97]}
     assert content == [{"token": "c", "logprob": -9.0, "bytes": [99], "top_logprobs": [top]}]
 
@@ -93,13 +93,13 @@ def test_of_two_tokens_with_one_text_the_more_probable_stays() -> None:
             return "same" if id in (1, 2) else "other"
 
     token = ShownToken(1, 0, wire.TokenDetail(-9.0, 7, [2, 3], [-0.5, -1.0]))
-    told = completion_logprobs([token], Wants(logprobs=2), Twins(TOKENIZER, False), 0)
+    told = completion_logprobs([token], ShownFields(logprobs=2), Twins(TOKENIZER, False), 0)
     assert (told["token_logprobs"], told["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
 
 
 def test_a_token_that_cannot_be_has_a_number_all_the_same() -> None:
     token = ShownToken(token_ids("a")[0], 0, wire.TokenDetail(float("-inf"), 9, [], []))
-    assert completion_logprobs([token], Wants(logprobs=0), SPELLING, 0)["token_logprobs"] == [LOWEST]
+    assert completion_logprobs([token], ShownFields(logprobs=0), SPELLING, 0)["token_logprobs"] == [MIN_LOGPROB]
 
 
 def test_prompt_logprobs_count_ranks_from_one() -> None:

@@ -89,7 +89,7 @@ def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, cap
     kubectl.answer("get statefulset chat-g-a", SET)
     kubectl.answer("patch statefulset", "patched")
     assert plugin("drain", "chat", "chat-g-a") == 0
-    assert "chat-g-a is being emptied" in capsys.readouterr().out
+    assert "chat-g-a is draining" in capsys.readouterr().out
     call = kubectl.calls[-1]
     assert call[:5] == ["patch", "statefulset", "chat-g-a", "--type=merge", "-p"]
     patch = json.loads(call[5])["metadata"]
@@ -100,11 +100,11 @@ def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, cap
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"metadata": {"uid": "u", "labels": {"phalanx.dev/service": "other"}}}, "chat-g-a is no group of chat"),
-        ({"metadata": {"uid": "u"}}, "chat-g-a is no group of chat"),
+        ({"metadata": {"uid": "u", "labels": {"phalanx.dev/service": "other"}}}, "chat-g-a is not a group of chat"),
+        ({"metadata": {"uid": "u"}}, "chat-g-a is not a group of chat"),
         (
             {"metadata": SET["metadata"] | {"annotations": {"phalanx.dev/draining": "t surplus w"}}},
-            "being emptied already: t surplus w",
+            "draining already: t surplus w",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_logs_are_those_of_every_pod(
 def test_logs_of_no_pod(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get pods", {"items": []})
     assert plugin("logs", "chat", "--group", "g") == 1
-    assert "error: g has no pod" in capsys.readouterr().err
+    assert "error: g has no pods" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("answer", "words"), [("{", "printed no JSON"), ("[]", "printed no object")])

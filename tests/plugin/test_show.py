@@ -61,7 +61,7 @@ def test_services_are_a_line_each_also_one_without_a_status() -> None:
         "new    Unknown   -            0/0      0         0          -\n"
     )
     assert show.services([body()], with_namespace=True).splitlines()[1].startswith("team        chat")
-    assert show.services([], with_namespace=True) == "no inference service found\n"
+    assert show.services([], with_namespace=True) == "no inference services found\n"
 
 
 def test_a_service_in_full() -> None:
@@ -70,7 +70,7 @@ def test_a_service_in_full() -> None:
         "URL:      http://chat.team.svc\n"
         "Model:    hf://a/b\n"
         "Revision: r1 -> r2\n"
-        "Groups:   1 of 2 ready, 0 being emptied\n"
+        "Groups:   1 of 2 ready, 0 draining\n"
         "\n"
         "CONDITION   STATUS   REASON       SINCE                  MESSAGE\n"
         "Ready       False    RollingOut   2026-01-02T03:04:05Z   1 of 2\n"
@@ -89,7 +89,7 @@ def test_the_version_of_the_model_is_shown_where_it_has_one() -> None:
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        ({"observedGeneration": 2}, "Note:     the operator has not seen the last change yet"),
+        ({"observedGeneration": 2}, "Note:     the operator has not observed the last change yet"),
         ({"autoscaling": {"desired": 3, "minReplicas": 1, "maxReplicas": 8}}, "Scaling:  3 groups desired, 1 to 8 allowed\n"),
         ({"autoscaling": {"desired": 3, "reason": "Out", "message": "kv 90"}}, "3 groups desired, 0 to 0 allowed (Out: kv 90)"),
         (
@@ -105,10 +105,10 @@ def test_what_a_status_says_beside(status: dict[str, Any], words: str) -> None:
 
 def test_a_service_that_no_operator_saw() -> None:
     assert show.status(BARE) == (
-        "Service:  team/new\nGroups:   0 of 0 ready, 0 being emptied\nNote:     the operator has not seen the last change yet\n"
+        "Service:  team/new\nGroups:   0 of 0 ready, 0 draining\nNote:     the operator has not observed the last change yet\n"
     )
-    assert show.groups(BARE, {}) == "no group\n"
-    assert show.top(BARE, {}, {}) == "no group\n"
+    assert show.groups(BARE, {}) == "no groups\n"
+    assert show.top(BARE, {}, {}) == "no groups\n"
 
 
 def test_groups_with_what_routers_say_of_them_and_without() -> None:
@@ -120,7 +120,7 @@ def test_groups_with_what_routers_say_of_them_and_without() -> None:
 
 
 def test_groups_that_the_status_does_not_list_are_counted() -> None:
-    assert show.groups(body(replicas=70, drainingReplicas=1), {}).endswith("and 69 more, which are ready\n")
+    assert show.groups(body(replicas=70, drainingReplicas=1), {}).endswith("and 69 more ready groups\n")
 
 
 def test_top() -> None:
@@ -135,7 +135,7 @@ def test_top() -> None:
     )
 
 
-METRICS = """# HELP phalanx_router_streams Streams open now.
+METRICS = """# HELP phalanx_router_streams Open streams.
 # TYPE phalanx_router_streams gauge
 phalanx_router_streams 5.0
 phalanx_router_queued_requests 2.0
@@ -170,10 +170,10 @@ def test_streams_of_several_routers_add_up_and_what_is_the_groups_does_not() -> 
         ({"holderIdentity": "op-1", "renewTime": "2026-01-02T03:04:00.5Z", "leaseDurationSeconds": 15}, "op-1 leads"),
         (
             {"holderIdentity": "op-1", "renewTime": "2026-01-02T03:00:00Z", "leaseDurationSeconds": 15},
-            "op-1 was heard 245 s ago: what follows may be out of date",
+            "op-1 renewed its lease 245 s ago: the status below may be out of date",
         ),
-        ({"holderIdentity": "", "renewTime": "2026-01-02T03:04:00Z"}, "none leads: what follows may be out of date"),
-        ({}, "none leads: what follows may be out of date"),
+        ({"holderIdentity": "", "renewTime": "2026-01-02T03:04:00Z"}, "no leader: the status below may be out of date"),
+        ({}, "no leader: the status below may be out of date"),
     ],
     ids=["it leads", "silent", "given back", "never"],
 )

@@ -10,8 +10,8 @@ from phalanx_api.cost import StepModel, describe
 from phalanx_api.engine_config import SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.kv.sharing import Sharing
-from phalanx_runtime.core.scheduling.config import Rules, make_policy
+from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_policy
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
@@ -53,7 +53,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.policy = make_policy(self.policy_name)
         pool = PoolShape(self.num_pages, 16)
-        sharing = Sharing(PagePool(self.num_pages, 16), Rules().model)
+        sharing = PrefixSharing(PagePool(self.num_pages, 16), SchedulerConfig().model)
         self.scheduler = Scheduler(self.limits, pool, self.policy, sharing)
         self.now = 0.0
         self.chance = random.Random(1)

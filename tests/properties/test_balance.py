@@ -13,7 +13,7 @@ from phalanx_operator.decide.state.policy import policy_of
 from phalanx_router.balancing.balancer import Balancer
 from phalanx_router.balancing.budget import BYTES_BURST_S, TOKENS_BURST_S
 from phalanx_router.balancing.projection import EPSILON
-from phalanx_router.balancing.records import Proposal
+from phalanx_router.balancing.records import PlannedMove
 from tests.control.builders import make_service
 from tests.router.balance.groups import FREE, PAGE, PAGES, World, group
 
@@ -144,8 +144,8 @@ def test_two_routers_together_keep_the_budgets_of_their_service(
     granted = policy_of(make_service(rebalancing={"budgets": budgets}).spec, 2)
     routers = [replace(world, balancer=Balancer(granted), mine=partial(is_of_router, number)) for number in range(2)]
     rng = random.Random(seed)
-    under_way: dict[Proposal, World] = {}
-    spent: list[tuple[float, Proposal]] = []
+    under_way: dict[PlannedMove, World] = {}
+    spent: list[tuple[float, PlannedMove]] = []
     for number in range(80):
         now = number * 0.25
         for router in routers:

@@ -15,10 +15,10 @@ from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
-from phalanx_runtime.core.scheduling.scheduler import Held
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.scheduler import RunningRequest
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
@@ -75,8 +75,8 @@ class Side:
     def __post_init__(self) -> None:
         self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
         limits = Limits(64, self.shape.seqs, 24, plans_in_flight=self.shape.flights)
-        drafting = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
-        rules = Rules(self.shape.policy, "lru", self.shape.caching)
+        drafting = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+        rules = SchedulerConfig(self.shape.policy, "lru", self.shape.caching)
         rules = replace(rules, speculating=drafting) if self.shape.drafts else rules
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
 
@@ -153,7 +153,7 @@ class World:
         elif held.is_settled and step >= moving.decide_at:
             self._decide(moving, held)
 
-    def _decide(self, moving: Moving, held: Held) -> None:
+    def _decide(self, moving: Moving, held: RunningRequest) -> None:
         computed = held.computed
         handle, source = moving.order.handle, self.sides[moving.source].scheduler
         target = self.sides[1 - moving.source].scheduler
@@ -189,7 +189,7 @@ class World:
         target.reservations.drop(moving.name)
         self.moving.remove(moving)
 
-    def _copy(self, moving: Moving, held: Held, end: int) -> None:
+    def _copy(self, moving: Moving, held: RunningRequest, end: int) -> None:
         """Pages as they are behind all plans in flight, which the ranks compute before they send."""
         size, end = self.sides[0].shape.page_size, min(end, len(moving.reservation.pages))
         if end > moving.copied:
@@ -286,7 +286,7 @@ def test_a_draft_goes_on_with_what_came_of_its_pages_and_catches_up_with_the_res
 
 
 def test_a_request_that_waits_for_its_grammar_stays_frozen_whoever_thaws_it() -> None:
-    scheduler = make_scheduler(Limits(64, 4, 24), FakeRunner(16, 4).pool, Rules())
+    scheduler = make_scheduler(Limits(64, 4, 24), FakeRunner(16, 4).pool, SchedulerConfig())
     asked = make_request(5, 6)
     assert isinstance(scheduler.reservations.reserve("m", asked, len(asked.prompt) + 16), Reservation)
     assert scheduler.submit(1, asked, move="m", is_held=True) is None

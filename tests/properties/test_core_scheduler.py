@@ -17,8 +17,8 @@ from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
@@ -46,7 +46,7 @@ class Arrival:
         return wire.Request(request.id, 0, request.prompt, [], request.sampling, *wishes)
 
 
-NOTHING = Speculating()
+NOTHING = SpeculationConfig()
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Shape:
     flights: int = 1
     threshold: int = 0
     caching: bool = True
-    speculating: Speculating = NOTHING
+    speculating: SpeculationConfig = NOTHING
 
 
 DRAFTS: frozenset[Method] = frozenset({"draft", "self_draft"})
 PROPOSING = [
-    Speculating("ngram", 4, is_adaptive=False),
-    Speculating("draft", 3, is_adaptive=False, drafts=DRAFTS),
-    Speculating("self_draft", 16, is_adaptive=False, drafts=DRAFTS),
-    Speculating("draft", 5, drafts=DRAFTS),
-    Speculating("draft", 8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
-    Speculating("self_draft", 7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
-    Speculating("ngram", 6, is_adaptive=False, tree=Tree([3, 2])),
-    Speculating("draft", 9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig("ngram", 4, is_adaptive=False),
+    SpeculationConfig("draft", 3, is_adaptive=False, drafts=DRAFTS),
+    SpeculationConfig("self_draft", 16, is_adaptive=False, drafts=DRAFTS),
+    SpeculationConfig("draft", 5, drafts=DRAFTS),
+    SpeculationConfig("draft", 8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig("self_draft", 7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
+    SpeculationConfig("ngram", 6, is_adaptive=False, tree=Tree([3, 2])),
+    SpeculationConfig("draft", 9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
 ]
 ARRIVALS = st.lists(
     st.builds(
@@ -109,7 +109,7 @@ class Workload:
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
         self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculating.method != "self_draft")
         limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
-        rules = Rules(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
+        rules = SchedulerConfig(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
         self.shape = shape
         self.todo = dict(enumerate(arrivals))
@@ -290,7 +290,7 @@ def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
 
 def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
     """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
-    drafts = Speculating("draft", 16, is_adaptive=False, drafts=DRAFTS)
+    drafts = SpeculationConfig("draft", 16, is_adaptive=False, drafts=DRAFTS)
     for speculating in (NOTHING, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
         arrivals = [Arrival(0, 7, 9) for _ in range(4)]
         run = Workload(arrivals, Shape(16, 4, 4, 60, speculating=speculating)).run()
@@ -299,7 +299,7 @@ def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
 
 
 @pytest.mark.parametrize("speculating", [PROPOSING[1], PROPOSING[4]], ids=["chain", "tree"])
-def test_pages_that_runs_filled_are_found_by_who_comes_later(speculating: Speculating) -> None:
+def test_pages_that_runs_filled_are_found_by_who_comes_later(speculating: SpeculationConfig) -> None:
     shape = Shape(40, 4, 1, 40, speculating=speculating)
     first = Workload([Arrival(0, 6, 24)], shape)
     first.run()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, describe, hung_after_s
-from phalanx_router.routing.look import scaled
+from phalanx_router.routing.look import scale_model
 
 MODELS = st.builds(
     StepModel,
@@ -104,7 +104,7 @@ def test_the_fit_follows_a_machine_that_has_become_faster_or_slower(factor: floa
     rng = random.Random(11)
     first = StepModel(0.005, 0.0008, 32, 2e-7, 3e-8)
     fit = StepFit()
-    for truth in (first, scaled(first, factor)):
+    for truth in (first, scale_model(first, factor)):
         for _ in range(800):
             work = random_work(rng)
             fit.add(work, truth.predict(work) * rng.uniform(0.95, 1.05))

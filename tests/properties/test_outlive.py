@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.core.kv.exhaustion import Going, expected_rest, steps_to_full
+from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
 
-GOING = st.lists(st.builds(Going, st.integers(0, 40).map(float), st.integers(0, 60)), max_size=8)
+GOING = st.lists(st.builds(RunningEstimate, st.integers(0, 40).map(float), st.integers(0, 60)), max_size=8)
 
 
-def counted(free: int, going: list[Going], newcomer: int) -> int | None:
+def counted(free: int, going: list[RunningEstimate], newcomer: int) -> int | None:
     """The first step that finds too few slots."""
     left = {number: (int(one.rest), one.slots) for number, one in enumerate(going)}
     step = 0
@@ -24,7 +24,7 @@ def counted(free: int, going: list[Going], newcomer: int) -> int | None:
 
 
 @given(st.integers(0, 300), GOING, st.integers(0, 3))
-def test_it_is_as_counted(free: int, going: list[Going], newcomer: int) -> None:
+def test_it_is_as_counted(free: int, going: list[RunningEstimate], newcomer: int) -> None:
     told, slow = steps_to_full(free, going, newcomer), counted(free, going, newcomer)
     assert (told is None) == (slow is None)
     if told is not None and slow is not None:
@@ -32,7 +32,7 @@ def test_it_is_as_counted(free: int, going: list[Going], newcomer: int) -> None:
 
 
 def test_how_long_a_request_goes_on() -> None:
-    assert expected_rest(3, 100, 0.0) == 100.0
-    assert expected_rest(3, 100, 50.0) == 47.0
-    assert expected_rest(80, 100, 50.0) == 40.0, "one that had more than usual goes on for long"
-    assert expected_rest(3, 10, 50.0) == 10.0
+    assert expected_remaining_steps(3, 100, 0.0) == 100.0
+    assert expected_remaining_steps(3, 100, 50.0) == 47.0
+    assert expected_remaining_steps(80, 100, 50.0) == 40.0, "one that had more than usual goes on for long"
+    assert expected_remaining_steps(3, 10, 50.0) == 10.0

@@ -13,7 +13,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.request import Request, make_request
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.policies import (
     AGING_S,
     MAX_TENANTS,
@@ -61,7 +61,7 @@ def test_who_is_last_by_the_policy_is_preempted(
     """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
     each token the first, which has one more, has the most slack."""
     runner = FakeRunner(16, 4)
-    scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, Rules(policy))
+    scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, SchedulerConfig(policy))
     for handle in (1, 2, 3):
         request = msgspec.structs.replace(asked(8, 24, seed=handle), **(wishes if handle < 3 else those_of_the_third))
         assert scheduler.submit(handle, request, float(handle)) is None

@@ -19,7 +19,7 @@ from bench.simulate.world import Setting, World
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork, describe
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 MODEL = StepModel(0.003, 0.00012, 32, 2e-7, 1e-9, row_s=2e-5, prompt_s=0.002)
@@ -52,7 +52,7 @@ def work_of(plan: StepPlan) -> StepWork:
 def really(arrivals: Sequence[Arrival], pages: int) -> Seen:
     """The runtime's scheduler, in virtual time; its ranks draw a 1 each time."""
     limits = Limits(max_model_len=8192, max_num_seqs=ROWS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000)
-    scheduler = make_scheduler(limits, PoolShape(pages, PAGE), Rules(eviction_policy="lru"))
+    scheduler = make_scheduler(limits, PoolShape(pages, PAGE), SchedulerConfig(eviction_policy="lru"))
     chance, now, came = random.Random(5), 0.0, 0
     seen = Seen([[] for _ in arrivals], arrived=[one.at_s for one in arrivals])
     while came < len(arrivals) or not scheduler.is_idle():

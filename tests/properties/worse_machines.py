@@ -2,10 +2,10 @@
 
 from bench.virtual.world import Cell, Machines
 from phalanx_router.moves.machine import Move
-from phalanx_router.moves.records import Action, StreamAt
-from phalanx_runtime.core.migration.records import LetGo, SourceAction, TargetAction, Unfreeze
-from phalanx_runtime.core.migration.source import MovesOut
-from phalanx_runtime.core.migration.target import MovesIn
+from phalanx_router.moves.records import Action, StreamPosition
+from phalanx_runtime.core.migration.records import ReleaseMoved, SourceAction, TargetAction, Unfreeze
+from phalanx_runtime.core.migration.source import SourceMoves
+from phalanx_runtime.core.migration.target import TargetMoves
 
 
 class NoCompare(Move):
@@ -14,16 +14,16 @@ class NoCompare(Move):
     def stream_over(self, why: str, now: float) -> list[Action]:
         return [] if not self.is_committed else super().stream_over(why, now)
 
-    def _is_where_it_was(self, at: StreamAt | None) -> bool:
+    def _is_unchanged(self, at: StreamPosition | None) -> bool:
         return True
 
-    def _commit_if_ready(self, at: StreamAt | None, now: float) -> list[Action]:
+    def _commit_if_ready(self, at: StreamPosition | None, now: float) -> list[Action]:
         if self._frozen is None or self._arrived is None:
             return []
         return self._commit(self.proposal.move, "both said so", now)
 
 
-class NeverThaws(MovesOut):
+class NeverThaws(SourceMoves):
     """Freezes for ever when neither Thaw nor Release comes."""
 
     @property
@@ -34,14 +34,14 @@ class NeverThaws(MovesOut):
         return []
 
 
-class ThawsAfterRelease(MovesOut):
+class ThawsAfterRelease(SourceMoves):
     """Goes on after Release."""
 
     def release(self, move: str) -> list[SourceAction]:
-        return [Unfreeze(a.move, a.handle, a.why) if isinstance(a, LetGo) else a for a in super().release(move)]
+        return [Unfreeze(a.move, a.handle, a.why) if isinstance(a, ReleaseMoved) else a for a in super().release(move)]
 
 
-class NoLease(MovesIn):
+class NoLease(TargetMoves):
     """Keeps its pages for ever when neither Submit nor Cancel comes."""
 
     @property
@@ -52,7 +52,7 @@ class NoLease(MovesIn):
         return []
 
 
-class TooEarly(MovesIn):
+class TooEarly(TargetMoves):
     """Says that all pages are here with the first of them."""
 
     def came(self, move: str, rank: int, num_bytes: int, num_computed: int | None, now: float) -> list[TargetAction]:

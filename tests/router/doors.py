@@ -13,12 +13,12 @@ from starlette.types import ASGIApp
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.engine.client import Follower
+from phalanx_runtime.engine.client import EngineObserver
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 from phalanx_runtime.server.link.connection import LinkSettings
-from phalanx_runtime.server.link.endpoint import LinkDoor
-from phalanx_runtime.server.link.gateway import EngineGateway, Sink
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
+from phalanx_runtime.server.link.gateway import EngineGateway, EngineSink
 from tests.frontend.fakes import detail_of, prompt_details_of
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
@@ -27,13 +27,13 @@ class FakeEngine:
     """An EngineGateway. `step` draws one token for each request that has fewer than `hold`, as one frame per sink."""
 
     def __init__(self) -> None:
-        self.submitted: dict[int, tuple[wire.Request, Sink]] = {}
+        self.submitted: dict[int, tuple[wire.Request, EngineSink]] = {}
         self.aborted: list[int] = []
         self.present: wire.State = wire.State(True, 1)
         self.known_assets: wire.Assets | None = ASSETS
         self.reported = wire.Load(0, 0, 0, 8, 8)
         self.subscribers: list[Callable[[], None]] = []
-        self.followers: list[Follower] = []
+        self.followers: list[EngineObserver] = []
         self.found = PageKeys()
         self.hold = 10**9
         self.draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
@@ -42,7 +42,7 @@ class FakeEngine:
         self.moved: dict[int, str] = {}
         self.moves = MoveRelay(self.ordered.append, lambda handle: self.abort([handle]))
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
         handle = 1000 + len(self._next)
         self.submitted[handle] = (request, sink)
         self.moved |= {handle: move} if move else {}
@@ -52,7 +52,7 @@ class FakeEngine:
     def has(self, handle: int) -> bool:
         return handle in self.submitted
 
-    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
+    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
         for handle in handles:
             self.submitted[handle] = (self.submitted[handle][0], sink)
 
@@ -76,7 +76,7 @@ class FakeEngine:
         self.subscribers.append(changed)
         return lambda: self.subscribers.remove(changed)
 
-    def follow(self, follower: Follower) -> Callable[[], None]:
+    def follow(self, follower: EngineObserver) -> Callable[[], None]:
         self.followers.append(follower)
         return lambda: self.followers.remove(follower)
 
@@ -106,7 +106,7 @@ class FakeEngine:
 
     def step(self) -> None:
         """One token for every request."""
-        frames: dict[int, tuple[Sink, wire.Tokens]] = {}
+        frames: dict[int, tuple[EngineSink, wire.Tokens]] = {}
         for handle, (request, sink) in list(self.submitted.items()):
             index = self._next[handle]
             if index >= self.hold:
@@ -175,9 +175,9 @@ def make_link_settings(
 
 
 @asynccontextmanager
-async def running_leader(engine: EngineGateway, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkDoor]]:
+async def running_leader(engine: EngineGateway, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkEndpoint]]:
     """The leader's link over an engine: its host:port, and the door."""
-    door = LinkDoor(engine, settings or make_link_settings())
+    door = LinkEndpoint(engine, settings or make_link_settings())
     async with http_server(Starlette(routes=[door.route()])) as address:
         yield address, door
 

@@ -15,9 +15,9 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response as HttpResponse
 
 from phalanx_api import wire
-from phalanx_api.wire.versions import LINK
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import Delta
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
@@ -62,7 +62,7 @@ class Script:
     stale: bool = False
     skip: set[int] = field(default_factory=set)
     silent: bool = False
-    protocol_version: int = LINK.newest
+    protocol_version: int = PROTOCOL_VERSION
     first: bytes | None = None
     finish: bool = True
     assets: wire.Assets = ASSETS
@@ -333,7 +333,7 @@ class Leaders:
 class World:
     """A running fleet over fake leaders."""
 
-    fleet: Fleet
+    fleet: RouterBackend
     leaders: list[FakeLeader]
     source: Leaders
     registry: CollectorRegistry
@@ -365,7 +365,7 @@ async def running_world(
             stack.push_async_callback(leader.stop)
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
-        fleet = Fleet(settings or make_settings(), RouterMetrics(registry), draw, asyncio.get_running_loop().time)
+        fleet = RouterBackend(settings or make_settings(), RouterMetrics(registry), draw, asyncio.get_running_loop().time)
         task = asyncio.create_task(fleet.run(source))
         try:
             world = World(fleet, list(leaders), source, registry)
@@ -385,7 +385,7 @@ class Heard:
     keep_alives: int
 
 
-async def hear(fleet: Fleet, request: wire.Request) -> Heard:
+async def hear(fleet: RouterBackend, request: wire.Request) -> Heard:
     """The whole stream. Fails unless every delta starts where the one before ended."""
     heard = Heard([], None, 0)
     async with asyncio.timeout(20):

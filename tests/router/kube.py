@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from kubernetes.aio import client
 
-from phalanx_router.links.endpoints import Leaders, selector
+from phalanx_router.links.endpoints import Leaders, leader_selector
 from phalanx_router.links.leader_watch import WatchedLeaders
 
 
@@ -120,7 +120,7 @@ async def watching(api: FakeApi, watch_s: int = 60, slack_s: float = 10.0) -> As
     source = WatchedLeaders(
         client.CoreV1Api(client.ApiClient(settings)),
         "ns",
-        selector("chat"),
+        leader_selector("chat"),
         watch_s,
         slack_s,
         first_retry_s=0.005,

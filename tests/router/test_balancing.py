@@ -10,7 +10,7 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
-from phalanx_router.session import Run
+from phalanx_router.session import StreamSession
 from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
 from tests.router.moving_leaders import SERVED, MoveScript, MovingLeader
 from tests.router.test_placing import reported
@@ -32,7 +32,7 @@ def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
     return leaders
 
 
-async def begin(world: World) -> tuple[Run, asyncio.Task[list[int]]]:
+async def begin(world: World) -> tuple[StreamSession, asyncio.Task[list[int]]]:
     """A stream with 5 tokens in the first group, and the client that hears it."""
 
     async def tokens() -> list[int]:
@@ -75,7 +75,7 @@ async def test_a_hot_prefix_goes_to_another_group_with_a_stream_that_begins_with
     ) as world:
         run, client = await begin(world)
         await source.tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
-        await world.until(lambda: world.fleet.links.outlook.prefixes.holders(keys[-1]) != [])
+        await world.until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
         source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HeavyPrefix(keys[-1], len(keys), 0.6)])
         assert await client == expected(PROMPT, 20)
         assert world.metric("phalanx_router_moves_proposed_total", rung="replicate") == 1
@@ -86,7 +86,7 @@ async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
-        world.fleet.balancing.obey(BalancePolicy(1, mode="Off", empty=["a"]))
+        world.fleet.balancing.set_policy(BalancePolicy(1, mode="Off", empty=["a"]))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "drain") == 1 and run.balanced == 0
         await hear(world.fleet, make_request([7, 8], max_tokens=4))
@@ -105,9 +105,9 @@ async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
 async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
     async with running_world(*pair(), settings=TICKING) as world:
         for policy in (BalancePolicy(4, mode="Route"), BalancePolicy(3, mode="Off", empty=["a"]), BalancePolicy(2)):
-            world.fleet.balancing.obey(policy)
+            world.fleet.balancing.set_policy(policy)
         assert world.fleet.balancing.policy == BalancePolicy(4, mode="Route")
-        assert world.fleet.links.outlook.emptied == frozenset()
+        assert world.fleet.links.fleet_view.emptied == frozenset()
 
 
 async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
@@ -151,7 +151,7 @@ async def test_a_move_that_the_target_refuses_is_tried_again() -> None:
     source, target = pair(MoveScript(refuse="no_room"))
     async with running_world(source, target, settings=TICKING) as world:
         _, client = await begin(world)
-        world.fleet.balancing.obey(BalancePolicy(budgets=Budgets(tokens_share_per_s=10.0)))
+        world.fleet.balancing.set_policy(BalancePolicy(budgets=Budgets(tokens_share_per_s=10.0)))
         source.load = FULL
         await world.until(lambda: world.metric("phalanx_router_moves_total", outcome="refused", why="hotspot") >= 2)
         target.move.refuse = None

@@ -6,7 +6,7 @@ import dataclasses
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
@@ -16,7 +16,7 @@ from tests.router.fakes import ASSETS, expected, hear, make_request, make_settin
 async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with running_leader(engines[0]) as (first, _), running_leader(engines[1]) as (second, _):
-        fleet = Fleet(make_settings(), RouterMetrics(CollectorRegistry()))
+        fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([first, second])))]
         try:
             async with asyncio.timeout(10):
@@ -43,7 +43,7 @@ async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> No
 async def test_streams_finish_over_the_real_link_of_a_leader_that_drains() -> None:
     engine = FakeEngine()
     async with running_leader(engine) as (address, _):
-        fleet = Fleet(make_settings(), RouterMetrics(CollectorRegistry()))
+        fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([address])))]
         try:
             async with asyncio.timeout(10):
@@ -69,7 +69,7 @@ async def test_a_link_without_requests_lives_on() -> None:
     engine = FakeEngine()
     async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, door):
         metrics = CollectorRegistry()
-        fleet = Fleet(make_settings(heartbeat_timeout_s=0.2), RouterMetrics(metrics))
+        fleet = RouterBackend(make_settings(heartbeat_timeout_s=0.2), RouterMetrics(metrics))
         task = asyncio.create_task(fleet.run(StaticLeaders([address])))
         try:
             async with asyncio.timeout(10):

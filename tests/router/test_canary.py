@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
-from phalanx_router.routing.choose import share
+from phalanx_router.routing.choose import canary_groups
 from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
 
 KEYS = ("a", "b", "c", "d")
@@ -23,13 +23,13 @@ BUSY = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, w
     st.sets(st.sampled_from(KEYS)),
 )
 def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_take_it(
-    revisions: dict[str, str], percent: int, lot: float, excluded: set[str]
+    revisions: dict[str, str], percent: int, canary_draw: float, excluded: set[str]
 ) -> None:
-    kept = share(revisions, "new", percent, lot, excluded)
+    kept = canary_groups(revisions, "new", percent, canary_draw, excluded)
     able = {key for key in revisions if key not in excluded}
     assert bool(kept - excluded) == bool(able), "whoever can be answered is"
     sides = {revisions[key] == "new" for key in kept if able}
-    wanted = lot * 100 < percent
+    wanted = canary_draw * 100 < percent
     if any((revisions[key] == "new") == wanted for key in able):
         assert sides == {wanted}
     else:
@@ -51,12 +51,12 @@ def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_t
 )
 def test_a_side_that_is_busy_leaves_its_share_to_the_other(excluded: str, closed: str, kept: str) -> None:
     revisions = {"a": "old", "b": "old", "c": "new", "d": "new"}
-    assert share(revisions, "new", 5, 0.01, set(excluded), set(closed)) == set(kept)
+    assert canary_groups(revisions, "new", 5, 0.01, set(excluded), set(closed)) == set(kept)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(0, 0), (1, 10), (25, 250), (100, 1000)])
 def test_of_evenly_spread_lots_that_many_go_to_the_newest(percent: int, count: int) -> None:
-    kept = [share({"a": "old", "b": "new"}, "new", percent, number / 1000) for number in range(1000)]
+    kept = [canary_groups({"a": "old", "b": "new"}, "new", percent, number / 1000) for number in range(1000)]
     assert sum(one == {"b"} for one in kept) == count
     assert sum(one == {"a"} for one in kept) == 1000 - count
 
@@ -75,7 +75,7 @@ async def test_the_newest_revision_gets_its_share_of_new_requests_however_free_i
     old, other, new = leaders()
     chance = random.Random(7)
     async with running_world(old, other, new, draw=chance.random) as world:
-        world.fleet.balancing.obey(policy(25))
+        world.fleet.balancing.set_policy(policy(25))
         for number in range(200):
             heard = await hear(world.fleet, make_request(id=f"r{number}"))
             assert heard.tokens == expected([1, 2, 3], 16)
@@ -83,11 +83,11 @@ async def test_the_newest_revision_gets_its_share_of_new_requests_however_free_i
         assert len(old.submitted) + len(other.submitted) + len(new.submitted) == 200
 
 
-@pytest.mark.parametrize(("percent", "lot", "taken"), [(0, 0.0, "old"), (100, 0.99, "new")])
-async def test_a_share_of_nothing_and_of_all(percent: int, lot: float, taken: str) -> None:
+@pytest.mark.parametrize(("percent", "canary_draw", "taken"), [(0, 0.0, "old"), (100, 0.99, "new")])
+async def test_a_share_of_nothing_and_of_all(percent: int, canary_draw: float, taken: str) -> None:
     old, other, new = leaders()
-    async with running_world(old, other, new, draw=lambda: lot) as world:
-        world.fleet.balancing.obey(policy(percent))
+    async with running_world(old, other, new, draw=lambda: canary_draw) as world:
+        world.fleet.balancing.set_policy(policy(percent))
         for number in range(6):
             await hear(world.fleet, make_request(id=f"r{number}"))
         assert len(new.submitted) == (6 if taken == "new" else 0)
@@ -96,7 +96,7 @@ async def test_a_share_of_nothing_and_of_all(percent: int, lot: float, taken: st
 async def test_a_revision_that_takes_nothing_leaves_its_share_to_the_other() -> None:
     old, other, new = leaders()
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
-        world.fleet.balancing.obey(policy(100))
+        world.fleet.balancing.set_policy(policy(100))
         await new.tell(wire.State(False, 1, "loading"))
         await world.until_ready(2)
         heard = await hear(world.fleet, make_request())
@@ -108,9 +108,11 @@ async def test_a_canary_with_two_waiting_keeps_no_request_from_the_idle_groups()
     old, other, new = leaders()
     new.load = BUSY
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
-        world.fleet.balancing.obey(policy(100))
+        world.fleet.balancing.set_policy(policy(100))
         await world.until(
-            lambda: any(link.told.load is not None and link.told.load.waiting for link in world.fleet.links.serving())
+            lambda: any(
+                link.group_report.load is not None and link.group_report.load.waiting for link in world.fleet.links.serving()
+            )
         )
         heard = await asyncio.gather(*(hear(world.fleet, make_request(id=f"r{number}")) for number in range(6)))
         assert all(each.tokens == expected([1, 2, 3], 16) for each in heard)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.metrics import RouterMetrics
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
@@ -393,8 +393,10 @@ async def test_streams_leave_a_leader_that_left_the_list() -> None:
 
 
 async def test_ready_means_that_leaders_were_listed() -> None:
-    assert Fleet(make_settings(), RouterMetrics(CollectorRegistry())).not_ready() == "the router has no list of leaders yet"
+    assert (
+        RouterBackend(make_settings(), RouterMetrics(CollectorRegistry())).not_ready() == "the router has no list of leaders yet"
+    )
     async with running_world() as world:
         await world.until(lambda: world.fleet.not_ready() is None)
         world.fleet.draining = True
-        assert world.fleet.not_ready() == "the router is leaving"
+        assert world.fleet.not_ready() == "the router is shutting down"

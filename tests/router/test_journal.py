@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_router.streams.journal import Journal, Verdict
-from phalanx_router.streams.stream import Lost, Stream
+from phalanx_router.streams.journal import Journal, TokenVerdict
+from phalanx_router.streams.stream import GroupLost, Stream
 from tests.router.fakes import expected, make_request, token_at
 
 
@@ -20,9 +20,9 @@ def play(journal: Journal, messages: Sequence[tuple[int, int, int]]) -> tuple[li
     got, gap = [], False
     for epoch, index, token in messages:
         verdict = journal.accept(epoch, index, token)
-        if verdict is Verdict.DELIVER:
+        if verdict is TokenVerdict.DELIVER:
             got.append(token)
-        gap = gap or verdict is Verdict.GAP
+        gap = gap or verdict is TokenVerdict.GAP
     return got, gap
 
 
@@ -71,8 +71,8 @@ def test_a_journal_knows_its_end(delivered: list[int], sampling: wire.Sampling, 
 def test_a_request_that_comes_with_delivered_tokens_goes_on_after_them() -> None:
     journal = Journal(wire.Request("r", 3, [1], [5, 6], wire.Sampling(4, 0)))
     assert journal.is_fresh
-    assert journal.accept(3, 1, 6) is Verdict.DROP
-    assert journal.accept(3, 2, 7) is Verdict.DELIVER
+    assert journal.accept(3, 1, 6) is TokenVerdict.DROP
+    assert journal.accept(3, 2, 7) is TokenVerdict.DELIVER
     assert not journal.is_fresh
     journal.next_epoch()
     assert journal.replay() == wire.Request("r", 4, [1], [5, 6, 7], wire.Sampling(4, 0))
@@ -87,10 +87,10 @@ async def test_tokens_before_a_setback_are_given_before_it() -> None:
     stream.finished(wire.Finished(1, 0, "stop"))
     await stream.wait()
     delta = stream.take()
-    assert delta is not None and not isinstance(delta, Lost | wire.Refused)
+    assert delta is not None and not isinstance(delta, GroupLost | wire.Refused)
     assert (delta.index, delta.tokens, delta.finish) == (0, [11, 12], None)
     await stream.wait()
-    assert stream.take() == Lost("gone")
+    assert stream.take() == GroupLost("gone")
     assert stream.take() is None
 
 
@@ -137,8 +137,8 @@ def test_details_of_a_prompt_are_taken_once_however_often_it_is_computed(
 def test_details_that_skip_a_prompt_token_are_a_loss() -> None:
     request = msgspec.structs.replace(make_request([1, 2, 3]), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
     stream = Stream(request)
-    stream.prompt_told(wire.PromptDetails(1, 0, 2, told_of(1)))
-    assert isinstance(stream.take(), Lost)
+    stream.prompt_details_received(wire.PromptDetails(1, 0, 2, told_of(1)))
+    assert isinstance(stream.take(), GroupLost)
 
 
 def test_what_the_cache_had_is_told_with_the_first_token_and_of_this_epoch_only() -> None:
@@ -148,7 +148,7 @@ def test_what_the_cache_had_is_told_with_the_first_token_and_of_this_epoch_only(
     stream.token(0, 0, 7)
     assert stream.take() == Delta(0, [7], None, 2)
     stream.lost(0, "gone")
-    assert isinstance(stream.take(), Lost)
+    assert isinstance(stream.take(), GroupLost)
     stream.journal.next_epoch()
     stream.cached(wire.Cached(2, 1, 1))
     stream.token(1, 1, 8)
@@ -158,7 +158,7 @@ def test_what_the_cache_had_is_told_with_the_first_token_and_of_this_epoch_only(
 def test_details_leave_with_their_tokens() -> None:
     detail, late = wire.TokenDetail(-1.0, 0, [7], [-1.0]), wire.TokenDetail(-2.0, 0, [8], [-2.0])
     stream = Stream(msgspec.structs.replace(make_request([1, 2]), sampling=wire.Sampling(4, 0, logprobs=1, prompt_logprobs=0)))
-    stream.prompt_told(wire.PromptDetails(1, 0, 1, told_of(1)))
+    stream.prompt_details_received(wire.PromptDetails(1, 0, 1, told_of(1)))
     assert stream.take() is None, "nothing leaves before the first token"
     stream.token(0, 0, 7, detail)
     stream.token(0, 0, 7, late)

@@ -12,13 +12,13 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
-from phalanx_api.wire.versions import LINK
-from phalanx_runtime.server.link.endpoint import LinkDoor
-from phalanx_runtime.server.link.gateway import Sink
+from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
+from phalanx_runtime.server.link.gateway import EngineSink
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
 
-HELLO = wire.Hello(LINK.newest, "router-0")
+HELLO = wire.Hello(PROTOCOL_VERSION, "router-0")
 
 
 def dial(address: str, token: str = TOKEN) -> connect:
@@ -52,7 +52,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def opened(engine: FakeEngine, **bounds: Any) -> AsyncIterator[tuple[ClientConnection, LinkDoor]]:
+async def opened(engine: FakeEngine, **bounds: Any) -> AsyncIterator[tuple[ClientConnection, LinkEndpoint]]:
     """A link whose handshake is done, Welcome read."""
     settings = dataclasses.replace(make_link_settings(), **bounds)
     async with running_leader(engine, settings) as (address, door):
@@ -76,7 +76,7 @@ async def test_a_peer_without_the_token_gets_401(token: str) -> None:
 @pytest.mark.parametrize(
     ("first", "code", "reason"),
     [
-        (wire.encode(wire.Hello(99, "r")), 4426, "link version 1 to 2, the router 99"),
+        (wire.encode(wire.Hello(99, "r")), 4426, "link version 1, the router 99"),
         (wire.encode(wire.Abort([1])), 4400, "expected Hello"),
         (b"\xc1", 4400, "no frame of the link"),
         ("text", 4400, "no frame of the link"),
@@ -110,7 +110,7 @@ async def test_the_leader_says_who_it_is_then_its_state_then_its_load() -> None:
         await connection.send(wire.encode(HELLO))
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
         assert frames == [
-            wire.Welcome(LINK.newest, "group-a", "r1", 16, ASSETS.content_hash),
+            wire.Welcome(PROTOCOL_VERSION, "group-a", "r1", 16, ASSETS.content_hash),
             wire.State(True, 1),
             wire.Load(0, 0, 0, 8, 8),
         ]
@@ -294,7 +294,7 @@ async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> Non
 
 async def test_a_bug_of_the_leader_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeEngine):
-        def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+        def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
             if request.id == "bad":
                 raise KeyError("a bug")
             return super().submit(request, sink, move)

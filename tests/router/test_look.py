@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_router.routing.choose import Choice, choose
-from phalanx_router.routing.cost import Newcomer
-from phalanx_router.routing.ledger import Sent
-from phalanx_router.routing.look import Lookout, Told
+from phalanx_router.routing.cost import RequestDemand
+from phalanx_router.routing.ledger import SentRequest
+from phalanx_router.routing.look import GroupReport, GroupViewBuilder
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 
 LOAD = wire.Load(
@@ -21,8 +21,8 @@ LOAD = wire.Load(
 )  # fmt: skip
 
 
-def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> Told:
-    group = Told(key, key)
+def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> GroupReport:
+    group = GroupReport(key, key)
     if load is not None:
         group.report(load, at)
     return group
@@ -30,27 +30,27 @@ def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> Told
 
 def test_a_view_is_the_report_and_what_no_report_has_seen() -> None:
     group = told()
-    group.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
-    [view] = Lookout().look([group], 0.1)
+    group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    [view] = GroupViewBuilder().build([group], 0.1)
     assert (view.waiting, view.running, view.unseen) == (2, 6, 1)
     assert (view.queued_prompt_tokens, view.context_tokens, view.outstanding_tokens) == (180, 440, 940)
     assert (view.used_pages, view.reserved_pages, view.demand_pages, view.pressure) == (30, 10, 10, 0.5)
     group.report(msgspec.structs.replace(LOAD, sequence=2, last_handle=1), 0.1)
-    [view] = Lookout().look([group], 0.1)
+    [view] = GroupViewBuilder().build([group], 0.1)
     assert (view.running, view.unseen, view.queued_prompt_tokens) == (5, 0, 150)
 
 
 def test_views_follow_time_reports_and_dispatches() -> None:
-    lookout, group = Lookout(), told()
+    lookout, group = GroupViewBuilder(), told()
     seen = []
     for now in (0.0, 0.1, 0.3, 2.1, 5.1):
-        seen.append(lookout.look([group, told("b", at=now), told("c", at=now)], now)[0].state)
+        seen.append(lookout.build([group, told("b", at=now), told("c", at=now)], now)[0].state)
     assert seen == ["fresh", "fresh", "degraded", "suspect", "dead"]
     group.report(msgspec.structs.replace(LOAD, sequence=2, preemptions=1), 6.0)
-    assert lookout.look([group], 6.0)[0].preempted_lately
-    assert not lookout.look([group], 7.1)[0].preempted_lately
+    assert lookout.build([group], 6.0)[0].recently_preempted
+    assert not lookout.build([group], 7.1)[0].recently_preempted
     group.report(msgspec.structs.replace(LOAD, sequence=2, preemptions=1), 8.0)
-    assert lookout.look([group], 8.0)[0].state == "suspect", "a report that came again is as old as it was"
+    assert lookout.build([group], 8.0)[0].state == "suspect", "a report that came again is as old as it was"
 
 
 STEPS_OF_3_S = [(3.0, "fresh", "suspect"), (3.3, "degraded", "suspect"), (5.1, "suspect", "dead"), (8.1, "dead", "dead")]
@@ -58,47 +58,47 @@ STEPS_OF_3_S = [(3.0, "fresh", "suspect"), (3.3, "degraded", "suspect"), (5.1, "
 
 def test_a_long_step_is_no_silence() -> None:
     """An engine whose prompts make steps of 3 s tells every 3 s."""
-    lookout, others = Lookout(), [told("b", at=9.0), told("c", at=9.0)]
+    lookout, others = GroupViewBuilder(), [told("b", at=9.0), told("c", at=9.0)]
     slow = told("a", msgspec.structs.replace(LOAD, step_s=1.0, longest_step_s=3.0), at=0.0)
     quick = told("a", msgspec.structs.replace(LOAD, step_s=0.02, longest_step_s=0.03), at=0.0)
     for now, state, usual in STEPS_OF_3_S:
-        assert lookout.look([slow, *others], now)[0].state == state
-        assert Lookout().look([quick, *others], now)[0].state == usual
+        assert lookout.build([slow, *others], now)[0].state == state
+        assert GroupViewBuilder().build([quick, *others], now)[0].state == usual
 
 
-def modelled(key: str, token_s: float) -> Told:
+def modelled(key: str, token_s: float) -> GroupReport:
     model = [0.01, token_s, 64, 1e-6, 1e-9, 0.0]
     return told(key, msgspec.structs.replace(LOAD, waiting=0, running=0, step_model=model))
 
 
 def test_a_look_at_some_groups_changes_nothing_of_the_others() -> None:
-    lookout, groups = Lookout(), [modelled(key, token_s) for key, token_s in [("a", 1e-4), ("b", 1e-4), ("c", 4e-4)]]
-    before = lookout.look(groups, 0.1)
+    lookout, groups = GroupViewBuilder(), [modelled(key, token_s) for key, token_s in [("a", 1e-4), ("b", 1e-4), ("c", 4e-4)]]
+    before = lookout.build(groups, 0.1)
     assert before[2].speed > 1.5
     for look in range(40):
         now = 0.1 + look * 0.3
-        assert lookout.look(groups[2:], now)[0] is before[2], "a group alone would have the usual speed"
-        assert lookout.look([], now) == []
+        assert lookout.build(groups[2:], now)[0] is before[2], "a group alone would have the usual speed"
+        assert lookout.build([], now) == []
         if now < 9:
-            assert all(view is kept for view, kept in zip(lookout.look(groups, now), before, strict=True))
+            assert all(view is kept for view, kept in zip(lookout.build(groups, now), before, strict=True))
 
 
 def test_groups_that_nobody_looks_at_are_forgotten() -> None:
-    lookout, slow = Lookout(), modelled("c", 4e-4)
-    lookout.look([modelled("a", 1e-4), modelled("b", 1e-4), slow], 0.0)
+    lookout, slow = GroupViewBuilder(), modelled("c", 4e-4)
+    lookout.build([modelled("a", 1e-4), modelled("b", 1e-4), slow], 0.0)
     for now in (9.0, 11.0, 22.0, 33.0):
-        [view] = lookout.look([slow], now)
+        [view] = lookout.build([slow], now)
     assert view.speed == 1.0, "those that it was slow beside are gone"
 
 
 def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
     group = told(load=wire.Load(0, 0, 0, 10, 10, sequence=1))
-    lookout = Lookout()
-    assert lookout.look([group], 100.0)[0].state == "fresh"
-    group.ledger.dispatch(1, Sent(1, 1, 1, 1), 100.0)
-    assert [lookout.look([group], 100.0 + s)[0].state for s in (0.1, 0.3, 3.0, 6.0)] == ["fresh", "degraded", "suspect", "dead"]
+    lookout = GroupViewBuilder()
+    assert lookout.build([group], 100.0)[0].state == "fresh"
+    group.ledger.dispatch(1, SentRequest(1, 1, 1, 1), 100.0)
+    assert [lookout.build([group], 100.0 + s)[0].state for s in (0.1, 0.3, 3.0, 6.0)] == ["fresh", "degraded", "suspect", "dead"]
     group.ledger.ended(1)
-    assert lookout.look([group], 106.0)[0].state == "fresh"
+    assert lookout.build([group], 106.0)[0].state == "fresh"
 
 
 def test_an_idle_group_gets_newcomers_though_its_last_outputs_were_long() -> None:
@@ -106,27 +106,27 @@ def test_an_idle_group_gets_newcomers_though_its_last_outputs_were_long() -> Non
     short, long = (msgspec.structs.replace(LOAD, mean_output_tokens=mean) for mean in (100.0, 4000.0))
     busy = told("busy", msgspec.structs.replace(short, running=40, context_tokens=40_000))
     idle = told("idle", msgspec.structs.replace(long, running=0, waiting=0, context_tokens=0))
-    views = Lookout().look([busy, idle], 0.0)
+    views = GroupViewBuilder().build([busy, idle], 0.0)
     assert [view.mean_output_tokens for view in views] == [2050.0, 2050.0]
-    choice = choose(views, Newcomer(500, 8000), 0.0)
+    choice = choose(views, RequestDemand(500, 8000), 0.0)
     assert isinstance(choice, Choice) and choice.key == "idle"
 
 
 def test_when_most_are_stale_only_the_ledger_counts() -> None:
     stale, other, fresh = told("a"), told("b"), told("c", at=9.9)
-    stale.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
-    lookout = Lookout()
-    views = lookout.look([stale, other, fresh], 10.0)
+    stale.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    lookout = GroupViewBuilder()
+    views = lookout.build([stale, other, fresh], 10.0)
     assert lookout.is_blind
     assert [(view.running, view.waiting, view.used_pages) for view in views] == [(1, 0, 3), (0, 0, 0), (5, 2, 30)]
-    lookout.look([stale, told("b", at=10.0), fresh], 10.0)
+    lookout.build([stale, told("b", at=10.0), fresh], 10.0)
     assert not lookout.is_blind
 
 
 def test_a_group_that_never_reported_is_known_by_its_ledger() -> None:
     group = told(load=None)
-    group.ledger.dispatch(1, Sent(30, 40, 3, 10), 0.0)
-    [view] = Lookout().look([group], 0.1)
+    group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    [view] = GroupViewBuilder().build([group], 0.1)
     assert (view.state, view.running, view.pressure, view.is_known) == ("fresh", 1, 0.0, False)
 
 
@@ -194,5 +194,5 @@ def test_memory_of_the_index_is_bounded_and_small() -> None:
 
 @pytest.mark.parametrize(("told_speedup", "seen"), [(1.0, 1.0), (2.5, 2.5), (0.0, 0.5), (1e9, 17.0)])
 def test_how_much_faster_tokens_come_is_believed_within_bounds(told_speedup: float, seen: float) -> None:
-    [view] = Lookout().look([told(load=msgspec.structs.replace(LOAD, speedup=told_speedup))], 0.1)
+    [view] = GroupViewBuilder().build([told(load=msgspec.structs.replace(LOAD, speedup=told_speedup))], 0.1)
     assert view.speedup == seen

@@ -5,57 +5,57 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api import moves, wire
-from phalanx_router.moves.board import Board, Todo
+from phalanx_router.moves.board import MoveBoard, MoveStep
 from phalanx_router.moves.records import (
     Action,
     Commit,
     EndSource,
-    How,
+    MoveEnded,
+    MoveRequest,
     MoveSettings,
-    Over,
-    Proposal,
-    StreamAt,
+    StreamPosition,
+    TargetLost,
     ToSource,
     ToTarget,
-    Unheard,
+    TransferMode,
     Warm,
 )
 from tests.router.fakes import make_request
 
 MOVE, SOURCE, TARGET = "r0:1", "a/1/1", "b/1/1"
-AT = StreamAt(SOURCE, 7, 2, 50)
+AT = StreamPosition(SOURCE, 7, 2, 50)
 SETTINGS = MoveSettings()
 PREPARED = moves.Prepared(MOVE, 32, [moves.PageAddress("127.0.0.1", 1)], b"key")
 FROZEN = moves.Frozen(MOVE, 2, 50, 149)
 ARRIVED = moves.Arrived(MOVE, 149, 1000)
 
 
-def proposal(how: How = "precopy") -> Proposal:
-    return Proposal(MOVE, AT, TARGET, how, "asked", 1e6)
+def proposal(how: TransferMode = "precopy") -> MoveRequest:
+    return MoveRequest(MOVE, AT, TARGET, how, "asked", 1e6)
 
 
-def actions(todo: list[Todo]) -> list[Action]:
+def actions(todo: list[MoveStep]) -> list[Action]:
     return [one.action for one in todo]
 
 
-def kinds(todo: list[Todo]) -> list[type]:
+def kinds(todo: list[MoveStep]) -> list[type]:
     return [type(one.action) for one in todo]
 
 
-def frames(todo: list[Todo]) -> list[object]:
+def frames(todo: list[MoveStep]) -> list[object]:
     return [one.action.frame for one in todo if isinstance(one.action, ToSource | ToTarget)]
 
 
-def over(todo: list[Todo]) -> list[tuple[str, str]]:
-    return [(one.action.outcome, one.action.code) for one in todo if isinstance(one.action, Over)]
+def over(todo: list[MoveStep]) -> list[tuple[str, str]]:
+    return [(one.action.outcome, one.action.code) for one in todo if isinstance(one.action, MoveEnded)]
 
 
 STEPS = ("prepare", "copy", "freeze", "arrive first", "commit", "token")
 
 
-def board_at(step: str, how: How = "precopy") -> tuple[Board, list[Todo]]:
+def board_at(step: str, how: TransferMode = "precopy") -> tuple[MoveBoard, list[MoveStep]]:
     """A board whose move has got to this step, and what the last step asked for."""
-    board = Board(SETTINGS)
+    board = MoveBoard(SETTINGS)
     todo = board.start(proposal(how), make_request(), 0.0)
     if step == "prepare":
         return board, todo
@@ -74,14 +74,14 @@ def board_at(step: str, how: How = "precopy") -> tuple[Board, list[Todo]]:
 
 def test_the_protocol_step_by_step() -> None:
     request = make_request()
-    assert frames(Board(SETTINGS).start(proposal(), request, 0.0)) == [wire.Prepare(MOVE, request, 10.0)]
+    assert frames(MoveBoard(SETTINGS).start(proposal(), request, 0.0)) == [wire.Prepare(MOVE, request, 10.0)]
     _, todo = board_at("copy")
     assert frames(todo) == [moves.MoveOut(MOVE, 7, 2, PREPARED, "precopy", 1e6)]
     assert kinds(board_at("freeze")[1]) == []
     assert kinds(board_at("commit")[1]) == [Commit, EndSource]
     board, todo = board_at("token")
     (end,) = actions(todo)
-    assert isinstance(end, Over) and end.outcome == "moved" and end.num_bytes == 1000
+    assert isinstance(end, MoveEnded) and end.outcome == "moved" and end.num_bytes == 1000
     assert end.stall_s == pytest.approx(0.1)
     assert not board.open()
 
@@ -97,7 +97,7 @@ def test_pages_that_arrive_before_the_word_of_the_freeze() -> None:
     [None, replace(AT, key="c/1/1"), replace(AT, handle=8), replace(AT, epoch=3), replace(AT, num_delivered=51)],
     ids=["the stream ended", "another group", "another handle", "another epoch", "the source went on"],
 )
-def test_nothing_is_committed_when_the_stream_is_not_where_it_was(now: StreamAt | None) -> None:
+def test_nothing_is_committed_when_the_stream_is_not_where_it_was(now: StreamPosition | None) -> None:
     board, _ = board_at("freeze")
     todo = board.take(TARGET, ARRIVED, now, 0.3)
     assert frames(todo) == [moves.Thaw(MOVE), moves.Cancel(MOVE)]
@@ -189,7 +189,7 @@ def test_a_target_that_never_took_the_request_has_lost_it() -> None:
     board, _ = board_at("commit")
     board.reported(TARGET, 8, 0.5)
     todo = board.tick(0.25 + SETTINGS.start_s)
-    assert [one.action.epoch for one in todo if isinstance(one.action, Unheard)] == [3]
+    assert [one.action.epoch for one in todo if isinstance(one.action, TargetLost)] == [3]
 
 
 def test_a_target_that_took_it_is_not_hurried() -> None:
@@ -200,7 +200,7 @@ def test_a_target_that_took_it_is_not_hurried() -> None:
 
 
 def test_recompute_needs_no_word_of_the_source() -> None:
-    board = Board(SETTINGS)
+    board = MoveBoard(SETTINGS)
     assert kinds(board.start(proposal("recompute"), make_request(), 0.0)) == [Warm]
     todo = board.warmed(MOVE, "computed", replace(AT, num_delivered=60), 1.0)
     assert [one.action.move for one in todo if isinstance(one.action, Commit)] == [""]
@@ -208,7 +208,7 @@ def test_recompute_needs_no_word_of_the_source() -> None:
 
 
 def test_recompute_of_a_stream_that_is_gone_does_nothing() -> None:
-    board = Board(SETTINGS)
+    board = MoveBoard(SETTINGS)
     board.start(proposal("recompute"), make_request(), 0.0)
     todo = board.warmed(MOVE, "computed", None, 1.0)
     assert not frames(todo) and over(todo) == [("stream", "ended")]
@@ -216,7 +216,7 @@ def test_recompute_of_a_stream_that_is_gone_does_nothing() -> None:
 
 def test_a_target_that_takes_no_more_ends_the_moves_to_it_and_none_away_from_it() -> None:
     board, _ = board_at("copy")
-    away = Proposal("r0:2", StreamAt(TARGET, 3, 1, 10), "c/1/1", "precopy", "drain", None)
+    away = MoveRequest("r0:2", StreamPosition(TARGET, 3, 1, 10), "c/1/1", "precopy", "drain", None)
     board.start(away, make_request(), 0.1)
     assert over(board.target_lost(MOVE, "it drains", 0.2)) == [("target", "target_lost")]
     assert board.open() == [away]

@@ -15,10 +15,10 @@ from phalanx_frontend.backend import BackendError
 from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.groups.drain import why_over
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import Draining
+from phalanx_operator.decide.state.snapshot import DrainMark
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.kube.store import Key
-from phalanx_operator.routers import Asking, Pace, Target
+from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.router.fakes import TOKEN, FakeLeader, Script, hear, make_request
@@ -29,14 +29,14 @@ KEY = ("team", "chat")
 
 
 @asynccontextmanager
-async def asking(router: Router, woken: list[Key]) -> AsyncIterator[tuple[Asking, Target]]:
+async def asking(router: Router, woken: list[Key]) -> AsyncIterator[tuple[RouterPoller, RouterTarget]]:
     kube = FakeKube()
     secret = {"token": base64.b64encode(TOKEN.encode()).decode()}
     kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": secret})
     async with aiohttp.ClientSession() as http:
-        part = Asking(kube, http, woken.append, Pace(pause_s=0.01))
+        part = RouterPoller(kube, http, woken.append, PollTiming(pause_s=0.01))
         try:
-            yield part, Target("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
+            yield part, RouterTarget("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
         finally:
             await part.close()
 
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hears_it_at_once() -> None:
     leader = FakeLeader("a", Script(hold_at=3))
     woken: list[Key] = []
-    going = make_group("a", draining=Draining(NOW, "2 groups, 1 wanted"))
+    going = make_group("a", draining=DrainMark(NOW, "2 groups, 1 wanted"))
     async with running_router(leader) as router, asking(router, woken) as (part, target):
 
         def fleet() -> Fleet:
@@ -73,7 +73,7 @@ async def test_deaths_under_one_request_cost_their_groups_nothing_and_another_de
     groups = leaders("abcd")
     async with running_router(*groups) as router, asking(router, []) as (part, target):
 
-        def restarts() -> dict[str, recovery.Counted]:
+        def restarts() -> dict[str, recovery.RestartCount]:
             seen = part.fleet(KEY, [target])
             return {group.group: recovery.counted(make_group(group.group), seen, RestartPolicy(), NOW) for group in groups}
 

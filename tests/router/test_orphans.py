@@ -12,8 +12,8 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from phalanx_api import moves, wire
-from phalanx_api.wire.versions import LINK
-from phalanx_runtime.server.link.orphans import KEPT_BYTES, TOKEN_BYTES, Kept
+from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_runtime.server.link.orphans import KEPT_BYTES, TOKEN_BYTES, Orphan
 from tests.router.doors import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import TOKEN, expected, make_request
 
@@ -24,7 +24,7 @@ async def dialled(address: str, router: str = "router-1", instance: str = "first
     header = {"Authorization": f"Bearer {TOKEN}"}
     url = f"ws://{address}{wire.LINK_PATH}"
     async with connect(url, additional_headers=header, proxy=None, compression=None, close_timeout=1) as connection:
-        await connection.send(wire.encode(wire.Hello(LINK.newest, router, instance)))
+        await connection.send(wire.encode(wire.Hello(PROTOCOL_VERSION, router, instance)))
         yield connection
 
 
@@ -243,7 +243,7 @@ async def test_what_is_forgotten_is_held_nowhere(engine: FakeEngine) -> None:
             engine.step()
         gc.collect()
         # `isinstance` would ask every object there is for its class, which some answer with a warning.
-        assert 0 < sum(type(held) is Kept for held in gc.get_objects()) <= 4
+        assert 0 < sum(type(held) is Orphan for held in gc.get_objects()) <= 4
 
 
 async def test_a_stream_that_is_disowned_goes_on_and_is_adopted_again(engine: FakeEngine) -> None:

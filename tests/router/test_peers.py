@@ -18,16 +18,16 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, PeerCopies, Shelf
-from phalanx_router.resume.peer_endpoint import PeerDoor
-from phalanx_router.resume.peer_wire import Copy, Ended
-from phalanx_router.resume.peers import Outgoing, Peers, ring
+from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, JournalStore, PeerCopies
+from phalanx_router.resume.peer_endpoint import PeerEndpoint
+from phalanx_router.resume.peer_wire import JournalCopy, JournalEnd
+from phalanx_router.resume.peers import PeerBacklog, Peers, peer_order
 from phalanx_router.routing.prefixes import PromptKeys
-from phalanx_router.session import Run
+from phalanx_router.session import StreamSession
 from phalanx_router.streams.stream import Stream
 from tests.router.clients import Told, chars, read
 from tests.router.doors import http_server
@@ -35,12 +35,12 @@ from tests.router.fakes import TOKEN, Leaders, make_request, make_settings
 from tests.router.test_resuming import BODY, KEYS, Engine, Router, running_engines, undisturbed
 
 
-def make_run(id: str = "a") -> Run:
+def make_run(id: str = "a") -> StreamSession:
     request = msgspec.structs.replace(make_request(id=id, max_tokens=10**6), can_resume=True)
-    return Run(Stream(request), None, PromptKeys(request.prompt, "", ""))
+    return StreamSession(Stream(request), None, PromptKeys(request.prompt, "", ""))
 
 
-def say(run: Run, count: int) -> None:
+def say(run: StreamSession, count: int) -> None:
     journal = run.stream.journal
     for _ in range(count):
         journal.accept(journal.epoch, len(journal.delivered), 7 * len(journal.delivered) + 1)
@@ -56,10 +56,10 @@ class Clock:
 @settings(deadline=None, max_examples=40)
 @given(steps=st.lists(st.tuples(st.sampled_from("open grow close forget send".split()), st.integers(0, 4)), max_size=60))
 def test_a_peer_has_what_the_journals_have_as_of_the_last_frame(steps: list[tuple[str, int]]) -> None:
-    shelf = Shelf(Clock())
-    copies, outgoing = PeerCopies(shelf), Outgoing([])
+    shelf = JournalStore(Clock())
+    copies, outgoing = PeerCopies(shelf), PeerBacklog([])
     sender = copies.sender()
-    runs: dict[int, Run] = {}
+    runs: dict[int, StreamSession] = {}
     for step, which in [*steps, ("send", 0)]:
         run = runs.get(which)
         if step == "open" and run is None:
@@ -72,7 +72,7 @@ def test_a_peer_has_what_the_journals_have_as_of_the_last_frame(steps: list[tupl
             outgoing.closed(runs.pop(which), "stop", step == "forget")
         elif step == "send" and (changes := outgoing.take()) is not None:
             decoded = peer_wire.decode(peer_wire.encode(changes))
-            assert isinstance(decoded, peer_wire.Changes)
+            assert isinstance(decoded, peer_wire.JournalChanges)
             sender.take(decoded)
     assert len(copies) == len(runs)
     for which, run in runs.items():
@@ -84,7 +84,7 @@ def test_a_peer_has_what_the_journals_have_as_of_the_last_frame(steps: list[tupl
 
 def test_what_ends_is_kept_and_what_is_forgotten_is_not() -> None:
     clock = Clock()
-    copies, outgoing = PeerCopies(Shelf(clock)), Outgoing([])
+    copies, outgoing = PeerCopies(JournalStore(clock)), PeerBacklog([])
     sender, kept, forgotten = copies.sender(), make_run("kept"), make_run("forgotten")
     for run in (kept, forgotten):
         outgoing.opened(run)
@@ -104,35 +104,35 @@ def test_what_ends_is_kept_and_what_is_forgotten_is_not() -> None:
 
 
 def test_copies_are_bounded() -> None:
-    copies = PeerCopies(Shelf(Clock(), max_bytes=400), max_bytes=2000)
+    copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     sender = copies.sender()
     for number in range(9):
-        sender.take(peer_wire.Changes([(number, Copy(make_request(id=f"r{number}")))], [number], [1], [5], []))
+        sender.take(peer_wire.JournalChanges([(number, JournalCopy(make_request(id=f"r{number}")))], [number], [1], [5], []))
     assert 0 < len(copies) < 9 and copies.num_dropped == 9 - len(copies)
     held = len(copies)
-    sender.take(peer_wire.Changes([], [], [], [], [Ended(number) for number in range(9)]))
+    sender.take(peer_wire.JournalChanges([], [], [], [], [JournalEnd(number) for number in range(9)]))
     assert len(copies) == 0 and 0 < sum(bool(copies.find([f"r{number}"])) for number in range(9)) < max(held, 2)
 
 
 def test_a_copy_that_may_not_grow_is_a_shorter_one() -> None:
-    copy = Copy(make_request(id="a"))
-    copies = PeerCopies(Shelf(Clock()), max_bytes=LIVE_BYTES + len(peer_wire.encode(copy)) + 4 * TOKEN_BYTES)
+    copy = JournalCopy(make_request(id="a"))
+    copies = PeerCopies(JournalStore(Clock()), max_bytes=LIVE_BYTES + len(peer_wire.encode(copy)) + 4 * TOKEN_BYTES)
     sender = copies.sender()
-    sender.take(peer_wire.Changes([(1, copy)], [1], [3], [5, 6, 7], []))
+    sender.take(peer_wire.JournalChanges([(1, copy)], [1], [3], [5, 6, 7], []))
     for token in (8, 9, 10):
-        sender.take(peer_wire.Changes([], [1], [2], [token, token], []))
+        sender.take(peer_wire.JournalChanges([], [1], [2], [token, token], []))
     [held] = copies.find(["a"])
     assert held.request.delivered == [5, 6, 7] and copies.num_dropped == 1
-    sender.take(peer_wire.Changes([], [1], [1], [11], [Ended(1, "stop")]))
+    sender.take(peer_wire.JournalChanges([], [1], [1], [11], [JournalEnd(1, "stop")]))
     [kept] = copies.find(["a"])
     assert (kept.request.delivered, kept.finish) == ([5, 6, 7], None), "what misses tokens has not ended"
 
 
 def test_a_number_that_is_used_twice_leaves_nothing_behind() -> None:
-    copies = PeerCopies(Shelf(Clock()), max_bytes=4000)
+    copies = PeerCopies(JournalStore(Clock()), max_bytes=4000)
     sender = copies.sender()
     for round in range(20):
-        sender.take(peer_wire.Changes([(1, Copy(make_request(id=f"r{round}")))], [], [], [], []))
+        sender.take(peer_wire.JournalChanges([(1, JournalCopy(make_request(id=f"r{round}")))], [], [], [], []))
     assert len(copies) == 1 and copies.num_dropped == 0
 
 
@@ -147,8 +147,8 @@ def peer(name: str, leaving: bool = False) -> Endpoint:
     ],
 )  # fmt: skip
 def test_each_router_is_the_peer_of_another(own: str, others: str, expected: str) -> None:
-    assert [found.group for found in ring(own, map(peer, others))] == list(expected)
-    assert [found.group for found in ring("a", [peer("b", leaving=True), peer("c")])] == ["c", "b"]
+    assert [found.group for found in peer_order(own, map(peer, others))] == list(expected)
+    assert [found.group for found in peer_order("a", [peer("b", leaving=True), peer("c")])] == ["c", "b"]
 
 
 @asynccontextmanager
@@ -157,10 +157,10 @@ async def running_router(name: str, leaders: list[str], peers: Leaders) -> Async
     base = make_settings(patience_s=10)
     settings = replace(base, link=replace(base.link, router=name))
     registry = CollectorRegistry()
-    fleet = Fleet(settings, RouterMetrics(registry), draw=lambda: 0.0)
-    journals = fleet.resuming.journals = Peers(settings.link, fleet.resuming.open_runs)
+    fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
+    journals = fleet.stream_registry.journals = Peers(settings.link, fleet.stream_registry.open_runs)
     app = create_app(fleet, registry=registry, keys=ApiKeys(KEYS), metrics_prefix="phalanx_router")
-    app.router.routes.append(PeerDoor(TOKEN, fleet.resuming.copies).route())
+    app.router.routes.append(PeerEndpoint(TOKEN, fleet.stream_registry.copies).route())
 
     async def both() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -199,8 +199,8 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
             found.change(Endpoint("b", address, "b"))
         await until(lambda: journals.peer is not None)
         told = await read(first.url, body, stop=chars(20))
-        await until(lambda: len(second.fleet.resuming.copies) == 2)
-        for run in first.fleet.resuming.open_runs():
+        await until(lambda: len(second.fleet.stream_registry.copies) == 2)
+        for run in first.fleet.stream_registry.open_runs():
             await until(lambda run=run: copy_at(second, run.stream.journal.id) == run.stream.journal.delivered)
         dying.change(wire.State(False, 2, "rank 1 died"))
         await first.kill()
@@ -221,7 +221,7 @@ async def test_a_peer_that_comes_late_gets_requests_as_their_clients_made_them()
         reading = asyncio.create_task(read(first.url, body, told))
         await until(lambda: told.last.endswith(":19"))
         peers.change(Endpoint("b", address, "b"))
-        await until(lambda: len(second.fleet.resuming.copies) == 1)
+        await until(lambda: len(second.fleet.stream_registry.copies) == 1)
         dying.change(wire.State(False, 2, "rank 1 died"))
         await first.kill()
         reading.cancel()
@@ -232,7 +232,7 @@ async def test_a_peer_that_comes_late_gets_requests_as_their_clients_made_them()
 
 
 def copy_at(router: Router, id: str) -> list[int]:
-    found = router.fleet.resuming.copies.find([id])
+    found = router.fleet.stream_registry.copies.find([id])
     return found[0].request.delivered if found else []
 
 
@@ -247,7 +247,7 @@ async def test_a_peer_that_is_gone_is_replaced() -> None:
         ends = [Endpoint(name, address, name) for name, (_, _, address) in zip("bc", others, strict=True)]
         peers.change(*ends)
         for place in range(2):
-            await until(lambda place=place: len(others[place][0].fleet.resuming.copies) == 1)
+            await until(lambda place=place: len(others[place][0].fleet.stream_registry.copies) == 1)
             assert journals.peer == ends[place]
             peers.change(*ends[place + 1 :])
         await until(lambda: journals.peer is None)
@@ -261,7 +261,7 @@ async def test_nobody_without_the_token_may_bring_or_ask() -> None:
         with pytest.raises(InvalidStatus) as refused:
             await connect(url, proxy=None)
         assert refused.value.response.status_code == 401
-        for message in (b"\xc1", "text", peer_wire.encode(peer_wire.Wanted([]))):
+        for message in (b"\xc1", "text", peer_wire.encode(peer_wire.JournalQuery([]))):
             async with connect(url, proxy=None, additional_headers={"Authorization": f"Bearer {TOKEN}"}) as connection:
                 await connection.send(message)
                 with pytest.raises(ConnectionClosed) as closed:
@@ -270,4 +270,4 @@ async def test_nobody_without_the_token_may_bring_or_ask() -> None:
 
 
 def create_app_with_door() -> Any:
-    return Starlette(routes=[PeerDoor(TOKEN, PeerCopies(Shelf(Clock()))).route()])
+    return Starlette(routes=[PeerEndpoint(TOKEN, PeerCopies(JournalStore(Clock()))).route()])

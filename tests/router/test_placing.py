@@ -23,7 +23,9 @@ async def reported(world: World, leader: FakeLeader, load: wire.Load) -> None:
     """Returns when the router knows this load."""
     leader.load = load
     await world.until(
-        lambda: any(_is(link.told.load, load) for link in world.fleet.links.serving() if link.endpoint.key == leader.group)
+        lambda: any(
+            _is(link.group_report.load, load) for link in world.fleet.links.serving() if link.endpoint.key == leader.group
+        )
     )
 
 
@@ -112,12 +114,12 @@ async def test_replays_go_before_newcomers_and_are_never_shed() -> None:
         begun = start(world, "begun")
         await world.until(lambda: dying.steps == 2)
         await reported(world, dying, FULL)
-        newcomer = start(world, "newcomer")
+        demand = start(world, "newcomer")
         await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
         await dying.stop()
         assert (await begun).tokens == expected([1, 2, 3], 16)
         full.load = ROOM
-        await newcomer
+        await demand
         assert ids(full) == ["begun", "newcomer"]
         assert world.metric("phalanx_router_replays_total") == 1
 
@@ -128,7 +130,7 @@ async def test_shedding_refuses_the_least_urgent_bands() -> None:
         await reported(world, leader, FULL)
         streams = {name: start(world, name, priority) for name, priority in (("low", 9), ("middle", 5), ("high", 0))}
         await world.until(lambda: world.metric("phalanx_router_queued_requests") == 3)
-        assert world.fleet.placing.shed(1, 7.0, "every group is loaded") == 1
+        assert world.fleet.dispatcher.shed(1, 7.0, "every group is loaded") == 1
         with pytest.raises(BackendError, match="every group is loaded") as caught:
             await streams.pop("low")
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "overloaded", 7.0)
@@ -144,7 +146,7 @@ async def test_a_fleet_that_stays_saturated_refuses_what_waits_and_nothing_that_
         begun = start(world, "begun")
         await world.until(lambda: leaders[0].steps == 2)
         await asyncio.gather(*(reported(world, leader, FULL) for leader in leaders))
-        with pytest.raises(BackendError, match=r"every group is loaded.* 0\.5 s are the target") as caught:
+        with pytest.raises(BackendError, match=r"every group is loaded.* the target is 0\.5 s") as caught:
             await start(world, "newcomer")
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
@@ -214,13 +216,13 @@ async def test_a_prompt_goes_to_the_group_that_holds_its_pages() -> None:
         for leader in leaders:
             await leader.tell(served)
         await leaders[1].tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
-        await world.until(lambda: world.fleet.links.outlook.prefixes.num_keys == 4)
+        await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 4)
         for number in range(3):
             await hear(world.fleet, make_request(prompt, id=f"r{number}"))
         assert [len(leader.submitted) for leader in leaders] == [0, 3]
         assert world.metric("phalanx_router_choices_total", why="home") == 3
         leaders[1].cut()
-        await world.until(lambda: world.fleet.links.outlook.prefixes.num_keys == 0)
+        await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 0)
 
 
 async def test_old_reports_show_and_stop_nothing() -> None:

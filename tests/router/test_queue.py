@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_router.routing.cost import Newcomer
-from phalanx_router.routing.late_binding import Dispatch, Known, Sat, is_open, next_dispatch, requeues
-from phalanx_router.routing.queue import QueueBounds, RequestQueue, Waiting, drain_s, refusal
+from phalanx_router.routing.cost import RequestDemand
+from phalanx_router.routing.late_binding import Dispatch, DispatchInputs, UnstartedRequest, find_requeues, is_open, next_dispatch
+from phalanx_router.routing.queue import QueueBounds, QueuedRequest, RequestQueue, check_bounds, predict_drain_s
 from phalanx_router.routing.view import GroupView
 from tests.router.test_route import MODEL
 
 
 def waiting(
     ticket: int, tenant: str = "", priority: int = 0, begun: bool = False, prompt: int = 100, at: float = 0.0, kind: str = ""
-) -> Waiting:
-    return Waiting(ticket, Newcomer(prompt, 50), at, tenant, priority, begun, kind)
+) -> QueuedRequest:
+    return QueuedRequest(ticket, RequestDemand(prompt, 50), at, tenant, priority, begun, kind)
 
 
 def group(
@@ -29,8 +29,8 @@ def group(
     )  # fmt: skip
 
 
-def known(*views: GroupView, hits: Mapping[str, int] | None = None, excluded: Sequence[str] = ()) -> Known:
-    return Known(lambda _: views, lambda _: hits or {}, lambda _: frozenset(excluded))
+def known(*views: GroupView, hits: Mapping[str, int] | None = None, excluded: Sequence[str] = ()) -> DispatchInputs:
+    return DispatchInputs(lambda _: views, lambda _: hits or {}, lambda _: frozenset(excluded))
 
 
 def test_the_order_of_turns() -> None:
@@ -41,7 +41,7 @@ def test_the_order_of_turns() -> None:
         queue.add(entry)
     queue.charge("a", 10, 0)
     assert [entry.ticket for entry in queue.in_turn()] == [5, 6, 4, 2, 3, 1]
-    assert (len(queue), queue.num_newcomers, queue.tokens, queue.bands) == (6, 5, 500, [-1, 0, 5])
+    assert (len(queue), queue.num_unstarted, queue.tokens, queue.bands) == (6, 5, 500, [-1, 0, 5])
     assert queue.remove(2) and not queue.remove(2)
     queue.add(waiting(2, "a"))
     assert [entry.ticket for entry in queue.in_turn()] == [5, 6, 4, 2, 3, 1], "one that comes back has its old place"
@@ -58,9 +58,9 @@ def test_tenants_get_equal_shares_while_they_wait(events: list[tuple[str, int, b
         queue.add(waiting(ticket, tenant, prompt=prompt))
         turn = next(queue.in_turn())
         queue.remove(turn.ticket)
-        queue.charge(turn.tenant, turn.newcomer.prompt_tokens, 0)
+        queue.charge(turn.tenant, turn.demand.prompt_tokens, 0)
         if turn.tenant in given_tokens:
-            given_tokens[turn.tenant] += turn.newcomer.prompt_tokens
+            given_tokens[turn.tenant] += turn.demand.prompt_tokens
             assert abs(given_tokens["a"] - given_tokens["b"]) <= 100
 
 
@@ -86,18 +86,18 @@ def test_a_tenant_that_was_away_earns_nothing_by_it() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from("abc"), st.integers(-1, 1), st.booleans(), st.booleans()), max_size=80)
 )
 def test_the_queue_holds_what_came_and_did_not_go(events: list[tuple[int, str, int, bool, bool]]) -> None:
-    queue, held = RequestQueue(), dict[int, Waiting]()
+    queue, held = RequestQueue(), dict[int, QueuedRequest]()
     for ticket, tenant, priority, begun, leaves in events:
         if leaves:
             assert queue.remove(ticket) == (held.pop(ticket, None) is not None)
         elif ticket not in held:
             held[ticket] = waiting(ticket, tenant, priority, begun, prompt=ticket)
             queue.add(held[ticket])
-        newcomers = [entry for entry in held.values() if not entry.has_begun]
-        assert (len(queue), queue.num_newcomers) == (len(held), len(newcomers))
-        assert queue.tokens == sum(entry.newcomer.prompt_tokens for entry in newcomers)
+        newcomers = [entry for entry in held.values() if not entry.has_started]
+        assert (len(queue), queue.num_unstarted) == (len(held), len(newcomers))
+        assert queue.tokens == sum(entry.demand.prompt_tokens for entry in newcomers)
         assert {entry.ticket for entry in queue.in_turn()} <= held.keys()
-        assert not held or next(queue.in_turn()).has_begun == any(entry.has_begun for entry in held.values())
+        assert not held or next(queue.in_turn()).has_started == any(entry.has_started for entry in held.values())
         last = queue.last()
         assert (last is None) == (not newcomers)
         assert last is None or last.priority == max(entry.priority for entry in newcomers)
@@ -149,13 +149,13 @@ def test_streams_whose_weights_are_gone_hold_up_nobody() -> None:
     for ticket in range(1, 101):
         queue.add(waiting(ticket, tenant=str(ticket % 40), begun=ticket <= 50, kind="old" if ticket <= 50 else "new"))
     queue.add(waiting(200, begun=True, kind="new"))
-    views = Known(lambda entry: [group("new")] if entry.kind == "new" else [], lambda _: {}, lambda _: frozenset())
+    views = DispatchInputs(lambda entry: [group("new")] if entry.kind == "new" else [], lambda _: {}, lambda _: frozenset())
     served = []
     while (found := next_dispatch(queue, views, 0.0, 0.0)) is not None:
         queue.remove(found.waiting.ticket)
         served.append(found.waiting.ticket)
     assert served == [200, *range(51, 101)]
-    assert (len(queue), queue.num_newcomers) == (50, 0)
+    assert (len(queue), queue.num_unstarted) == (50, 0)
 
 
 def test_it_pays_to_wait_a_second_for_the_group_that_holds_the_prompt() -> None:
@@ -194,7 +194,7 @@ def test_the_queue_is_bounded(queued: int, bounds: QueueBounds, priority: int, i
     for ticket in range(1, queued + 1):
         queue.add(waiting(ticket))
     queue.add(waiting(100, begun=True))
-    full = refusal(queue, waiting(200, priority=priority), bounds)
+    full = check_bounds(queue, waiting(200, priority=priority), bounds)
     assert (full.why if full else None) == why
     assert (full.instead.ticket if full and full.instead else None) == instead
 
@@ -203,13 +203,16 @@ def test_retry_after_is_the_time_to_drain() -> None:
     queue = RequestQueue()
     for ticket in range(1, 101):
         queue.add(waiting(ticket, prompt=2000))
-    one, two = drain_s(queue, [group("a", running=8)]), drain_s(queue, [group("a", running=8), group("b", running=8)])
+    one, two = (
+        predict_drain_s(queue, [group("a", running=8)]),
+        predict_drain_s(queue, [group("a", running=8), group("b", running=8)]),
+    )
     assert one is not None
     assert two == pytest.approx(one / 2)
     assert one == pytest.approx(100 * 2000 * group("a", running=8).token_s + 100 * 50 * group("a", running=8).itl_s / 8)
-    assert drain_s(queue, []) is None
+    assert predict_drain_s(queue, []) is None
     attends = replace(group("a", running=8), model=replace(MODEL, attention_s=1e-7))
-    assert drain_s(queue, [attends]) == pytest.approx(one + 100 * 1e-7 * 2000**2 / 2)
+    assert predict_drain_s(queue, [attends]) == pytest.approx(one + 100 * 1e-7 * 2000**2 / 2)
     for ticket in range(1, 101):
         queue.remove(ticket)
     assert (queue.tokens, queue.attended) == (0, 0)
@@ -217,8 +220,8 @@ def test_retry_after_is_the_time_to_drain() -> None:
 
 def taken_back(own: GroupView, *takers: GroupView, now: float = 1.0) -> list[int]:
     """Who of seven in that group is taken back for one of the takers, the group itself among them or not."""
-    sats = [Sat(waiting(ticket), own.key, since=ticket / 100) for ticket in range(1, 8)]
-    return [found.sat.waiting.ticket for found in requeues(sats, [own, *takers], known(*takers), now)]
+    requests = [UnstartedRequest(waiting(ticket), own.key, since=ticket / 100) for ticket in range(1, 8)]
+    return [found.unstarted.waiting.ticket for found in find_requeues(requests, [own, *takers], known(*takers), now)]
 
 
 def test_requests_that_have_not_started_go_to_a_much_better_group() -> None:
@@ -236,5 +239,5 @@ def test_requests_leave_a_group_that_is_being_emptied() -> None:
     slow, free = group("slow", waits=3, running=32, queued=30_000, draining=True), group("free")
     assert taken_back(slow, free) == [7, 6, 5]
     assert taken_back(slow) == []
-    sats = [Sat(waiting(1), "gone", since=0.0)]
-    assert requeues(sats, [free], known(free), 1.0) == []
+    requests = [UnstartedRequest(waiting(1), "gone", since=0.0)]
+    assert find_requeues(requests, [free], known(free), 1.0) == []

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_frontend.metrics import Tally
+from phalanx_frontend.metrics import RequestTotals
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.loop import EngineLoop
@@ -39,16 +39,16 @@ class Router:
     def link_changed(self, link: LeaderLink) -> None:
         pass
 
-    def assets_came(self, link: LeaderLink, assets: wire.Assets) -> None:
+    def assets_received(self, link: LeaderLink, assets: wire.Assets) -> None:
         pass
 
-    def load_came(self, link: LeaderLink) -> None:
+    def load_received(self, link: LeaderLink) -> None:
         pass
 
-    def move_told(self, link: LeaderLink, frame: MoveFrame) -> None:
+    def move_frame_received(self, link: LeaderLink, frame: MoveFrame) -> None:
         pass
 
-    def pages_came(self, link: LeaderLink, changes: wire.PageChanges) -> None:
+    def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         if changes.is_snapshot:
             self.snapshots += 1
             self.found.clear()
@@ -58,7 +58,7 @@ class Router:
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
         pass
 
-    def prompt_told(self, told: wire.PromptDetails) -> None:
+    def prompt_details_received(self, told: wire.PromptDetails) -> None:
         pass
 
     def cached(self, found: wire.Cached) -> None:
@@ -89,12 +89,14 @@ class Group:
         """The next incarnation, with an empty cache."""
         self.end()
         endpoint = f"ipc://{self.folder}/engine-{len(self.contexts)}"
-        self.client.lose(len(self.contexts) + 1, "it starts")
+        self.client.end_incarnation(len(self.contexts) + 1, "it starts")
         self.client.bind(endpoint)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.contexts.append(context)
         channel = ZmqChannel(endpoint, context)
-        self.loop = EngineLoop(FakeRunner(num_pages, 4, depth), LIMITS, channel, rules=Rules(model="m", eviction_policy="lru"))
+        self.loop = EngineLoop(
+            FakeRunner(num_pages, 4, depth), LIMITS, channel, rules=SchedulerConfig(model="m", eviction_policy="lru")
+        )
         self.pool.submit(self._run, self.loop, channel)
         self.client.serve(ASSETS)
 
@@ -115,7 +117,7 @@ class Group:
 
 @asynccontextmanager
 async def running_group(folder: Path) -> AsyncIterator[Group]:
-    client = EngineClient(EngineMetrics(CollectorRegistry(), "tiny", Tally()))
+    client = EngineClient(EngineMetrics(CollectorRegistry(), "tiny", RequestTotals()))
     with ThreadPoolExecutor(4) as pool:
         async with running_leader(client, make_link_settings(heartbeat_s=0.1)) as (address, _):
             group = Group(client, address, folder, pool)
@@ -132,7 +134,7 @@ async def linked(group: Group, router: Router) -> AsyncIterator[LeaderLink]:
     link = LeaderLink(Endpoint("a", group.address, "a"), settings, router, lambda: 0.0)
     task = asyncio.create_task(link.run())
     try:
-        await until(lambda: link.is_serving and link.told.load is not None)
+        await until(lambda: link.is_serving and link.group_report.load is not None)
         yield link
     finally:
         task.cancel()
@@ -176,9 +178,9 @@ async def test_a_new_incarnation_has_other_pages_and_the_router_knows(tmp_path: 
         async with linked(group, router) as link:
             await serve(link, router, 4)
             before = set(router.found)
-            await until(lambda: link.told.load is not None and link.told.load.sequence > 1)
+            await until(lambda: link.group_report.load is not None and link.group_report.load.sequence > 1)
             group.start(depth=2)
-            await until(lambda: link.is_serving and link.state.incarnation == 2 and link.told.load is not None)
+            await until(lambda: link.is_serving and link.state.incarnation == 2 and link.group_report.load is not None)
             assert router.found == set()
             await serve(link, router, 4, first=20)
             await until(lambda: router.found == group.keys())
@@ -191,8 +193,14 @@ async def test_a_report_covers_what_was_sent_before_it(tmp_path: Path) -> None:
         group.start()
         async with linked(group, router) as link:
             await serve(link, router, 6)
-            await until(lambda: link.told.load is not None and link.told.load.last_handle == 6 and not link.told.load.running)
-            load = link.told.load
+            await until(
+                lambda: (
+                    link.group_report.load is not None
+                    and link.group_report.load.last_handle == 6
+                    and not link.group_report.load.running
+                )
+            )
+            load = link.group_report.load
             assert load is not None
             assert (load.waiting, load.running_prompt_tokens, load.context_tokens) == (0, 0, 0)
             assert load.prefix_queried_tokens == 6 * 30

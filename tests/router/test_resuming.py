@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.metrics import RouterMetrics
-from phalanx_runtime.server.link.gateway import Sink
+from phalanx_runtime.server.link.gateway import EngineSink
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.router.clients import Told, chars, read
 from tests.router.doors import FakeEngine, http_server, running_leader, slow_path
@@ -44,7 +44,7 @@ class Engine(FakeEngine):
         self.draw = draw
         self.num_submitted = 0
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
+    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
         self.num_submitted += 1
         return super().submit(request, sink, move)
 
@@ -59,7 +59,7 @@ class Router:
     """A router, as its clients see it."""
 
     url: str
-    fleet: Fleet
+    fleet: RouterBackend
     task: asyncio.Task[None]
     registry: CollectorRegistry
 
@@ -78,7 +78,7 @@ class Router:
 async def running_router(*leaders: str, name: str = "router-1", find_s: float = 3.0) -> AsyncIterator[Router]:
     settings = make_settings(patience_s=10, find_s=find_s)
     registry = CollectorRegistry()
-    fleet = Fleet(settings, RouterMetrics(registry), draw=lambda: 0.0)
+    fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
     task = asyncio.create_task(fleet.run(StaticLeaders(leaders)))
     app = create_app(fleet, registry=registry, keys=ApiKeys(KEYS), metrics_prefix="phalanx_router")
     try:

@@ -10,24 +10,33 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Freshness
 from phalanx_router.routing.choose import Choice, NoChoice, choose
 from phalanx_router.routing.cost import (
-    LATE_TIMES,
-    MOST_PAUSES,
-    NO_WAIT,
+    LATE_FACTOR,
+    MAX_PAUSE_FACTOR,
     PAUSE_S,
+    UNIT_WEIGHT,
     USUAL_TTFT_TARGET_S,
-    Newcomer,
-    Wait,
+    RequestDemand,
+    TtftWeight,
+    cost_terms,
     stall_s,
-    terms,
-    wait_of,
+    ttft_weight,
 )
-from phalanx_router.routing.ledger import Ledger, Sent, sent_of
-from phalanx_router.routing.look import HALF_S, NOISE, REFERENCE, Measured, faded, scaled, speeds, together
+from phalanx_router.routing.ledger import DispatchLedger, SentRequest, make_sent_request
+from phalanx_router.routing.look import (
+    NOISE,
+    SPEED_HALF_LIFE_S,
+    TYPICAL_WORK,
+    StepMeasurement,
+    decay_speed,
+    mean_model,
+    relative_speeds,
+    scale_model,
+)
 from phalanx_router.routing.view import GroupView, freshness
 from tests.router.fakes import make_request
 
 MODEL = StepModel(fixed_s=0.005, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
-REQUEST = Newcomer(prompt_tokens=1000, output_tokens=100)
+REQUEST = RequestDemand(prompt_tokens=1000, output_tokens=100)
 
 
 def group(
@@ -53,8 +62,8 @@ def group(
     )
 
 
-def chosen(groups: Sequence[GroupView], newcomer: Newcomer = REQUEST, draw: float = 0.0, **more: object) -> Choice:
-    choice = choose(groups, newcomer, draw, **more)  # type: ignore[arg-type]
+def chosen(groups: Sequence[GroupView], demand: RequestDemand = REQUEST, draw: float = 0.0, **more: object) -> Choice:
+    choice = choose(groups, demand, draw, **more)  # type: ignore[arg-type]
     assert isinstance(choice, Choice), choice
     return choice
 
@@ -124,49 +133,49 @@ def test_no_choice(groups: list[GroupView], excluded: set[str], why: str) -> Non
 
 def test_a_short_target_weighs_the_first_token_more() -> None:
     prompts, decodes = group("prompts", queued=2000), group("decodes", running=60)
-    assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=100.0)).key == "prompts"
-    assert chosen([prompts, decodes], Newcomer(1000, 1000, ttft_target_s=0.2)).key == "decodes"
+    assert chosen([prompts, decodes], RequestDemand(1000, 1000, ttft_target_s=100.0)).key == "prompts"
+    assert chosen([prompts, decodes], RequestDemand(1000, 1000, ttft_target_s=0.2)).key == "decodes"
 
 
 def test_a_long_prompt_waits_rather_than_that_others_stand_still_beside_it() -> None:
     """Ten of its own seconds: it goes behind another prompt where few run; one of a tenth of a second where nothing is left."""
     prompts, decodes = group("prompts", queued=60_000), group("decodes", running=20)
-    assert chosen([prompts, decodes], Newcomer(100_000, 100)).key == "prompts"
-    assert chosen([prompts, decodes], Newcomer(1000, 100)).key == "decodes"
+    assert chosen([prompts, decodes], RequestDemand(100_000, 100)).key == "prompts"
+    assert chosen([prompts, decodes], RequestDemand(1000, 100)).key == "decodes"
 
 
 @given(st.integers(1, 500_000), st.integers(0, 500_000), st.floats(1.0, 10.0))
 def test_longer_prompts_are_in_less_haste(tokens: int, more: int, slowness: float) -> None:
     """A tenth of a millisecond a token. A slow group takes no haste away, and costs all that the prompt takes longer there."""
     views = [group("a"), group("slow", speed=slowness)]
-    wait, longer = wait_of(Newcomer(tokens, 100), views, {}), wait_of(Newcomer(tokens + more, 100), views, {})
-    assert wait == wait_of(Newcomer(tokens, 100), views[:1], {})
+    wait, longer = ttft_weight(RequestDemand(tokens, 100), views, {}), ttft_weight(RequestDemand(tokens + more, 100), views, {})
+    assert wait == ttft_weight(RequestDemand(tokens, 100), views[:1], {})
     assert 0 < longer.haste <= wait.haste <= 1
-    assert (wait.haste == 1) == (LATE_TIMES * views[0].prompt_s(tokens) <= USUAL_TTFT_TARGET_S)
-    assert wait_of(Newcomer(tokens, 100, ttft_target_s=1.0), views, {}) == Wait(urgency=2.0)
-    fast, slow = (terms(view, Newcomer(tokens, 100), 0, wait).first_token_s for view in views)
+    assert (wait.haste == 1) == (LATE_FACTOR * views[0].prompt_s(tokens) <= USUAL_TTFT_TARGET_S)
+    assert ttft_weight(RequestDemand(tokens, 100, ttft_target_s=1.0), views, {}) == TtftWeight(urgency=2.0)
+    fast, slow = (cost_terms(view, RequestDemand(tokens, 100), 0, wait).first_token_s for view in views)
     assert slow - fast == pytest.approx(views[1].prompt_s(tokens) - views[0].prompt_s(tokens))
 
 
 def test_a_short_question_behind_a_long_text_that_pages_hold_is_in_haste() -> None:
-    views, newcomer = [group("home", queued=100_000), group("idle")], Newcomer(100_000, 100)
-    assert wait_of(newcomer, views, {"home": 99_500}) == NO_WAIT and wait_of(newcomer, views, {}).haste < 0.1
+    views, demand = [group("home", queued=100_000), group("idle")], RequestDemand(100_000, 100)
+    assert ttft_weight(demand, views, {"home": 99_500}) == UNIT_WEIGHT and ttft_weight(demand, views, {}).haste < 0.1
 
 
 @given(st.integers(1, 200_000), st.integers(0, 200_000), st.integers(0, 50_000), st.integers(0, 50_000))
 def test_more_in_hand_and_fewer_pages_never_make_the_first_token_cheaper(held: int, more: int, queued: int, behind: int) -> None:
-    newcomer = Newcomer(held + more, 100)
+    demand = RequestDemand(held + more, 100)
     views = [group("a", queued=queued), group("b", queued=queued + behind)]
-    wait = wait_of(newcomer, views, {"a": held})
-    least = terms(views[0], newcomer, held, wait).first_token_s
-    assert least <= terms(views[1], newcomer, held, wait).first_token_s
-    assert least <= terms(views[0], newcomer, 0, wait).first_token_s + 1e-9
+    wait = ttft_weight(demand, views, {"a": held})
+    least = cost_terms(views[0], demand, held, wait).first_token_s
+    assert least <= cost_terms(views[1], demand, held, wait).first_token_s
+    assert least <= cost_terms(views[0], demand, 0, wait).first_token_s + 1e-9
     assert least >= wait.haste * views[0].prompt_s(held + more, held) - 1e-9
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3))
 def test_longer_pauses_cost_others_more(own_s: float, more_s: float) -> None:
-    assert own_s / 2 <= stall_s(own_s) <= MOST_PAUSES * own_s / 2
+    assert own_s / 2 <= stall_s(own_s) <= MAX_PAUSE_FACTOR * own_s / 2
     assert stall_s(own_s) <= stall_s(own_s + more_s)
     if own_s <= PAUSE_S:
         assert stall_s(own_s) == own_s / 2
@@ -197,9 +206,9 @@ GROUPS = st.lists(
 def test_a_choice_never_halts_and_is_near_the_least(
     views: list[GroupView], prompt: int, draw: float, held: dict[str, int]
 ) -> None:
-    newcomer = Newcomer(prompt, 64)
+    demand = RequestDemand(prompt, 64)
     hits = {f"g{name}": min(tokens, prompt) for name, tokens in held.items()}
-    choice = chosen(views, newcomer, draw, hits=hits)
+    choice = chosen(views, demand, draw, hits=hits)
     staying = [view for view in views if not view.draining]
     picked = next(view for view in views if view.key == choice.key)
     if staying:
@@ -207,8 +216,8 @@ def test_a_choice_never_halts_and_is_near_the_least(
         fresh = [view for view in staying if view.state in ("fresh", "degraded")]
         if len(fresh) * 2 >= len(staying):
             assert picked in fresh
-            wait = wait_of(newcomer, fresh, hits)
-            cost_s = {view.key: terms(view, newcomer, hits.get(view.key, 0), wait).total_s for view in fresh}
+            wait = ttft_weight(demand, fresh, hits)
+            cost_s = {view.key: cost_terms(view, demand, hits.get(view.key, 0), wait).total_s for view in fresh}
             assert cost_s[choice.key] <= 1.05 * min(cost_s.values()) + 0.1 + 1e-9
 
 
@@ -227,9 +236,9 @@ def test_freshness(silent_s: float, state: str) -> None:
 
 
 def test_a_dispatch_is_unseen_until_a_report_names_it() -> None:
-    ledger = Ledger()
-    ledger.dispatch(1, Sent(prompt_tokens=7, context_tokens=9, pages=1, output_tokens=5), now=10.0)
-    ledger.dispatch(2, Sent(prompt_tokens=3, context_tokens=3, pages=2), now=11.0)
+    ledger = DispatchLedger()
+    ledger.dispatch(1, SentRequest(prompt_tokens=7, context_tokens=9, pages=1, output_tokens=5), now=10.0)
+    ledger.dispatch(2, SentRequest(prompt_tokens=3, context_tokens=3, pages=2), now=11.0)
     assert (ledger.unseen.requests, ledger.unseen.prompt_tokens, ledger.unseen.pages) == (2, 10, 3)
     assert ledger.unseen_since() == 10.0
     ledger.report(last_handle=1)
@@ -248,12 +257,12 @@ def test_a_dispatch_is_unseen_until_a_report_names_it() -> None:
 )
 def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
     """Unseen: sent, not ended, above the highest handle that a report named. Live: sent and not ended."""
-    ledger, sent, ended, seen = Ledger(), 0, set[int](), 0
+    ledger, sent, ended, seen = DispatchLedger(), 0, set[int](), 0
     for event in events:
         match event:
             case "send":
                 sent += 1
-                ledger.dispatch(sent, Sent(sent, 2 * sent, 1, 0), now=float(sent))
+                ledger.dispatch(sent, SentRequest(sent, 2 * sent, 1, 0), now=float(sent))
             case ("seen", int(handle)):
                 seen = max(seen, min(handle, sent))
                 ledger.report(min(handle, sent))
@@ -269,26 +278,26 @@ def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
 
 def test_what_a_request_adds() -> None:
     many, few = make_request(range(40), max_tokens=16), make_request(range(32), max_tokens=16)
-    assert sent_of(many, page_size=16, hit_tokens=16) == Sent(24, 40, 2, 16, (40**2 - 16**2) / 2)
-    assert sent_of(few, page_size=16, hit_tokens=32) == Sent(1, 32, 1, 16, (32**2 - 31**2) / 2)
+    assert make_sent_request(many, page_size=16, hit_tokens=16) == SentRequest(24, 40, 2, 16, (40**2 - 16**2) / 2)
+    assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(1, 32, 1, 16, (32**2 - 31**2) / 2)
 
 
 def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
     slow = StepModel(0.01, 2e-4, 0, 2e-7, 0.0)
     other = StepModel(0.1, 1e-3, 0, 0.0, 0.0)
     fits = {"a": ("h", MODEL), "b": ("h", MODEL), "c": ("h", slow), "d": ("H", other), "e": ("h", None), "f": ("?", None)}
-    found = speeds({key: Measured(shape, model) for key, (shape, model) in fits.items()})
+    found = relative_speeds({key: StepMeasurement(shape, model) for key, (shape, model) in fits.items()})
     assert {key: round(speed, 6) for key, (_, speed) in found.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}
-    assert found["e"][0].predict(REFERENCE) == pytest.approx(MODEL.predict(REFERENCE))
+    assert found["e"][0].predict(TYPICAL_WORK) == pytest.approx(MODEL.predict(TYPICAL_WORK))
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.integers(1, 64)), min_size=1, max_size=7))
 def test_speed_times_model_is_what_a_group_measured_of_its_steps(fits: list[tuple[float, int]]) -> None:
     own = {
-        f"g{i}": Measured("", StepModel(fixed_s, 1e-4, 8, 1e-7, 1e-9), StepWork(0, decodes, 100 * decodes))
+        f"g{i}": StepMeasurement("", StepModel(fixed_s, 1e-4, 8, 1e-7, 1e-9), StepWork(0, decodes, 100 * decodes))
         for i, (fixed_s, decodes) in enumerate(fits)
     }
-    for key, (model, speed) in speeds(own).items():
+    for key, (model, speed) in relative_speeds(own).items():
         measured = own[key].model
         assert measured is not None
         ratio = measured.predict(own[key].work) / model.predict(own[key].work)
@@ -297,28 +306,30 @@ def test_speed_times_model_is_what_a_group_measured_of_its_steps(fits: list[tupl
 
 def test_a_model_that_is_scaled_or_put_together_loses_no_cost() -> None:
     one = StepModel(0.01, 1e-4, 8, 1e-7, 1e-9, 0.0, 0.001, 0.005)
-    works = [REFERENCE, StepWork(0, 4, 900), StepWork(3, 0, 3, 4.0)]
+    works = [TYPICAL_WORK, StepWork(0, 4, 900), StepWork(3, 0, 3, 4.0)]
     for work in works:
-        assert scaled(one, 3.0).predict(work) == pytest.approx(3 * one.predict(work))
-        assert together([one, scaled(one, 3.0)]).predict(work) == pytest.approx(2 * one.predict(work))
+        assert scale_model(one, 3.0).predict(work) == pytest.approx(3 * one.predict(work))
+        assert mean_model([one, scale_model(one, 3.0)]).predict(work) == pytest.approx(2 * one.predict(work))
 
 
-@pytest.mark.parametrize(("idle_s", "speed"), [(0.0, 3.0), (HALF_S, 2.0), (2 * HALF_S, 1.5), (10 * HALF_S, 1.0)])
+@pytest.mark.parametrize(
+    ("idle_s", "speed"), [(0.0, 3.0), (SPEED_HALF_LIFE_S, 2.0), (2 * SPEED_HALF_LIFE_S, 1.5), (10 * SPEED_HALF_LIFE_S, 1.0)]
+)
 def test_what_was_measured_fades_while_a_group_has_nothing_to_do(idle_s: float, speed: float) -> None:
-    assert faded(3.0, idle_s) == pytest.approx(speed)
+    assert decay_speed(3.0, idle_s) == pytest.approx(speed)
 
 
 def test_groups_that_cannot_tell_what_a_request_costs_share_them_all_the_same() -> None:
     """Each always had 21 requests: one fit has all of a step's time as fixed, one all by request, and none is quite as fast."""
     fits = [StepModel(0.0111, 0.0, 0, 0.0, 0.0), StepModel(0.0, 0.0123 / 21, 0, 0.0, 0.0), StepModel(0.01, 1e-5, 0, 1e-7, 0.0)]
-    found = speeds({f"g{i}": Measured("", fit, StepWork(0, 21, 21 * 300)) for i, fit in enumerate(fits)})
+    found = relative_speeds({f"g{i}": StepMeasurement("", fit, StepWork(0, 21, 21 * 300)) for i, fit in enumerate(fits)})
     running = dict.fromkeys(found, 0)
     for at in range(64):
         views = [
             GroupView(key, model=model, speed=speed, running=running[key], context_tokens=20 * running[key], total_pages=1000)
             for key, (model, speed) in found.items()
         ]
-        running[chosen(views, Newcomer(20, 600), draw=at * 0.37 % 1).key] += 1
+        running[chosen(views, RequestDemand(20, 600), draw=at * 0.37 % 1).key] += 1
     assert max(running.values()) <= 32 and min(running.values()) >= 10, running
 
 
@@ -326,5 +337,5 @@ def test_a_prefix_does_not_crowd_its_home() -> None:
     running = {"a": 0, "b": 0, "c": 0}
     for at in range(60):
         views = [group(key, running=count) for key, count in running.items()]
-        running[chosen(views, Newcomer(40, 600), draw=at * 0.37 % 1, hits={"a": 32}).key] += 1
+        running[chosen(views, RequestDemand(40, 600), draw=at * 0.37 % 1, hits={"a": 32}).key] += 1
     assert running["a"] == max(running.values()) <= 30 and min(running.values()) >= 12, running

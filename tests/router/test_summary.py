@@ -19,9 +19,9 @@ from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, Budgets, Rou
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_kubectl.gauges import read_router
 from phalanx_router.app import make_router
-from phalanx_router.backend import Fleet
-from phalanx_router.operator_endpoint import SummaryDoor
-from phalanx_router.summary import Crossing
+from phalanx_router.backend import RouterBackend
+from phalanx_router.operator_endpoint import OperatorEndpoint
+from phalanx_router.summary import UrgentChange
 from tests.control.summaries import summary
 from tests.router.doors import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
@@ -33,7 +33,7 @@ KEYS = (ApiKey("alice", "sk-alice"),)
 class Router:
     """A router over fake leaders, as the operator sees it."""
 
-    def __init__(self, http: httpx.AsyncClient, fleet: Fleet, leaders: list[FakeLeader]) -> None:
+    def __init__(self, http: httpx.AsyncClient, fleet: RouterBackend, leaders: list[FakeLeader]) -> None:
         self.http = http
         self.fleet = fleet
         self.leaders = leaders
@@ -72,7 +72,7 @@ async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT
     async with running_router(FakeLeader("a"), busy) as router:
-        while not all(link.told.load for link in router.fleet.links.all()):
+        while not all(link.group_report.load for link in router.fleet.links.all()):
             await asyncio.sleep(0.002)
         assert (await hear(router.fleet, make_request(max_tokens=8))).tokens == expected([1, 2, 3], 8)
         told = await router.ask()
@@ -115,7 +115,7 @@ async def test_people_see_each_group_at_metrics_as_the_plugin_reads_it() -> None
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT
     async with running_router(FakeLeader("a"), busy) as router:
-        while not all(link.told.load for link in router.fleet.links.all()):
+        while not all(link.group_report.load for link in router.fleet.links.all()):
             await asyncio.sleep(0.002)
         read = read_router((await router.http.get("/metrics")).text)
         told = {group.group: group for group in (await router.ask()).groups}
@@ -226,8 +226,8 @@ async def test_a_question_waits_until_a_group_is_reached_or_lost() -> None:
 
 async def test_a_question_that_was_given_up_keeps_no_news_from_the_next_one() -> None:
     """Its handler goes on until its time is over, and may be the first to see what has changed."""
-    now = [Crossing(frozenset(), False, False, frozenset(), False)]
-    door = SummaryDoor(TOKEN, lambda policy: None, summary, lambda: now[0])
+    now = [UrgentChange(frozenset(), False, False, frozenset(), False)]
+    door = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: now[0])
 
     async def ask(wait_s: float) -> Response:
         async def receive() -> Message:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_router.app import make_router
-from phalanx_router.routing.quota import Exceeded, Granted, Quotas
+from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, make_settings
@@ -25,30 +25,30 @@ SIXTY = Quota(requests_per_minute=60, tokens_per_minute=6000, concurrent=3)
 def test_requests_per_minute_come_back_steadily() -> None:
     quotas, quota = Quotas(), Quota(requests_per_minute=6)
     for _ in range(6):
-        assert isinstance(quotas.take("t", quota, 1, 1, now=0.0), Granted)
-    assert quotas.take("t", quota, 1, 1, now=4.0) == Exceeded("requests", "6 requests per minute are allowed", 6.0)
-    assert isinstance(quotas.take("t", quota, 1, 1, now=10.0), Granted)
-    assert isinstance(quotas.take("other", quota, 1, 1, now=10.0), Granted)
+        assert isinstance(quotas.take("t", quota, 1, 1, now=0.0), QuotaGrant)
+    assert quotas.take("t", quota, 1, 1, now=4.0) == QuotaExceeded("requests", "6 requests per minute are allowed", 6.0)
+    assert isinstance(quotas.take("t", quota, 1, 1, now=10.0), QuotaGrant)
+    assert isinstance(quotas.take("other", quota, 1, 1, now=10.0), QuotaGrant)
 
 
 def test_tokens_are_reserved_and_settled() -> None:
     quotas, quota = Quotas(), Quota(tokens_per_minute=600)
     granted = quotas.take("t", quota, 400, 10_000, now=0.0)
-    assert granted == Granted(528)
+    assert granted == QuotaGrant(528)
     refused = quotas.take("t", quota, 100, 10, now=0.0)
-    assert isinstance(refused, Exceeded)
+    assert isinstance(refused, QuotaExceeded)
     assert refused.limit == "tokens"
     assert refused.retry_after_s == pytest.approx(3.8)
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, QuotaGrant)
     quotas.end("t", granted, used_tokens=410, lasted_s=1.0)
-    assert isinstance(quotas.take("t", quota, 100, 10, now=0.0), Granted)
+    assert isinstance(quotas.take("t", quota, 100, 10, now=0.0), QuotaGrant)
 
 
 def test_a_request_larger_than_the_quota_waits_for_a_full_bucket_and_runs() -> None:
     quotas, quota = Quotas(), Quota(tokens_per_minute=100)
-    assert quotas.take("t", quota, 5000, 10, now=0.0) == Granted(5010)
+    assert quotas.take("t", quota, 5000, 10, now=0.0) == QuotaGrant(5010)
     refused = quotas.take("t", quota, 1, 1, now=0.0)
-    assert isinstance(refused, Exceeded)
+    assert isinstance(refused, QuotaExceeded)
     assert refused.retry_after_s == pytest.approx(4912 / 100 * 60)
 
 
@@ -56,10 +56,10 @@ def test_requests_at_once_end_before_others_begin() -> None:
     quotas, quota = Quotas(), Quota(concurrent=2)
     first, _ = (quotas.take("t", quota, 1, 1, now=0.0) for _ in range(2))
     refused = quotas.take("t", quota, 1, 1, now=1.0)
-    assert isinstance(refused, Exceeded) and isinstance(first, Granted)
+    assert isinstance(refused, QuotaExceeded) and isinstance(first, QuotaGrant)
     assert (refused.limit, refused.retry_after_s > 0) == ("concurrent", True)
     quotas.end("t", first, 2, lasted_s=5.0)
-    assert isinstance(quotas.take("t", quota, 1, 1, now=1.0), Granted)
+    assert isinstance(quotas.take("t", quota, 1, 1, now=1.0), QuotaGrant)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000), st.integers(1, 500)), max_size=60))
@@ -70,13 +70,13 @@ def test_no_minute_has_more_than_twice_the_quota_and_retry_after_holds(arrivals:
     for pause_s, prompt, output in arrivals:
         now += pause_s
         found = quotas.take("t", quota, prompt, output, now)
-        if isinstance(found, Exceeded):
+        if isinstance(found, QuotaExceeded):
             now += found.retry_after_s + 1e-6
             found = quotas.take("t", quota, prompt, output, now)
-            if isinstance(found, Exceeded):  # the other bucket
+            if isinstance(found, QuotaExceeded):  # the other bucket
                 now += found.retry_after_s + 1e-6
                 found = quotas.take("t", quota, prompt, output, now)
-        assert isinstance(found, Granted)
+        assert isinstance(found, QuotaGrant)
         quotas.end("t", found, found.tokens, 1.0)
         taken.append(now)
         assert sum(now - 60 < at for at in taken) <= 20
@@ -84,7 +84,7 @@ def test_no_minute_has_more_than_twice_the_quota_and_retry_after_holds(arrivals:
 
 def test_routers_share_a_quota() -> None:
     quotas = Quotas()
-    granted = [isinstance(quotas.take("t", Quota(requests_per_minute=6), 1, 1, 0.0, share=1 / 3), Granted) for _ in range(4)]
+    granted = [isinstance(quotas.take("t", Quota(requests_per_minute=6), 1, 1, 0.0, share=1 / 3), QuotaGrant) for _ in range(4)]
     assert granted == [True, True, False, False]
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from phalanx_router.streams.traffic import TrafficBook
+from phalanx_router.streams.traffic import TrafficStats
 
 
 def test_windows_hold_what_came_within_them() -> None:
-    book = TrafficBook()
+    book = TrafficStats()
     for number in range(400):
         meter = book.begin(100 if number % 2 else 300, float(number))
-        meter.came(1, 60, number + 0.5)
-        meter.came(9, 60, number + 0.75)
+        meter.record(1, 60, number + 0.5)
+        meter.record(9, 60, number + 0.75)
         meter.end(number + 0.8)
     short, minute, long = book.windows(399.9)
     assert [(t.window_s, t.arrivals) for t in (short, minute, long)] == [(6, 6), (60, 60), (300, 300)]
@@ -18,11 +18,11 @@ def test_windows_hold_what_came_within_them() -> None:
     assert minute.missed == 140 and minute.output == 10
     assert minute.scv == pytest.approx(0, abs=1e-9), "one each second"
     assert [t.arrivals for t in book.windows(1000.0)] == [0, 0, 0]
-    assert book.last_s == 399.8 and TrafficBook().last_s is None
+    assert book.last_s == 399.8 and TrafficStats().last_s is None
 
 
 def test_bursts_show_in_the_variation_of_arrivals() -> None:
-    book = TrafficBook()
+    book = TrafficStats()
     for number in range(50):
         for _ in range(5):
             book.begin(10, number * 1.0)
@@ -30,13 +30,13 @@ def test_bursts_show_in_the_variation_of_arrivals() -> None:
 
 
 def test_latencies_are_those_of_clients_in_the_last_minute() -> None:
-    book = TrafficBook()
+    book = TrafficStats()
     slow = book.begin(10, 0.0)
-    slow.came(1, 0, 5.0)
+    slow.record(1, 0, 5.0)
     for number in range(99):
         meter = book.begin(10, 30.0)
-        meter.came(1, 0, 30.1)
-        meter.came(4, 0, 30.2)
+        meter.record(1, 0, 30.1)
+        meter.record(4, 0, 30.2)
         meter.end(31.0)
         assert number < 99
     ttft, itl = book.ttft(31.0), book.itl(31.0)
@@ -51,6 +51,6 @@ def test_latencies_are_those_of_clients_in_the_last_minute() -> None:
 
 
 def test_a_request_without_a_token_has_no_latency() -> None:
-    book = TrafficBook()
+    book = TrafficStats()
     book.begin(10, 0.0).end(1.0)
     assert book.ttft(1.0).counts == [] and book.windows(1.0)[0].output == 0

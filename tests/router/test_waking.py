@@ -15,10 +15,10 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
-from phalanx_router.backend import Fleet
+from phalanx_router.backend import RouterBackend
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.session import FleetSettings
-from phalanx_router.summary import Summing
+from phalanx_router.summary import SummaryBuilder
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
@@ -27,7 +27,7 @@ STARTING = wire.State(False, 1, "loading")
 
 
 @asynccontextmanager
-async def running_door(source: Leaders, settings: FleetSettings) -> AsyncIterator[tuple[httpx.AsyncClient, Fleet]]:
+async def running_door(source: Leaders, settings: FleetSettings) -> AsyncIterator[tuple[httpx.AsyncClient, RouterBackend]]:
     app, fleet = make_router(settings, source)
     assert isinstance(app, FastAPI)
     async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
@@ -37,9 +37,9 @@ async def running_door(source: Leaders, settings: FleetSettings) -> AsyncIterato
         yield http, fleet
 
 
-async def until_held(fleet: Fleet, count: int) -> None:
+async def until_held(fleet: RouterBackend, count: int) -> None:
     async with asyncio.timeout(10):
-        while fleet.placing.waking.num_held != count:
+        while fleet.dispatcher.cold_start.num_held != count:
             await asyncio.sleep(0.002)
 
 
@@ -55,18 +55,18 @@ async def test_a_request_is_held_until_a_group_is_ready() -> None:
         heard = await stream
         assert heard.tokens == expected([1, 2, 3], 16)
         assert heard.keep_alives > 0
-        assert world.fleet.placing.waking.num_held == 0
+        assert world.fleet.dispatcher.cold_start.num_held == 0
         assert world.metric("phalanx_router_held_requests") == 0
 
 
 async def test_requests_are_held_by_the_policy_of_the_operator_and_the_summary_counts_them() -> None:
     """Also before any group has told the model: the operator must hear of that request, or no group would ever come."""
     async with running_door(Leaders(), make_settings()) as (http, fleet):
-        fleet.balancing.obey(BalancePolicy(number=1, max_held=1, hold_s=0.5))
+        fleet.balancing.set_policy(BalancePolicy(number=1, max_held=1, hold_s=0.5))
         first = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until_held(fleet, 1)
-        summing = Summing(fleet, RouterMetrics(CollectorRegistry()), "r", time.monotonic)
-        assert (summing.summary().held, summing.summary().idle_s, summing.crossing().has_held) == (1, 0.0, True)
+        summing = SummaryBuilder(fleet, RouterMetrics(CollectorRegistry()), "r", time.monotonic)
+        assert (summing.summary().held, summing.summary().idle_s, summing.urgent_state().has_held) == (1, 0.0, True)
         assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
         assert (await first).status_code == 503
         assert summing.summary().held == 0
@@ -84,7 +84,7 @@ async def test_a_held_request_gets_503_after_its_time_and_more_than_allowed_at_o
         with pytest.raises(BackendError, match=r"no group is ready after 0\.2 s") as caught:
             await stream
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "no_group_ready", 2.0)
-        assert world.fleet.placing.waking.num_held == 0
+        assert world.fleet.dispatcher.cold_start.num_held == 0
 
 
 async def test_a_client_that_leaves_is_held_no_more() -> None:
@@ -111,7 +111,7 @@ async def test_a_router_that_never_saw_a_group_holds_requests_before_it_knows_th
             source.change(leader.endpoint())
             answer = await asked
             assert answer.status_code == 200
-            assert fleet.placing.waking.num_held == 0
+            assert fleet.dispatcher.cold_start.num_held == 0
             if stream:
                 assert answer.text.startswith(": keep-alive\n")
                 assert answer.text.endswith("data: [DONE]\n\n")
@@ -154,7 +154,7 @@ async def test_an_emptied_group_finishes_its_streams_and_newcomers_wait_for_the_
         async with running_world(old, settings=make_settings(keep_alive_s=0.01)) as world:
             started = asyncio.create_task(hear(world.fleet, make_request(id="started")))
             await world.until(lambda: old.steps == 3)
-            world.fleet.balancing.obey(BalancePolicy(number=1, empty=["old"], max_held=8, hold_s=30.0))
+            world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["old"], max_held=8, hold_s=30.0))
             waiting = asyncio.create_task(hear(world.fleet, make_request(id="waiting")))
             await until_held(world.fleet, 1)
             old.release()
@@ -177,7 +177,7 @@ async def test_when_no_group_is_to_come_an_emptied_one_turns_newcomers_away(how:
         started = asyncio.create_task(hear(world.fleet, make_request()))
         await world.until(lambda: leader.steps == 3)
         if how == "by the policy":
-            world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"]))
+            world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"]))
         else:
             world.source.change(leader.endpoint(leaving=True))
         with pytest.raises(BackendError, match="every group is being emptied") as caught:
@@ -191,18 +191,18 @@ async def test_when_no_group_is_to_come_an_emptied_one_turns_newcomers_away(how:
 async def test_a_group_that_stays_after_all_takes_those_who_wait() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
         waiting = asyncio.create_task(hear(world.fleet, make_request()))
         await until_held(world.fleet, 1)
-        world.fleet.balancing.obey(BalancePolicy(number=2))
-        world.fleet.placing.dispatch()
+        world.fleet.balancing.set_policy(BalancePolicy(number=2))
+        world.fleet.dispatcher.dispatch()
         assert (await waiting).tokens == expected([1, 2, 3], 16)
 
 
 async def test_a_started_stream_goes_on_in_a_group_that_is_emptied() -> None:
     first, last = FakeLeader("first", Script(hold_at=3)), FakeLeader("last")
     async with running_world(first, last) as world:
-        world.fleet.balancing.obey(BalancePolicy(number=1, empty=["last"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["last"]))
         stream = asyncio.create_task(hear(world.fleet, make_request()))
         await world.until(lambda: first.steps == 3)
         await first.stop()

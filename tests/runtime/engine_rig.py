@@ -12,7 +12,7 @@ import zmq.asyncio
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, Delta, KeepAlive
 from phalanx_runtime.engine.client import EngineClient
-from phalanx_runtime.engine.meter import Ended
+from phalanx_runtime.engine.meter import EndedRequest
 
 ASSETS = wire.make_assets({}, ["tiny"], 64, [0])
 SERVED = wire.Served("a model", "a layout", 64)
@@ -27,7 +27,7 @@ class FakeMeter:
     firsts: list[tuple[int, float]] = field(default_factory=list)
     queue_times_s: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    ends: list[Ended] = field(default_factory=list)
+    ends: list[EndedRequest] = field(default_factory=list)
 
     def load(self, load: wire.Load) -> None:
         self.loads.append(load)
@@ -44,7 +44,7 @@ class FakeMeter:
     def next_token(self, gap_s: float) -> None:
         self.gaps.append(gap_s)
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: EndedRequest) -> None:
         self.ends.append(end)
 
 
@@ -113,7 +113,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         engines.append(FakeEngine(endpoint))
         return engines[-1]
 
-    client.lose(1, "starting")
+    client.end_incarnation(1, "starting")
     engine = rebind()
     client.serve(ASSETS, SERVED)
     yield Rig(client, engine, meter, rebind)

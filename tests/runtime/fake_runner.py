@@ -5,7 +5,7 @@ from collections import deque
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import OWN, chain, places
 from phalanx_runtime.core.step_plan import Growth, Path, PoolShape, StepPlan, StepResult
-from phalanx_runtime.rank.step.paths import Drafted, filled, grown_shapes, num_drafted, proposals, undrafted
+from phalanx_runtime.rank.step.paths import DraftedPath, filled, grown_shapes, num_drafted, proposals, undrafted
 
 VOCAB = 50
 
@@ -101,7 +101,7 @@ class FakeRunner:
         lengths = [len(run) for run, _ in runs] if plan.paths else []
         return StepResult(plan.step, drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown), undrafted=undrafted(grown))
 
-    def _run(self, plan: StepPlan, i: int, proposed: Drafted) -> tuple[list[int], list[int]]:
+    def _run(self, plan: StepPlan, i: int, proposed: DraftedPath) -> tuple[list[int], list[int]]:
         """The tokens that request i draws, up to the first that is not proposed, and the proposals that it accepts."""
         row, end = plan.rows[i], plan.starts[i] + plan.counts[i] - len(proposed.tokens)
         parents = proposed.parents or chain(len(proposed.tokens))
@@ -123,7 +123,7 @@ class FakeRunner:
         """The plan with drafts, where some are asked for, every third one wrong; then the second of its place is right."""
         if not num_drafted(plan):
             return plan
-        drafted: list[Drafted] = []
+        drafted: list[DraftedPath] = []
         for path in plan.paths:
             if path.is_drafted:
                 row, start = plan.rows[path.request], plan.starts[path.request]
@@ -132,7 +132,7 @@ class FakeRunner:
                 known = [token for token in context if token is not None]
                 parents = path.parents or (chain(path.depth) if path.growth is None else _grown(path.depth, path.growth))
                 tokens = self._tokens(known, parents, self._seeds[row])
-                drafted.append(Drafted(tokens, [] if path.growth is None else parents))
+                drafted.append(DraftedPath(tokens, [] if path.growth is None else parents))
                 if self._has_pages:
                     self._draft_from_its_pages(plan, path, known, tokens, parents)
         return filled(plan, drafted)

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
 from phalanx_runtime.checkpoint.sources.remote import Snapshot
-from phalanx_runtime.checkpoint.sources.remote_file import Work
+from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl
 
 NAME = "org/tiny"
 WEIGHTS = bytes(range(256)) * 2000
@@ -217,7 +217,7 @@ def server() -> Iterator[HubServer]:
 def hub_at(endpoint: str, token: str | None = None, progress: list[str] | None = None) -> Hub:
     """This hub, as a download asks it; without waits between attempts."""
     told = [] if progress is None else progress
-    return Hub(endpoint, token, Work(told.append, threading.Event(), backoff_s=0.0))
+    return Hub(endpoint, token, DownloadControl(told.append, threading.Event(), backoff_s=0.0))
 
 
 def fetch(server: HubServer, cache: Path, revision: str | None = None, token: str | None = None) -> Snapshot:

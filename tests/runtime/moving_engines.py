@@ -12,19 +12,19 @@ from pathlib import Path
 
 from bench.mover import Mover
 from phalanx_api import wire
-from phalanx_runtime.collective.connect import Place, connect
+from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.rank.memory.page_memory import open_pages
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports
-from phalanx_runtime.rank.transfer.server import PageDoor, Secret
+from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports
+from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
 from tests.runtime.ranks import JOIN_S, Build, make_model_runner, make_places
 
 SECRET = Secret(b"token", 1)
 LIMITS = Limits(max_model_len=256, max_num_seqs=6, max_num_batched_tokens=64)
-RULES = Rules(model="tiny")
+RULES = SchedulerConfig(model="tiny")
 WAIT_S = 30.0
 
 
@@ -74,7 +74,7 @@ class Group:
 
     channel: QueueChannel = field(default_factory=QueueChannel)
     runners: dict[int, ModelRunner] = field(default_factory=dict)
-    doors: dict[int, PageDoor] = field(default_factory=dict)
+    doors: dict[int, KvTransferServer] = field(default_factory=dict)
     loop: EngineLoop | None = None
 
 
@@ -84,21 +84,21 @@ def running_group(
     pods: Sequence[int],
     build: Build,
     limits: Limits = LIMITS,
-    rules: Rules = RULES,
+    rules: SchedulerConfig = RULES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Group]:
     """A group whose engine serves on a thread of its own, as long as the block runs."""
     group, met = Group(), threading.Barrier(sum(pods))
 
-    def serve(place: Place, listener: socket.socket) -> None:
+    def serve(place: RankPlace, listener: socket.socket) -> None:
         collective = connect(place, JOIN_S, listener)
         listener.close()
         try:
             runner = group.runners[place.rank] = make_model_runner(folder, collective, build)
-            reports = Reports()
+            reports = TransferReports()
             tell = None if place.rank else partial(reports.add, 0)
             size, pages = runner.pool.page_size, partial(open_pages, runner.caches)
-            door = PageDoor(place.rank, SECRET, size, pages, runner.wait_for, tell, draft=runner.draft_pages)
+            door = KvTransferServer(place.rank, SECRET, size, pages, runner.wait_for, tell, draft=runner.draft_pages)
             group.doors[place.rank] = door
             met.wait(WAIT_S)
             if place.rank:
@@ -153,7 +153,7 @@ def running_field(
     groups: Sequence[Sequence[int]],
     build: Build,
     limits: Limits = LIMITS,
-    rules: Rules = RULES,
+    rules: SchedulerConfig = RULES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Field]:
     """So many groups, each with pods of so many ranks."""

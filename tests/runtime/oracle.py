@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from phalanx_runtime.core.draft_tree import chain, levels, places
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.rank.drafting.proposer import Pageless
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted
+from phalanx_runtime.rank.step.paths import NO_TOKEN, DraftedPath
 
 WRONG = (3, 4, 9)
 """Of each eleven output indexes those that are proposed wrongly: runs of 0, 1, 4 and 5 follow."""
@@ -19,7 +19,7 @@ class Oracle(Pageless):
     def __init__(self, outputs: Mapping[int, Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         first, drafted = dict(plan.draws), []
         for path in plan.paths:
             if path.is_drafted:
@@ -29,7 +29,7 @@ class Oracle(Pageless):
                     self._token(output, first[path.request] + level, place)
                     for level, place in zip(levels(tuple(parents)), places(tuple(parents)), strict=True)
                 ]
-                drafted.append(Drafted(tokens, [] if path.growth is None else parents))
+                drafted.append(DraftedPath(tokens, [] if path.growth is None else parents))
         return drafted
 
     def _token(self, output: Sequence[int], index: int, place: int) -> int:

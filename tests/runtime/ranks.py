@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx_api import wire
-from phalanx_runtime.collective.connect import Place, connect, listen
+from phalanx_runtime.collective.connect import RankPlace, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
@@ -28,7 +28,7 @@ from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.pods import make_spec, with_settings
 
@@ -67,7 +67,7 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     return [results[index] for index in range(len(tasks))]
 
 
-def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Place, socket.socket]]:
+def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[RankPlace, socket.socket]]:
     """Places of a group whose pods hold so many ranks each, all on this machine, with the sockets they listen on."""
     world_size = sum(pods)
     listeners = [listen(0) for _ in range(world_size)]
@@ -76,7 +76,7 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Plac
     for size in pods:
         name = f"test-{os.getpid()}-{next(_names)}"
         for rank in range(first, first + size):
-            places.append(Place(rank, world_size, range(first, first + size), addresses, token, 1, name))
+            places.append(RankPlace(rank, world_size, range(first, first + size), addresses, token, 1, name))
         first += size
     return list(zip(places, listeners, strict=True))
 
@@ -84,7 +84,7 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Plac
 def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
     """What `work` gives on each rank of a group."""
 
-    def rank(place: Place, listener: socket.socket) -> T:
+    def rank(place: RankPlace, listener: socket.socket) -> T:
         collective = connect(place, JOIN_S, listener)
         listener.close()
         try:
@@ -106,7 +106,7 @@ class Build:
     device: str = "cpu"
     level: Level = "auto"
     stages: int = 1
-    grammars: type[Grammars] = Grammars
+    grammars: type[RankGrammars] = RankGrammars
     proposer: Proposer | None = None
     """Of every rank of the first stage."""
     make_proposer: Callable[[Model, list[LayerCache], PoolShape, Collective], Proposer] | None = None

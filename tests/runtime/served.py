@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.draft_tree import places
-from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import Fitting
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
@@ -126,7 +126,7 @@ def serve(
     runner: StepRunner,
     requests: Sequence[wire.Request],
     limits: Limits,
-    rules: Rules = DEFAULT_RULES,
+    rules: SchedulerConfig = DEFAULT_RULES,
     fitting: Fitting | None = None,
 ) -> list[Served]:
     """The answers to requests that come at once."""

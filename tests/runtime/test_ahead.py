@@ -10,15 +10,15 @@ import torch
 
 from phalanx_api import wire
 from phalanx_api.speculation import Tree
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.core.step_plan import Path as Proposed
 from phalanx_runtime.rank.drafting.draft_passes import draft
-from phalanx_runtime.rank.drafting.draft_sampler import Ahead, Place
+from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.draw import Rivals, draw_of
-from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.paths import NO_TOKEN
 from tests.runtime.drafts import save_draft, save_exit, save_target
@@ -72,7 +72,7 @@ def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
 def test_a_draft_that_is_the_target_is_never_wrong(
     folder: Path, twin: dict[str, str], ways: dict[str, Any], pods: list[int], stages: int
 ) -> None:
-    [plain, _] = run(folder, requests(ways), Build(torch.float64, num_pages=200), Rules())
+    [plain, _] = run(folder, requests(ways), Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=200, stages=stages, speculative=twin)
     served, watched = run(folder, requests(ways), made, rules("draft"), pods=pods)
     assert [one.tokens for one in served] == [one.tokens for one in plain]
@@ -93,7 +93,9 @@ def test_self_drafts_know_it_too(folder: Path) -> None:
 def test_places_behind_the_end_of_a_grammar_are_no_proposals(folder: Path, twin: dict[str, str], widths: list[int]) -> None:
     """Three letters follow the first one, where eight tokens are asked for."""
     ways: dict[str, dict[str, Any]] = {"one": {"grammar": wire.Grammar("regex", "ab[a-c]c"), "stop_token_ids": [EOS_ID]}}
-    how = Rules(speculating=Speculating("draft", 8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths)))
+    how = SchedulerConfig(
+        speculating=SpeculationConfig("draft", 8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths))
+    )
     served, watched = run(folder, requests(ways), Build(torch.float64, num_pages=200, speculative=twin), how)
     assert served[0].finish == "stop" and 0 < watched.num_accepted < 5
     assert watched.num_undrafted >= (4 if not widths else 1)
@@ -103,7 +105,7 @@ def test_places_behind_the_end_of_a_grammar_are_no_proposals(folder: Path, twin:
 def sampler(tmp_path: Path) -> Sampler:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    return Sampler(VOCAB_SIZE, Grammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE))
+    return Sampler(VOCAB_SIZE, RankGrammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE))
 
 
 def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
@@ -114,15 +116,15 @@ def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
     drawn.admit(new)
     along = [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)]
     drawn.admit(new)
-    ahead = Ahead(drawn.rows)
+    ahead = DraftSampler(drawn.rows)
     path: list[int] = []
     for at in range(6):
-        path += ahead.draw(scores[at : at + 1], [Place(0, draw_of(asked, 2 + at), tuple(path))])[0].tokens
+        path += ahead.draw(scores[at : at + 1], [DraftPosition(0, draw_of(asked, 2 + at), tuple(path))])[0].tokens
     assert path == along
     for count in (1, 4):
-        [again] = ahead.draw(scores[:1], [Place(0, draw_of(asked, 2))], count)
+        [again] = ahead.draw(scores[:1], [DraftPosition(0, draw_of(asked, 2))], count)
         assert again.tokens[:1] == along[:1], "any place again, in any order"
-        [again] = ahead.draw(scores[2:3], [Place(0, draw_of(asked, 4), tuple(along[:2]))], count)
+        [again] = ahead.draw(scores[2:3], [DraftPosition(0, draw_of(asked, 4), tuple(along[:2]))], count)
         assert again.tokens[:1] == along[2:3] and len(again.tokens) == len(again.shares) == count
     assert [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)] == along
 
@@ -133,8 +135,8 @@ def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
     drawn.admit(new)
     scores = torch.zeros((1, VOCAB_SIZE))
     for count in (1, 3):
-        places = [Place(0, draw_of(new.sampling, 2))]
-        assert Ahead(drawn.rows).draw(scores, places, count) == [Rivals([], [])]
+        places = [DraftPosition(0, draw_of(new.sampling, 2))]
+        assert DraftSampler(drawn.rows).draw(scores, places, count) == [Rivals([], [])]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
         wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 5, 0.7, allowed_token_ids=[3, 4, 5])),
         wire.Request("words", 1, [97, 98, 99, 97, 98], [], wire.Sampling(24, 4, grammar=wire.Grammar("regex", "([abc]{2}d)*"))),
     ]
-    how = Rules(speculating=Speculating("ngram", 5, is_adaptive=False))
+    how = SchedulerConfig(speculating=SpeculationConfig("ngram", 5, is_adaptive=False))
 
     def work(knows: bool, runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)

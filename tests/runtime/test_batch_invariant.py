@@ -11,8 +11,8 @@ from phalanx_api import wire
 from phalanx_api.speculation import Tree
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.loader import load_rank
@@ -70,22 +70,22 @@ def load(folder: Path, group: Collective | None = None, **told: Any) -> ModelRun
 def alone(folder: Path) -> list[Served]:
     """What each gets alone, without proposals."""
     runner = load(folder)
-    return [serve(runner, [one], ROOMY, Rules(prefix_caching=False), runner.fitting)[0] for one in asked()]
+    return [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
 
 
-def chains(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> Rules:
-    return Rules(
-        speculating=Speculating(
+def chains(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> SchedulerConfig:
+    return SchedulerConfig(
+        speculating=SpeculationConfig(
             method, num_tokens, is_adaptive=False, drafts=frozenset({method}), tree=tree or Tree(), may_branch=False
         )
     )
 
 
-WAYS: dict[str, tuple[Limits, Rules, dict[str, Any]]] = {
-    "all at once": (ROOMY, Rules(), {}),
-    "in chunks": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37), Rules(), {}),
-    "one after the other": (Limits(max_model_len=768, max_num_seqs=1, max_num_batched_tokens=300), Rules(), {}),
-    "preempted": (Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=256), Rules(), {"pages": 50}),
+WAYS: dict[str, tuple[Limits, SchedulerConfig, dict[str, Any]]] = {
+    "all at once": (ROOMY, SchedulerConfig(), {}),
+    "in chunks": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37), SchedulerConfig(), {}),
+    "one after the other": (Limits(max_model_len=768, max_num_seqs=1, max_num_batched_tokens=300), SchedulerConfig(), {}),
+    "preempted": (Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=256), SchedulerConfig(), {"pages": 50}),
     "lookups": (ROOMY, chains("ngram"), {}),
     "lookups that would branch": (ROOMY, chains("ngram", 6, Tree([3, 2])), {}),
     "drafts": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64), chains("draft"), {"draft": 0.02}),
@@ -96,7 +96,7 @@ WAYS: dict[str, tuple[Limits, Rules, dict[str, Any]]] = {
 @here
 @pytest.mark.parametrize(("limits", "rules", "more"), WAYS.values(), ids=WAYS.keys())
 def test_tokens_and_logprobs_are_those_of_a_request_alone(
-    folder: Path, alone: list[Served], tmp_path: Path, limits: Limits, rules: Rules, more: dict[str, Any]
+    folder: Path, alone: list[Served], tmp_path: Path, limits: Limits, rules: SchedulerConfig, more: dict[str, Any]
 ) -> None:
     told: dict[str, Any] = {}
     if "draft" in more:
@@ -129,7 +129,7 @@ def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, s
         if group.rank:
             runner.follow()
             return [], [], 0
-        alone = [serve(runner, [one], ROOMY, Rules(prefix_caching=False), runner.fitting)[0] for one in asked()]
+        alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
         watched = Watched(runner)
         limits = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64)
         served = serve(watched, asked(), limits, chains("draft"), runner.fitting)

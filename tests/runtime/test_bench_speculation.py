@@ -14,7 +14,7 @@ from bench.speculation_outcome import Outcome
 from bench.speculation_prompts import KINDS, SHORT_KINDS, kinds_for
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
@@ -67,7 +67,7 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
         limits, sampling = Limits(120, 4, 64), sampling_of({"allowed_token_ids": [3, 4, 5]})
         plain, ours = (
             Engine(Part(runner, at, 2, 4), limits, speculating, time.perf_counter, sampling)
-            for at, speculating in enumerate((Speculating(), Speculating("ngram", 4, is_adaptive=False)))
+            for at, speculating in enumerate((SpeculationConfig(), SpeculationConfig("ngram", 4, is_adaptive=False)))
         )
         return take_turns(plain, ours, [prompts[:3], prompts[3:]], count=2, max_tokens=20)
 

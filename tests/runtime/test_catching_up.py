@@ -13,23 +13,23 @@ from phalanx_api.cost import StepModel
 from phalanx_api.speculation import Method, Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay, with_catching_up
 from phalanx_runtime.core.speculation.probing import LOOK_EVERY, PROBE_EVERY
 from phalanx_runtime.core.speculation.speculator import Speculator
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_core_speculation import running_request
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
-ADAPTIVE = Speculating("draft", 4, drafts=DRAFTS)
+ADAPTIVE = SpeculationConfig("draft", 4, drafts=DRAFTS)
 
 
-def scheduler(runner: FakeRunner, speculating: Speculating = ADAPTIVE, budget: int = 64) -> Scheduler:
-    return make_scheduler(Limits(2000, 4, budget), runner.pool, Rules(speculating=speculating))
+def scheduler(runner: FakeRunner, speculating: SpeculationConfig = ADAPTIVE, budget: int = 64) -> Scheduler:
+    return make_scheduler(Limits(2000, 4, budget), runner.pool, SchedulerConfig(speculating=speculating))
 
 
 def turn(runner: FakeRunner, made: Scheduler, pass_s: float) -> tuple[StepPlan, wire.Tokens]:
@@ -87,11 +87,11 @@ def test_what_is_longer_than_a_step_is_caught_up_with_in_one_step_after_another(
     speculator = Speculator(Limits(100_000, 1, 600), pool, ADAPTIVE)
     model, behind, depths = StepModel(0.001, 1e-6, 0, 0.0, 0.0), [], []
     for step in range(3):
-        known = Making(step, chunks=[Chunk(request, length, 1, depth=1, parents=[-1], is_drafted=True)])
+        known = StepBuilder(step, chunks=[ScheduledChunk(request, length, 1, depth=1, parents=[-1], is_drafted=True)])
         known.describe_plain()
         speculator.learn(known, model, 0.001 + pass_s, pass_s, "")
     for step in range(3, 25):
-        making = Making(step, draft_room=512, chunks=[Chunk(request, length, 1)])
+        making = StepBuilder(step, draft_room=512, chunks=[ScheduledChunk(request, length, 1)])
         speculator.propose(making, model, 1, False)
         speculator.learn(making, model, 0.001 + pass_s * making.chunks[0].depth, pass_s * making.chunks[0].depth, "")
         behind.append(len(making.chunks[0].behind))
@@ -128,7 +128,7 @@ def test_prompts_are_drafted_as_they_come_while_drafts_pay_and_not_while_they_do
 def test_who_finds_pages_that_a_draft_left_out_catches_up_with_them() -> None:
     """The first request has no drafts; the second finds its pages and drafts: from nothing that the draft did not compute."""
     runner = FakeRunner(200, 4)
-    made = scheduler(runner, Speculating("draft", 4, is_adaptive=False, drafts=DRAFTS))
+    made = scheduler(runner, SpeculationConfig("draft", 4, is_adaptive=False, drafts=DRAFTS))
     first = msgspec.structs.replace(make_request(30, 30), speculation=Speculation("none"))
     made.submit(1, first)
     while not made.is_idle():
@@ -197,14 +197,14 @@ def test_what_did_not_pay_is_not_looked_at_in_each_step() -> None:
     for request in requests:
         request.pages = pool.take(4) or []
     for step in range(200):
-        making = Making(step, draft_room=64, chunks=[Chunk(request, 8, 1) for request in requests])
+        making = StepBuilder(step, draft_room=64, chunks=[ScheduledChunk(request, 8, 1) for request in requests])
         before = pool.num_asked
         speculator.propose(making, model, 4, False)
         looked.append(pool.num_asked > before)
         depth = max(chunk.depth for chunk in making.chunks)
         speculator.learn(making, model, 0.001 + 0.1 * depth, 0.1 * depth, "")
     assert 0 < sum(looked[100:]) <= 100 // LOOK_EVERY + 2
-    making = Making(200, draft_room=64, chunks=[Chunk(request, 8, 1) for request in requests[:2]])
+    making = StepBuilder(200, draft_room=64, chunks=[ScheduledChunk(request, 8, 1) for request in requests[:2]])
     before = pool.num_asked
     speculator.propose(making, model, 2, False)
     assert pool.num_asked > before, "another load is looked at"
@@ -223,8 +223,8 @@ def test_nothing_is_looked_up_where_not_even_what_is_surely_right_would_pay(toke
 
     request = running_request([1, 2, 3, 4] * 5, "ngram", pages=2)
     request.row, request.sent = 0, 1
-    speculator = Speculator(Limits(1000, 1, 64), PagePool(20, 4), Speculating("ngram"), fitting)
+    speculator = Speculator(Limits(1000, 1, 64), PagePool(20, 4), SpeculationConfig("ngram"), fitting)
     model = StepModel(max(0.0, 0.001 - token_s), token_s, 0, 0.0, 0.0)
     for step in range(PROBE_EVERY):
-        speculator.propose(Making(step, draft_room=64, chunks=[Chunk(request, 19, 1)]), model, 0, False)
+        speculator.propose(StepBuilder(step, draft_room=64, chunks=[ScheduledChunk(request, 19, 1)]), model, 0, False)
     assert bool(asked) == pays

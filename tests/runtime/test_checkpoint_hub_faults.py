@@ -11,7 +11,7 @@ import pytest
 
 from phalanx_api.conditions import Reason
 from phalanx_operator.decide.conditions.model import cause_of
-from phalanx_runtime.checkpoint.folder import made_once
+from phalanx_runtime.checkpoint.folder import make_once
 from phalanx_runtime.checkpoint.sources.hub import download
 from phalanx_runtime.errors import ModelError
 from tests.runtime.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, server
@@ -223,7 +223,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ModelError, match=r"disk of .* is full .* GB free"):
-        made_once(tmp_path / "x", full, threading.Event())
+        make_once(tmp_path / "x", full, threading.Event())
 
 
 def test_a_cache_that_cannot_be_written_is_told(server: HubServer, tmp_path: Path) -> None:

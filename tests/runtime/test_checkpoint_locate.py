@@ -10,7 +10,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.assets import read_assets
-from phalanx_runtime.checkpoint.folder import made_once
+from phalanx_runtime.checkpoint.folder import make_once
 from phalanx_runtime.checkpoint.locate import LocalModel, locate
 from phalanx_runtime.errors import ModelError
 from tests.runtime.gguf_files import TinyGguf
@@ -122,7 +122,7 @@ def test_a_folder_that_another_process_made_meanwhile_stands(tmp_path: Path) -> 
         raise AssertionError("it is there already")
 
     (tmp_path / "x").mkdir()
-    assert made_once(tmp_path / "x", make, threading.Event()) == tmp_path / "x"
+    assert make_once(tmp_path / "x", make, threading.Event()) == tmp_path / "x"
 
 
 def test_two_that_want_the_same_folder_make_it_once(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_two_that_want_the_same_folder_make_it_once(tmp_path: Path) -> None:
         makers.append("second")
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(made_once, tmp_path / "x", slow, threading.Event())
+        first = pool.submit(make_once, tmp_path / "x", slow, threading.Event())
         assert making.wait(30)
         stopped = threading.Event()
         stopped.set()
         with pytest.raises(ModelError, match="stopped while another process makes"):
-            made_once(tmp_path / "x", never, stopped)
-        second = pool.submit(made_once, tmp_path / "x", never, threading.Event())
+            make_once(tmp_path / "x", never, stopped)
+        second = pool.submit(make_once, tmp_path / "x", never, threading.Event())
         go_on.set()
         assert first.result(30) == second.result(30) == tmp_path / "x"
     assert makers == ["first"]

@@ -5,7 +5,7 @@ import pytest
 
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.commands import ConvertSettings
-from phalanx_runtime.server.serve import Drafts, find_drafts
+from phalanx_runtime.server.serve import LocatedDraft, find_drafts
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.pods import make_model
 
@@ -171,19 +171,19 @@ def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_drafts_are_found_before_the_ranks_start_and_a_missing_one_stops_no_group(tmp_path: Path) -> None:
-    def found(*flags: str) -> Drafts:
+    def found(*flags: str) -> LocatedDraft:
         settings = serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags)
         return find_drafts(settings.model, settings.group.pod_index, threading.Event())
 
     draft, file = make_model(tmp_path / "draft"), tmp_path / "exit.safetensors"
     file.write_bytes(b"exit")
     by_draft, by_layers = ("--speculative-method", "draft"), ("--speculative-method", "self_draft")
-    assert found() == found(*by_layers) == Drafts()
-    assert found(*by_draft, "--speculative-draft-model", str(draft)) == Drafts(draft_dir=str(draft))
-    assert found(*by_layers, "--speculative-exit", str(file)) == Drafts(exit=str(file))
+    assert found() == found(*by_layers) == LocatedDraft()
+    assert found(*by_draft, "--speculative-draft-model", str(draft)) == LocatedDraft(draft_dir=str(draft))
+    assert found(*by_layers, "--speculative-exit", str(file)) == LocatedDraft(exit=str(file))
     assert "no such file or folder" in found(*by_draft, "--speculative-draft-model", str(tmp_path / "none")).missing
     assert "no such file" in found(*by_layers, "--speculative-exit", str(tmp_path / "none")).missing
     token = tmp_path / "token"
     token.write_text("secret")
     second = ("--nnodes", "2", "--node-rank", "1", "-tp", "2", "--token-file", str(token))
-    assert found(*by_draft, "--speculative-draft-model", str(draft), *second) == Drafts(), "only the first pod drafts"
+    assert found(*by_draft, "--speculative-draft-model", str(draft), *second) == LocatedDraft(), "only the first pod drafts"

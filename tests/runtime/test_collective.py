@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx_runtime.collective.connect import Place, connect
+from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.collective.library import join_library
 from phalanx_runtime.collective.links import Links
-from phalanx_runtime.collective.own import OwnCollective
+from phalanx_runtime.collective.own import DirectCollective
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
-from phalanx_runtime.collective.shared import FRAGMENT_BYTES, Pod, SharedMemory, has_futex
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES, SharedMemory, SharedPod, has_futex
 from phalanx_runtime.errors import PeerLost
 from tests.runtime.ranks import JOIN_S, in_threads, make_places, with_group
 
@@ -143,7 +143,7 @@ def test_a_tensor_of_another_size_than_was_sent_is_refused() -> None:
 def test_a_subgroup_notices_when_one_of_its_processes_ends() -> None:
     def work(group: Collective) -> None:
         half = group.subgroup([0, 1])
-        assert isinstance(half, OwnCollective) and half._shared is not None
+        assert isinstance(half, DirectCollective) and half._shared is not None
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
             half._shared.watch(1 - group.rank, ended.pid)
             with pytest.raises(PeerLost, match=f"rank {1 - group.rank}"):
@@ -173,7 +173,7 @@ def test_a_group_of_one_moves_nothing() -> None:
 
 def test_rank_0_has_to_give_a_message() -> None:
     with pytest.raises(ValueError, match="rank 0"):
-        OwnCollective(range(2), 0, None, None).broadcast(None)
+        DirectCollective(range(2), 0, None, None).broadcast(None)
 
 
 @pytest.mark.parametrize("pods", [[2], [1, 1]], ids=["shm", "tcp"])
@@ -182,7 +182,7 @@ def test_a_peer_with_another_token_is_not_let_in(pods: list[int]) -> None:
     other.close()
     stranger = replace(second, token=b"another token")
 
-    def join(place: Place, listener: socket.socket | None) -> str:
+    def join(place: RankPlace, listener: socket.socket | None) -> str:
         try:
             connect(place, 0.5, listener)
         except PeerLost as lost:
@@ -281,8 +281,8 @@ def test_a_process_of_the_pod_that_ends_is_a_lost_peer() -> None:
     door.close()
     other.close()
 
-    def shared(place: Place) -> SharedMemory:
-        return SharedMemory(Pod(place.near, place.rank, place.pod_name, place.token, place.incarnation), 10.0)
+    def shared(place: RankPlace) -> SharedMemory:
+        return SharedMemory(SharedPod(place.near, place.rank, place.pod_name, place.token, place.incarnation), 10.0)
 
     mine, _ = in_threads([lambda: shared(first), lambda: shared(second)])
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -296,7 +296,7 @@ def test_shared_memory_leaves_no_name_and_a_dead_groups_file_is_no_obstacle() ->
     (first, door), (second, other) = make_places([2])
     door.close()
     other.close()
-    pod = Pod(first.near, 0, first.pod_name, first.token, 1)
+    pod = SharedPod(first.near, 0, first.pod_name, first.token, 1)
     stale = pod.path
     stale.write_bytes(bytes(16 << 20))
     collectives = in_threads([lambda: connect(first, 10.0), lambda: connect(second, 10.0)])
@@ -329,7 +329,7 @@ def test_a_rank_goes_on_accepting_after_it_had_no_descriptor_left() -> None:
     (first, open_first), (second, open_second) = make_places([1, 1])
     short = ShortOfDescriptors(fileno=open_first.detach())
 
-    def join(place: Place, listener: socket.socket) -> float:
+    def join(place: RankPlace, listener: socket.socket) -> float:
         collective = connect(place, JOIN_S, listener)
         try:
             return float(collective.all_reduce(torch.ones(1)))

@@ -8,7 +8,7 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.compose import LEAST_TOKENS, prefill_tokens
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import PoolShape, StepResult
 from tests.runtime.fake_runner import make_request
 
@@ -41,7 +41,7 @@ def test_what_any_prompt_tokens_cost_leaves_prompts_their_share() -> None:
 
 def test_a_step_with_proposals_gives_prompts_what_is_left_of_the_target() -> None:
     """Eight streams with seven proposals each, whatever pays, and a long prompt."""
-    how = Speculating("ngram", 7, is_adaptive=False)
+    how = SpeculationConfig("ngram", 7, is_adaptive=False)
     limits = replace(LIMITS, max_num_seqs=9, itl_target_s=0.0045)
     scheduler = Scheduler(limits, PoolShape(1000, 4), speculating=how)
     for tokens in range(1, 200):

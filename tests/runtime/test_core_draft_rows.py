@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.speculation.config import Speculating
-from phalanx_runtime.core.speculation.draft_length import MARGIN, Offer, StepCosts, choose_depths
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.core.speculation.draft_length import MARGIN, DraftCandidate, StepCosts, choose_draft_lengths
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
 from tests.runtime.fake_runner import FakeRunner, make_request
 from tests.runtime.test_core_speculation import CHANCES
@@ -23,13 +23,13 @@ DRAFTS: frozenset[Method] = frozenset({"self_draft"})
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.builds(Offer, CHANCES, st.just(True)), min_size=1, max_size=3),
+    st.lists(st.builds(DraftCandidate, CHANCES, st.just(True)), min_size=1, max_size=3),
     *(st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0, 1)),
     st.integers(0, 8),
     st.integers(1, 6),
 )
 def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
-    offers: list[Offer], token_s: float, pass_s: float, share: float, room: int, others: int
+    offers: list[DraftCandidate], token_s: float, pass_s: float, share: float, room: int, others: int
 ) -> None:
     """A row takes at most what a pass with one takes: such a share of it."""
     decodes, row_s = len(offers) + others, share * pass_s
@@ -40,23 +40,23 @@ def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes + row_s * (sum(depths) - passes))
 
     costs = StepCosts(1.0, lambda count: count * token_s, pass_s, draft_row_s=row_s)
-    chosen = [len(taken) for taken in choose_depths(offers, costs, decodes, room).taken]
+    chosen = [len(taken) for taken in choose_draft_lengths(offers, costs, decodes, room).taken]
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
     best = max(map(speed, every))
     assert speed(chosen) == pytest.approx(best) if best > MARGIN * decodes * (1 + 1e-9) else not any(chosen)
 
 
 def test_a_lookup_is_taken_where_a_draft_beside_it_has_a_dear_row() -> None:
-    offers = [Offer([0.9], True), Offer([0.8], True), Offer([0.7])]
+    offers = [DraftCandidate([0.9], True), DraftCandidate([0.8], True), DraftCandidate([0.7])]
     costs = StepCosts(1.0, lambda count: 0.01 * count, 0.01, draft_row_s=5.0)
-    assert choose_depths(offers, costs, 3, 10).taken == [[0], [], [0]]
+    assert choose_draft_lengths(offers, costs, 3, 10).taken == [[0], [], [0]]
 
 
 def test_of_an_offer_whose_next_level_is_too_dear_nothing_behind_it_is_taken() -> None:
     """Its sibling on the first level would be free, but what an offer gets are its first proposals."""
-    tree = Offer([0.9, 0.5, 0.4], True, [0, 1, 0])
+    tree = DraftCandidate([0.9, 0.5, 0.4], True, [0, 1, 0])
     costs = StepCosts(1.0, lambda count: 0.0, 0.01, draft_row_s=5.0)
-    taken = choose_depths([Offer([0.95, 0.94], True, [0, 1]), tree], costs, 2, 10).taken
+    taken = choose_draft_lengths([DraftCandidate([0.95, 0.94], True, [0, 1]), tree], costs, 2, 10).taken
     assert all(nodes == list(range(len(nodes))) for nodes in taken)
     assert sum(map(len, taken)) == 2
 
@@ -76,7 +76,7 @@ def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
     they bring, and a probe of one tells nothing of it."""
     runner, tokens = FakeRunner(16 * 100, 4, has_pages=False), 300
     limits = Limits(2 * tokens, 16, 1024)
-    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("self_draft", 1, drafts=DRAFTS)))
+    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("self_draft", 1, drafts=DRAFTS)))
     for handle in range(1, 17):
         made.submit(handle, make_request(5, tokens, seed=handle))
     while not made.is_idle():
@@ -91,10 +91,10 @@ def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
 
 def test_siblings_of_a_tree_share_the_row_of_their_parent() -> None:
     """Two trees of three tokens for one place: a second request is one row more, its further tokens are none."""
-    trees = [Offer([0.5, 0.4, 0.3], True, [0, 0, 0])] * 2
+    trees = [DraftCandidate([0.5, 0.4, 0.3], True, [0, 0, 0])] * 2
     costs = StepCosts(1.0, lambda count: 0.001 * count, 0.01, draft_row_s=0.2)
-    assert choose_depths(trees, costs, 2, 10).taken == [[0, 1, 2], [0, 1, 2]]
-    assert choose_depths(trees, StepCosts(1.0, lambda count: 0.2 * count, 0.01), 2, 10).taken != [[0, 1, 2], [0, 1, 2]]
+    assert choose_draft_lengths(trees, costs, 2, 10).taken == [[0, 1, 2], [0, 1, 2]]
+    assert choose_draft_lengths(trees, StepCosts(1.0, lambda count: 0.2 * count, 0.01), 2, 10).taken != [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_further_row_that_is_nearly_forgotten_is_learned_at_once() -> None:

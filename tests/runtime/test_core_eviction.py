@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
-from phalanx_runtime.core.kv.eviction.adaptive import Adaptive, Ghosts
+from phalanx_runtime.core.kv.eviction.adaptive import Adaptive, GhostCaches
 from phalanx_runtime.core.kv.eviction.orders import Lfu, Lru
 from phalanx_runtime.core.kv.eviction.tinylfu import Sketch
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -138,7 +138,7 @@ def test_adaptive_of_one_policy_is_that_policy() -> None:
 
 
 def test_a_lead_must_last_two_periods() -> None:
-    ghosts = Ghosts(4, {"lru": Lru, "lfu": Lfu})
+    ghosts = GhostCaches(4, {"lru": Lru, "lfu": Lfu})
     answers = []
     for key in [1, 1, 1, 2, 3, 4, 5] * 12:
         if ghosts.access(key):
@@ -148,7 +148,7 @@ def test_a_lead_must_last_two_periods() -> None:
 
 
 def test_ghosts_of_a_large_pool_see_a_sample() -> None:
-    ghosts = Ghosts(512 * 64, {"lru": Lru})
+    ghosts = GhostCaches(512 * 64, {"lru": Lru})
     seen = sum(key < ghosts._below for key in (int.from_bytes(k[:8], "little") for k in as_keys(range(6400))))
     assert 50 <= seen <= 150
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.core.ngram import AT_ONCE, LATEST, LONGEST, PLACES, Lookup
+from phalanx_runtime.core.ngram import AT_ONCE, LATEST, LONGEST, PLACES, NgramProposer
 
 
 def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:
@@ -28,7 +28,7 @@ def slow_find(tokens: Sequence[int], count: int) -> tuple[list[int], int]:
     return following[end:], best[0]
 
 
-def find(lookup: Lookup, tokens: Sequence[int], count: int) -> tuple[list[int], int]:
+def find(lookup: NgramProposer, tokens: Sequence[int], count: int) -> tuple[list[int], int]:
     """The best place alone; nothing and 0 where there is none."""
     lookup.enter(tokens, 1 << 30)
     return next(iter(lookup.find(tokens, count)), ([], 0))
@@ -37,7 +37,7 @@ def find(lookup: Lookup, tokens: Sequence[int], count: int) -> tuple[list[int], 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8), st.lists(st.integers(0, 60), max_size=6))
 def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], count: int, stops: list[int]) -> None:
     """However the tokens came: it looked before at some lengths, or not."""
-    lookup = Lookup()
+    lookup = NgramProposer()
     for length in sorted(stops):
         lookup.enter(tokens[:length], 1 << 30)
     tokens = tokens[max([0, *(stop for stop in stops if stop <= len(tokens))]) :] and tokens
@@ -48,11 +48,11 @@ def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], c
 
 
 def test_a_text_that_repeats_is_proposed_beyond_its_end() -> None:
-    assert find(Lookup(), [9, 1, 2, 3, 1, 2, 3, 1, 2], 8) == ([3, 1, 2, 3, 1, 2, 3, 1], 5)
+    assert find(NgramProposer(), [9, 1, 2, 3, 1, 2, 3, 1, 2], 8) == ([3, 1, 2, 3, 1, 2, 3, 1], 5)
 
 
 def test_a_long_prompt_is_entered_over_several_looks() -> None:
-    lookup, tokens = Lookup(), [at % 50 for at in range(2 * AT_ONCE + 100)]
+    lookup, tokens = NgramProposer(), [at % 50 for at in range(2 * AT_ONCE + 100)]
     looks = [(lookup.enter(tokens, AT_ONCE), bool(lookup.find(tokens, 4))) for _ in range(4)]
     assert looks == [(AT_ONCE, False), (AT_ONCE, False), (98, True), (0, True)]
 
@@ -60,7 +60,7 @@ def test_a_long_prompt_is_entered_over_several_looks() -> None:
 def test_a_lookup_of_a_very_long_text_stays_small_and_knows_its_latest_tokens() -> None:
     chance = random.Random(3)
     phrase, tokens = [chance.randrange(50_000) for _ in range(40)], [chance.randrange(50_000) for _ in range(6 * LATEST)]
-    lookup = Lookup()
+    lookup = NgramProposer()
     tracemalloc.start()
     for length in range(LATEST // 2, len(tokens), LATEST // 2):
         lookup.enter(tokens[:length], 1 << 30)

@@ -6,22 +6,22 @@ import pytest
 
 from phalanx_api import moves, wire
 from phalanx_runtime.core.migration.records import (
-    Begin,
     Drop,
     Freeze,
-    LetGo,
     MoveLimits,
-    Progress,
+    ReleaseMoved,
+    RequestProgress,
     Reserve,
-    Say,
+    SendFrame,
     SourceAction,
     StartCopy,
+    StartMoved,
     StopCopy,
     TargetAction,
     Unfreeze,
 )
-from phalanx_runtime.core.migration.source import MovesOut
-from phalanx_runtime.core.migration.target import MovesIn, Reserved
+from phalanx_runtime.core.migration.source import SourceMoves
+from phalanx_runtime.core.migration.target import PageReservation, TargetMoves
 from tests.runtime.fake_runner import make_request
 
 SIZE = 16
@@ -37,9 +37,9 @@ def asked(mode: moves.MoveMode = "precopy", held: int = 0, room: int = 0, handle
     return moves.MoveOut(MOVE, handle, 2, prepared(held, room), mode)
 
 
-def at(pages: float, step_s: float = 0.0) -> Progress:
+def at(pages: float, step_s: float = 0.0) -> RequestProgress:
     """A request with so many pages of tokens computed, and one token that is not."""
-    return Progress(int(pages * SIZE) + 1, int(pages * SIZE), step_s)
+    return RequestProgress(int(pages * SIZE) + 1, int(pages * SIZE), step_s)
 
 
 def copies(actions: list[SourceAction]) -> list[tuple[int, int, int | None]]:
@@ -47,7 +47,7 @@ def copies(actions: list[SourceAction]) -> list[tuple[int, int, int | None]]:
 
 
 def said(actions: list[SourceAction] | list[TargetAction]) -> list[object]:
-    return [one.frame for one in actions if isinstance(one, Say)]
+    return [one.frame for one in actions if isinstance(one, SendFrame)]
 
 
 def kinds(actions: list[SourceAction] | list[TargetAction]) -> list[type]:
@@ -58,7 +58,7 @@ def kinds(actions: list[SourceAction] | list[TargetAction]) -> list[type]:
 
 
 def test_full_pages_go_in_rounds_and_the_request_is_frozen_when_little_is_left() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     assert copies(source.ask(asked(held=32), 2, at(100.5), 0.0)) == [(2, 100, None)]
     assert copies(source.copied(MOVE, 100, at(140.5), 1.0)) == [(100, 140, None)]
     assert kinds(source.copied(MOVE, 140, at(150.5), 1.4)) == [Freeze]
@@ -68,22 +68,22 @@ def test_full_pages_go_in_rounds_and_the_request_is_frozen_when_little_is_left()
     assert (frozen.epoch, frozen.num_output, frozen.num_computed) == (2, 500, 2424)
     assert frozen.tail_s == pytest.approx(12 / 100)
     assert copies(last) == [(140, 152, 2424)]
-    assert kinds(source.release(MOVE)) == [StopCopy, LetGo]
+    assert kinds(source.release(MOVE)) == [StopCopy, ReleaseMoved]
     assert not len(source)
 
 
 def test_a_short_request_is_frozen_at_once() -> None:
-    assert kinds(MovesOut(SIZE).ask(asked(), 2, at(16), 0.0)) == [Freeze]
+    assert kinds(SourceMoves(SIZE).ask(asked(), 2, at(16), 0.0)) == [Freeze]
 
 
 def test_stop_mode_copies_nothing_before_the_freeze() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     assert kinds(source.ask(asked("stop"), 2, at(1000), 0.0)) == [Freeze]
     assert copies(source.stopped(MOVE, 9, at(1000), 0.0)) == [(0, 1000, 16000)]
 
 
 def test_a_rest_that_takes_less_than_a_step_is_no_reason_for_another_round() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     source.ask(asked(), 2, at(1000), 0.0)
     assert kinds(source.copied(MOVE, 1000, at(1030, step_s=0.05), 1.0)) == [Freeze]
 
@@ -94,7 +94,7 @@ def test_a_rest_that_takes_less_than_a_step_is_no_reason_for_another_round() -> 
     ids=["fast enough to wait for", "too slow"],
 )
 def test_a_copy_that_does_not_catch_up_ends(rate: float, outcome: type) -> None:
-    source, now, pages = MovesOut(SIZE), 0.0, 100
+    source, now, pages = SourceMoves(SIZE), 0.0, 100
     actions = source.ask(asked(), 2, at(pages), now)
     sent, rounds = 0, 0
     while rounds < 3 and copies(actions):
@@ -109,7 +109,7 @@ def test_a_copy_that_does_not_catch_up_ends(rate: float, outcome: type) -> None:
 
 
 def test_at_most_three_rounds() -> None:
-    source, now = MovesOut(SIZE), 0.0
+    source, now = SourceMoves(SIZE), 0.0
     actions = source.ask(asked(), 2, at(1000), now)
     ends = [1000, 1300, 1500, 1600]
     for end, nxt in pairwise(ends):
@@ -120,7 +120,7 @@ def test_at_most_three_rounds() -> None:
 
 
 def test_the_source_freezes_before_it_outgrows_the_room_and_never_sends_more() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     assert kinds(source.ask(asked(room=100 * SIZE), 2, at(99), 0.0)) == [Freeze]
     last = source.stopped(MOVE, 3, at(101), 0.0)
     assert copies(last) == [(0, 100, 1600)]
@@ -129,7 +129,7 @@ def test_the_source_freezes_before_it_outgrows_the_room_and_never_sends_more() -
 @pytest.mark.parametrize("state", ["copying", "stopping", "frozen"])
 @pytest.mark.parametrize("news", ["thaw", "failed", "late"])
 def test_going_on(state: str, news: str) -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     source.ask(asked("precopy" if state == "copying" else "stop"), 2, at(100), 0.0)
     if state == "frozen":
         source.stopped(MOVE, 3, at(100), 0.0)
@@ -143,7 +143,7 @@ def test_going_on(state: str, news: str) -> None:
             assert deadline is not None and not source.tick(deadline - 0.001)
             actions = source.tick(deadline)
     assert (Unfreeze in kinds(actions)) == (state != "copying")
-    assert StopCopy in kinds(actions) and LetGo not in kinds(actions)
+    assert StopCopy in kinds(actions) and ReleaseMoved not in kinds(actions)
     assert (said(actions) == []) == (news == "thaw")
     assert source.deadline is None
     assert not source.thaw(MOVE) and not source.release(MOVE) and not source.copied(MOVE, 100, at(100), 1.0)
@@ -151,7 +151,7 @@ def test_going_on(state: str, news: str) -> None:
 
 
 def test_a_frozen_request_waits_longer_for_the_router_than_the_router_for_the_target() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(1000), 0.0)
     frozen = said(source.stopped(MOVE, 3, at(1000), 0.0))[0]
     assert isinstance(frozen, moves.Frozen) and source.deadline is not None
@@ -159,46 +159,46 @@ def test_a_frozen_request_waits_longer_for_the_router_than_the_router_for_the_ta
 
 
 def test_the_request_that_ends_meanwhile_is_neither_thawed_nor_let_go() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(100), 0.0)
     actions = source.ended(7, "ended", "it finished")
-    assert kinds(actions) == [StopCopy, Say]
+    assert kinds(actions) == [StopCopy, SendFrame]
     assert source.move_of(7) is None and not source.ended(7, "ended", "again")
 
 
 @pytest.mark.parametrize("epoch", [None, 1, 3], ids=["no such request", "older epoch", "newer epoch"])
 def test_a_move_of_what_is_not_here_fails(epoch: int | None) -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     answer = source.ask(asked(), epoch, None if epoch is None else at(100), 0.0)
     assert [frame.code for frame in said(answer) if isinstance(frame, moves.MoveFailed)] == ["unknown"]
     assert not len(source)
 
 
 def test_asking_twice_starts_one_copy_and_a_newer_move_takes_the_place() -> None:
-    source = MovesOut(SIZE)
+    source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(100), 0.0)
     assert not source.ask(asked("stop"), 2, at(100), 0.0)
     newer = moves.MoveOut("r0:2", 7, 2, prepared(), "stop")
-    assert kinds(source.ask(newer, 2, at(100), 0.0)) == [StopCopy, Unfreeze, Say, Freeze]
+    assert kinds(source.ask(newer, 2, at(100), 0.0)) == [StopCopy, Unfreeze, SendFrame, Freeze]
     assert len(source) == 1
 
 
 # The target
 
 
-def reserved(held: int = 0) -> Reserved:
-    return Reserved(held, 1000, [moves.PageAddress("127.0.0.1", 1)], b"key")
+def reserved(held: int = 0) -> PageReservation:
+    return PageReservation(held, 1000, [moves.PageAddress("127.0.0.1", 1)], b"key")
 
 
-def opened(num_ranks: int = 2, held: int = 0, lease_s: float = 10.0) -> MovesIn:
-    target = MovesIn(num_ranks)
+def opened(num_ranks: int = 2, held: int = 0, lease_s: float = 10.0) -> TargetMoves:
+    target = TargetMoves(num_ranks)
     target.prepare(wire.Prepare(MOVE, make_request(100, 40), lease_s), 0.0)
     target.reserved(MOVE, reserved(held), 0.1)
     return target
 
 
 def test_a_request_begins_on_the_pages_that_every_rank_has() -> None:
-    target = MovesIn(2)
+    target = TargetMoves(2)
     (reserve,) = target.prepare(wire.Prepare(MOVE, make_request(100, 400)), 0.0)
     assert isinstance(reserve, Reserve) and reserve.num_tokens == 164
     assert said(target.reserved(MOVE, reserved(32), 0.1)) == [
@@ -208,12 +208,12 @@ def test_a_request_begins_on_the_pages_that_every_rank_has() -> None:
     assert not target.came(MOVE, 0, 5, 104, 0.3)
     assert said(target.came(MOVE, 1, 10, 104, 0.3)) == [moves.Arrived(MOVE, 104, 20)]
     begin, actions = target.submit(3, make_request(100, 400, delivered=[1] * 5), MOVE, 0.4)
-    assert isinstance(begin, Begin) and begin.num_computed == 104 and not actions
+    assert isinstance(begin, StartMoved) and begin.num_computed == 104 and not actions
     assert not len(target)
 
 
 def test_no_more_is_reserved_than_the_request_can_use() -> None:
-    (reserve,) = MovesIn(1).prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.0)
+    (reserve,) = TargetMoves(1).prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.0)
     assert isinstance(reserve, Reserve) and reserve.num_tokens == 140
 
 
@@ -233,13 +233,13 @@ def test_ranks_that_got_different_lengths_begin_nothing() -> None:
     target = opened()
     target.came(MOVE, 0, 1, 100, 0.2)
     actions = target.came(MOVE, 1, 1, 99, 0.2)
-    assert kinds(actions) == [Drop, Say] and not len(target)
+    assert kinds(actions) == [Drop, SendFrame] and not len(target)
 
 
 @pytest.mark.parametrize("state", ["reserving", "open", "arrived"])
 @pytest.mark.parametrize("news", ["cancel", "failed", "late", "early submit"])
 def test_pages_are_given_back_once(state: str, news: str) -> None:
-    target = MovesIn(1)
+    target = TargetMoves(1)
     target.prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.0)
     if state != "reserving":
         target.reserved(MOVE, reserved(), 0.0)
@@ -278,7 +278,7 @@ def test_a_move_that_is_over_is_not_prepared_again() -> None:
 
 
 def test_a_cancel_that_overtakes_its_prepare_holds() -> None:
-    target = MovesIn(1)
+    target = TargetMoves(1)
     target.cancel(MOVE, 0.0)
     assert not target.prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.5)
 
@@ -288,11 +288,11 @@ def test_the_lease_lasts_while_pages_come() -> None:
     for second in range(1, 30):
         target.came(MOVE, 0, 1, None, float(second))
         assert not target.tick(float(second))
-    assert kinds(target.tick(40.0)) == [Drop, Say]
+    assert kinds(target.tick(40.0)) == [Drop, SendFrame]
 
 
 def test_no_room_is_said() -> None:
-    target = MovesIn(1)
+    target = TargetMoves(1)
     target.prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.0)
     assert [f.code for f in said(target.refused(MOVE, "no_room", "no pages", 0.1)) if isinstance(f, moves.MoveFailed)] == [
         "no_room"

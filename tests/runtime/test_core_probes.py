@@ -13,12 +13,12 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.speculation.config import Speculating
-from phalanx_runtime.core.speculation.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing, rest_behind
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.core.speculation.probing import LONGEST_REST, PROBE_EVERY, PROBE_SHARE, Probing, tokens_after
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from tests.runtime.fake_runner import VOCAB, FakeRunner, make_request
 from tests.runtime.test_core_speculation import running_request, scheduler
 
@@ -40,7 +40,7 @@ class Wrong(FakeRunner):
 def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
     """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
     runner = Wrong(60, 4)
-    made = scheduler(runner, Speculating("draft", 4, drafts=DRAFTS))
+    made = scheduler(runner, SpeculationConfig("draft", 4, drafts=DRAFTS))
     made.submit(1, make_request(5, 150))
     while not made.is_idle():
         plan = made.schedule()
@@ -54,7 +54,7 @@ def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
 def drafting_steps(runner: FakeRunner, max_tokens: int, pass_s: float) -> list[bool]:
     """Which steps of one request draft, where a step takes 20 ms and a pass of the draft this long."""
     limits = Limits(4 * max_tokens, 4, 64)
-    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 4, drafts=DRAFTS)))
+    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 4, drafts=DRAFTS)))
     made.submit(1, make_request(5, max_tokens))
     while not made.is_idle():
         plan = made.schedule()
@@ -84,16 +84,16 @@ def test_dear_probes_take_little_of_the_time() -> None:
     ids=["cheap", "dear", "four in vain", "twelve in vain", "twice the last rest", "dearer", "the longest rest"],
 )
 def test_the_next_probe_waits_for_what_the_last_one_cost(over: float, rest: int, num_vain: int, steps: int) -> None:
-    assert rest_behind(over, rest, num_vain) == steps
+    assert tokens_after(over, rest, num_vain) == steps
 
 
 @given(st.floats(0.0, 50.0), st.integers(PROBE_EVERY, LONGEST_REST), st.integers(0, 1000))
 def test_no_rest_takes_more_than_its_share_nor_is_too_long(over: float, rest: int, num_vain: int) -> None:
     """A share is not held where that would take more than twice the last rest, or than the longest."""
-    steps = rest_behind(over, rest, num_vain)
+    steps = tokens_after(over, rest, num_vain)
     assert PROBE_EVERY <= steps <= LONGEST_REST and steps <= 2 * rest
     assert over <= PROBE_SHARE * steps + 1e-9 or steps in (2 * rest, LONGEST_REST)
-    assert rest_behind(over, rest, num_vain + 1) >= steps
+    assert tokens_after(over, rest, num_vain + 1) >= steps
 
 
 def test_where_drafts_never_pay_probes_take_less_and_less_of_the_time() -> None:
@@ -115,10 +115,10 @@ def test_a_pause_in_a_probe_doubles_the_rest_at_most(pause_s: float) -> None:
     """Whatever a probe seemed to cost, the next comes within twice the steps; a cheap one changes nothing. The first two come one
     behind the other, for nothing is known of the draft."""
     request = running_request([8] * 3, "draft", pages=2)
-    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), Speculating("draft", drafts=DRAFTS))
+    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), SpeculationConfig("draft", drafts=DRAFTS))
     probed, model = [], StepModel(0.001, 1.0, 0, 0.0, 0.0)
     for step in range(6 * PROBE_EVERY):
-        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
         making.describe_plain()
         speculator.propose(making, model, 0, False)
         if making.chunks[0].depth:
@@ -135,11 +135,14 @@ def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
     assert request.proposing is not None
     request.proposing.tree, request.row, request.sent = Tree([3], "static"), 0, 1
     speculator = Speculator(
-        Limits(100_000, 1, 400), PagePool(8, 4), Speculating("ngram"), lambda _row, tokens, _index: 0 if tokens[0] == 5 else 4
+        Limits(100_000, 1, 400),
+        PagePool(8, 4),
+        SpeculationConfig("ngram"),
+        lambda _row, tokens, _index: 0 if tokens[0] == 5 else 4,
     )
     made = []
     for step in range(PROBE_EVERY + 1):
-        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
         speculator.propose(making, StepModel(0.001, 1.0, 0, 0.0, 0.0), 0, False)
         made.append(making.chunks[0].proposed)
     assert made == [[]] * PROBE_EVERY + [[6]]
@@ -150,7 +153,7 @@ def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None
     """Steps of 10 ms and 1 ms for each token, a target of 20 ms, and passes of 0.5 ms, but half a second for the first of all."""
     runner = FakeRunner(60, 4)
     limits = Limits(200, 4, 64, itl_target_s=0.020)
-    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
+    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 8, drafts=DRAFTS)))
     made.submit(1, make_request(5, 190))
     slow = 0
     while not made.is_idle():
@@ -168,7 +171,9 @@ def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None
 def test_what_a_pass_takes_is_found_by_few_drafts_of_few_requests() -> None:
     """Sixteen requests whose prompts the draft has not computed, and a draft that never pays: it is known after some steps."""
     runner = Wrong(2000, 4)
-    made = make_scheduler(Limits(400, 16, 512), runner.pool, Rules(speculating=Speculating("draft", 4, drafts=DRAFTS)))
+    made = make_scheduler(
+        Limits(400, 16, 512), runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 4, drafts=DRAFTS))
+    )
     for handle in range(16):
         made.submit(handle, make_request(20, 150, seed=handle))
     while not made.is_idle():
@@ -204,10 +209,10 @@ UNPAYING = StepModel(0.001, 1.0, 0, 0.0, 0.0)
 def test_steps_with_prompts_that_teach_nothing_of_a_draft_do_not_each_try_it() -> None:
     """A saturated server: a prompt chunk in every step, and nothing known of passes."""
     request = running_request([8] * 3, "draft", pages=2)
-    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), Speculating("draft", drafts=DRAFTS))
+    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), SpeculationConfig("draft", drafts=DRAFTS))
     tried = 0
     for step in range(10 * PROBE_EVERY):
-        making = Making(step, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1)])
+        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
         speculator.propose(making, UNPAYING, 0, True)
         tried += making.chunks[0].depth
     assert 0 < tried <= 10
@@ -220,8 +225,10 @@ def test_what_a_pass_takes_is_asked_of_a_draft_and_not_of_a_lookup() -> None:
     pool = PagePool(40, 4)
     for request in (found, lacking):
         request.pages = pool.take(len(request.pages)) or []
-    speculator = Speculator(Limits(100_000, 2, 400), pool, Speculating("draft", drafts=DRAFTS))
-    making = Making(0, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in (found, lacking)])
+    speculator = Speculator(Limits(100_000, 2, 400), pool, SpeculationConfig("draft", drafts=DRAFTS))
+    making = StepBuilder(
+        0, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in (found, lacking)]
+    )
     speculator.propose(making, StepModel(0.001, 0.0007, 0, 0.0, 0.0), 0, False)
     assert [(chunk.depth, len(chunk.behind)) for chunk in making.chunks] == [(0, 0), (1, 29)]
 
@@ -261,8 +268,8 @@ def test_steps_of_requests_that_want_no_proposals_reckon_nothing(methods: list[M
     requests = [running_request([8, 1, 2, 5, 7, 1, 2], method, pages=2) for method in methods]
     for request, method in zip(requests, methods, strict=True):
         request.proposing = None if method == "none" else request.proposing
-    speculator = Speculator(Limits(100_000, 2, 400), PagePool(8, 4), Speculating("none"))
-    making = Making(1, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
+    speculator = Speculator(Limits(100_000, 2, 400), PagePool(8, 4), SpeculationConfig("none"))
+    making = StepBuilder(1, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in requests])
     model = Asked(0.008, 0.001, 0, 0.0, 0.0)
     speculator.propose(making, model, 2, False)
     assert bool(model.times) == is_asked

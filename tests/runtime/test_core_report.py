@@ -9,11 +9,11 @@ from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.kv.sharing import HeavyPrefixes, depths
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.kv.sharing import HotPrefixes, depths
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
-from phalanx_runtime.rank.step.paths import Drafted, filled
+from phalanx_runtime.rank.step.paths import DraftedPath, filled
 from tests.runtime.fake_runner import FakeRunner, make_request, next_token
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=32, max_waiting=4)
@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(self, num_pages: int = 100, limits: Limits = LIMITS) -> None:
         self.runner = FakeRunner(num_pages, 4)
-        self.scheduler = make_scheduler(limits, self.runner.pool, Rules(eviction_policy="lru"))
+        self.scheduler = make_scheduler(limits, self.runner.pool, SchedulerConfig(eviction_policy="lru"))
         self.now = 0.0
 
     def submit(self, handle: int, request: wire.Request) -> Refuse | wire.Finished | None:
@@ -195,7 +195,7 @@ def test_depths_grow_by_a_half_at_most() -> None:
 
 
 def test_the_longest_prefix_that_many_share_is_told_with_its_share() -> None:
-    heavy = HeavyPrefixes()
+    heavy = HotPrefixes()
     for i in range(400):
         if i % 2:
             heavy.add([*keys_of("system", 12), *keys_of(f"own{i}-", 4)], 300)
@@ -208,7 +208,7 @@ def test_the_longest_prefix_that_many_share_is_told_with_its_share() -> None:
 
 
 def test_two_branches_of_one_prefix_are_told_beside_it() -> None:
-    heavy = HeavyPrefixes()
+    heavy = HotPrefixes()
     for i in range(100):
         heavy.add([*keys_of("root", 2), *keys_of(f"branch{i % 2}-", 2), *keys_of(f"own{i}-", 9)], 100)
     told = {prefix.key: round(prefix.token_share, 1) for prefix in heavy.heaviest() if prefix.token_share > 0.2}
@@ -216,7 +216,7 @@ def test_two_branches_of_one_prefix_are_told_beside_it() -> None:
 
 
 def test_no_share_is_told_that_is_too_high_and_no_more_than_eight() -> None:
-    heavy = HeavyPrefixes()
+    heavy = HotPrefixes()
     for i in range(3000):
         heavy.add(keys_of(f"{i % 700}-", 3), 50)
     told = heavy.heaviest()
@@ -225,7 +225,7 @@ def test_no_share_is_told_that_is_too_high_and_no_more_than_eight() -> None:
 
 
 def test_what_was_heavy_fades() -> None:
-    heavy = HeavyPrefixes()
+    heavy = HotPrefixes()
     heavy.decay(0.0)
     for _ in range(10):
         heavy.add(keys_of("old", 2), 100)
@@ -251,14 +251,14 @@ class Right(FakeRunner):
     """Drafts that are never wrong."""
 
     def _drafted(self, plan: StepPlan) -> StepPlan:
-        drafted: list[Drafted] = []
+        drafted: list[DraftedPath] = []
         for path in plan.paths:
             row, start = plan.rows[path.request], plan.starts[path.request]
             context = [self._slots[self._slot(row, at)] for at in range(start)] + [plan.tokens[sum(plan.counts[: path.request])]]
             known = [token for token in context if token is not None]
             for _ in range(path.depth):
                 known.append(next_token(known, self._seeds[row]))
-            drafted.append(Drafted(known[start + 1 :]))
+            drafted.append(DraftedPath(known[start + 1 :]))
         return filled(plan, drafted)
 
 
@@ -266,8 +266,8 @@ def test_where_steps_give_several_tokens_pages_run_out_so_much_sooner() -> None:
     """Every step gives four tokens and takes a second and a half: what is told as time until the pages are full comes true."""
     engine = Engine(num_pages=150)
     engine.runner = Right(150, 4)
-    speculating = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
-    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, Rules(eviction_policy="lru", speculating=speculating))
+    speculating = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, SchedulerConfig(eviction_policy="lru", speculating=speculating))
     for handle in range(3):
         engine.submit(handle, make_request(8, 240, seed=handle))
     for _ in range(35):
@@ -284,8 +284,8 @@ def test_where_steps_give_several_tokens_pages_run_out_so_much_sooner() -> None:
 def test_by_how_much_tokens_come_faster_is_told() -> None:
     engine = Engine(num_pages=100)
     engine.runner = Right(100, 4)
-    speculating = Speculating("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
-    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, Rules(speculating=speculating))
+    speculating = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, SchedulerConfig(speculating=speculating))
     for handle in range(6):
         engine.submit(handle, msgspec.structs.replace(make_request(8, 60, seed=handle), speculation=Speculation("none")))
     while engine.scheduler.load(0).running or engine.scheduler.load(0).waiting:

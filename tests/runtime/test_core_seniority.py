@@ -5,7 +5,7 @@ import pytest
 
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
@@ -15,7 +15,7 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 @pytest.mark.parametrize(("waited_s", "preempted"), [(0.0, "moved"), (5.0, "own")], ids=["younger", "older"])
 def test_the_youngest_is_preempted_wherever_it_came_first(policy: SchedulingPolicy, waited_s: float, preempted: str) -> None:
     runner = FakeRunner(12, 4)
-    scheduler = make_scheduler(LIMITS, runner.pool, Rules(scheduling_policy=policy))
+    scheduler = make_scheduler(LIMITS, runner.pool, SchedulerConfig(scheduling_policy=policy))
     moved = make_request(12, 26, seed=2)
     moved = msgspec.structs.replace(moved, epoch=1, delivered=[1], waited_ms=waited_s * 1e3, ttft_target_ms=1e3)
     own = msgspec.structs.replace(make_request(12, 26, seed=1), ttft_target_ms=1e3)
@@ -36,7 +36,9 @@ def test_the_youngest_is_preempted_wherever_it_came_first(policy: SchedulingPoli
 def test_a_request_that_waited_elsewhere_has_aged() -> None:
     runner = FakeRunner(40, 4)
     scheduler = make_scheduler(
-        Limits(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64), runner.pool, Rules(scheduling_policy="priority")
+        Limits(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64),
+        runner.pool,
+        SchedulerConfig(scheduling_policy="priority"),
     )
     requests = {1: make_request(4, 2), 2: make_request(4, 2, seed=2), 3: make_request(4, 2, seed=3)}
     requests[3] = msgspec.structs.replace(requests[3], priority=1, waited_ms=31e3)

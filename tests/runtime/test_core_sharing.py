@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
@@ -18,9 +18,9 @@ PROMPT = [(7 * i * i) % 50 for i in range(39)]
 class Engine:
     """A scheduler with its fake ranks, run to the end, and what they computed."""
 
-    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS, rules: Rules | None = None) -> None:
+    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS, rules: SchedulerConfig | None = None) -> None:
         self.runner = FakeRunner(num_pages, 4)
-        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, rules or Rules(eviction_policy="lru"))
+        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, rules or SchedulerConfig(eviction_policy="lru"))
         self.finished: dict[int, wire.Finished] = {}
         self.outputs: dict[int, list[int]] = {}
 
@@ -135,7 +135,7 @@ def test_a_request_for_details_of_its_prompt_computes_all_of_it_and_others_share
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
-    engine = Engine(rules=Rules(prefix_caching=False))
+    engine = Engine(rules=SchedulerConfig(prefix_caching=False))
     engine.serve(siblings(3))
     assert (engine.scheduler.sharing.hit_tokens, engine.copies) == (0, 0)
     assert engine.computed == 3 * (39 + 2)

@@ -14,35 +14,37 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Speculation, Tree
-from phalanx_runtime.core.acceptance import Shares, add_tree, draft_grade, lookup_grade, share_of
+from phalanx_runtime.core.acceptance import AcceptanceRates, acceptance_rate_of, add_tree, draft_grade, ngram_grade
 from phalanx_runtime.core.admission import Limits, Refuse
 from phalanx_runtime.core.draft_tree import OWN, levels, places
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.ngram import AT_ONCE, Proposing
+from phalanx_runtime.core.ngram import AT_ONCE, RequestSpeculation
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.request import make_request as new_request
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Speculating
-from phalanx_runtime.core.speculation.draft_length import MARGIN, Offer, StepCosts, choose_depths
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.core.speculation.draft_length import MARGIN, DraftCandidate, StepCosts, choose_draft_lengths
 from phalanx_runtime.core.speculation.offers import looked_up
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from phalanx_runtime.rank.step.paths import NO_TOKEN
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
 
 
-def speculated(speculating: Speculating, requests: Sequence[Request], num_pages: int, running: int = 0) -> list[Chunk]:
+def speculated(
+    speculating: SpeculationConfig, requests: Sequence[Request], num_pages: int, running: int = 0
+) -> list[ScheduledChunk]:
     """What one step proposes behind the last tokens of requests that have their pages."""
     limits = Limits(100_000, len(requests), 400)
     pool = PagePool(num_pages + sum(len(request.pages) for request in requests), 4)
     for request in requests:
         request.pages = pool.take(len(request.pages)) or []
     speculator = Speculator(limits, pool, speculating)
-    making = Making(1, draft_room=400, chunks=[Chunk(request, len(request.tokens) - 1, 1) for request in requests])
+    making = StepBuilder(1, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in requests])
     speculator.propose(making, None, running, False)
     return making.chunks
 
@@ -51,14 +53,14 @@ def running_request(tokens: list[int], method: Method, pages: int = 0) -> Reques
     """One with an output token. `pages`: those that it has beside the ones for its tokens."""
     asked = make_request(tokens[:-1], 10_000, delivered=tokens[-1:])
     request = new_request(1, 1, asked, 100_000)
-    request.proposing = Proposing(method, 4)
+    request.proposing = RequestSpeculation(method, 4)
     request.computed, request.pages = len(tokens) - 1, [0] * (-(-len(tokens) // 4) + pages)
     return request
 
 
 def test_a_step_enters_no_more_for_many_long_prompts_than_for_one() -> None:
     requests = [running_request([at % 50 for at in range(AT_ONCE // 2 + 2)], "ngram", pages=2) for _ in range(4)]
-    setting = Speculating("ngram", 4, False)
+    setting = SpeculationConfig("ngram", 4, False)
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 0, 0]
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 4, 4]
 
@@ -69,7 +71,7 @@ def test_a_request_without_a_page_for_proposals_leaves_others_what_drafts_may_ca
     def wants(pages: int) -> Request:
         return running_request([7] * 300, "draft", pages)
 
-    setting = Speculating("draft", 4, False, DRAFTS)
+    setting = SpeculationConfig("draft", 4, False, DRAFTS)
     both = speculated(setting, [wants(2), wants(2)], 1)
     assert [(chunk.depth, len(chunk.behind)) for chunk in both] == [(4, 299), (0, 0)]
     second = speculated(setting, [wants(0), wants(2)], 1, running=9)
@@ -88,21 +90,21 @@ class Counted(list[float]):
 
 def test_proposals_are_ordered_once_whatever_drafts_cost_and_not_at_all_where_none_can_pay() -> None:
     chances = Counted(0.9**at for at in range(1, 17))
-    paying = choose_depths([Offer(chances, True)], StepCosts(1.0, lambda count: 0.001 * count, 0.001), 1, 100)
+    paying = choose_draft_lengths([DraftCandidate(chances, True)], StepCosts(1.0, lambda count: 0.001 * count, 0.001), 1, 100)
     assert len(paying.taken[0]) == 16 and chances.reads == 2, "for their sum, and for their order"
     chances.reads = 0
-    assert choose_depths([Offer(chances, True)], StepCosts(1.0, lambda count: 0.0), 10_000, 100).taken == [[]]
+    assert choose_draft_lengths([DraftCandidate(chances, True)], StepCosts(1.0, lambda count: 0.0), 10_000, 100).taken == [[]]
     assert chances.reads == 1
 
 
 def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
-    engine, own = Shares(0.99), Shares(0.9)
+    engine, own = AcceptanceRates(0.99), AcceptanceRates(0.9)
     line, parents = [([1, 2, 3], 4)], [-1, 0, 1]
 
     def chances() -> list[float]:
-        return looked_up(share_of(own, engine), 3, (), line).chances
+        return looked_up(acceptance_rate_of(own, engine), 3, (), line).chances
 
-    grades = looked_up(share_of(own, engine), 3, (), line).grades
+    grades = looked_up(acceptance_rate_of(own, engine), 3, (), line).grades
     assert chances() == [0.5, 0.25, 0.125]
     for _ in range(50):
         add_tree(engine, parents, grades, [0, 1, 2])
@@ -110,12 +112,12 @@ def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
     for _ in range(20):
         add_tree(own, parents, grades, [])
     assert chances()[0] < 0.4
-    every = [grade(at, place) for grade in (lookup_grade, draft_grade) for at in range(16) for place in range(8)]
+    every = [grade(at, place) for grade in (ngram_grade, draft_grade) for at in range(16) for place in range(8)]
     assert len(set(every)) == 8 * 5 + 8 * 16, "five magnitudes, and sixteen levels"
 
 
 def test_what_was_not_looked_at_teaches_nothing() -> None:
-    shares = Shares(0.9)
+    shares = AcceptanceRates(0.9)
     add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0])
     assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.4, 0.5]
     add_tree(shares, [-1, -1, 1, 0], [-11, -12, -13, -14], [1])
@@ -127,14 +129,14 @@ CHANCES = st.lists(st.floats(0.01, 0.99), max_size=4).map(lambda some: sorted(so
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.builds(Offer, CHANCES, st.booleans()), min_size=1, max_size=3),
+    st.lists(st.builds(DraftCandidate, CHANCES, st.booleans()), min_size=1, max_size=3),
     st.floats(0, 0.5),
     st.floats(0, 0.5),
     st.integers(0, 8),
     st.integers(1, 6),
 )
 def test_depths_are_the_fastest_of_all_that_there_are(
-    offers: list[Offer], token_s: float, pass_s: float, room: int, others: int
+    offers: list[DraftCandidate], token_s: float, pass_s: float, room: int, others: int
 ) -> None:
     decodes = len(offers) + others
 
@@ -143,7 +145,7 @@ def test_depths_are_the_fastest_of_all_that_there_are(
         passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes)
 
-    found = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
+    found = choose_draft_lengths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
     chosen = [len(taken) for taken in found.taken]
     assert sum(chosen) <= room
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
@@ -156,7 +158,7 @@ def test_under_load_nothing_is_proposed_and_alone_much() -> None:
 
     def deepest(decodes: int, chance: float) -> int:
         costs = StepCosts(0.009 + 0.001 * decodes, lambda count: 0.001 * count)
-        taken = choose_depths([Offer([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000).taken
+        taken = choose_draft_lengths([DraftCandidate([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000).taken
         return max(map(len, taken))
 
     assert [deepest(1, chance) for chance in (0.05, 0.3, 0.6, 0.9)] == [0, 1, 3, 8]
@@ -164,16 +166,19 @@ def test_under_load_nothing_is_proposed_and_alone_much() -> None:
 
 
 def test_before_any_step_was_measured_likely_proposals_are_made() -> None:
-    assert choose_depths([Offer([0.9, 0.5, 0.3]), Offer([0.3, 0.2], True)], None, 2, 10).taken == [[0, 1], []]
-    assert choose_depths([Offer([0.9, 0.5]), Offer([0.8])], None, 2, 2).taken == [[0], [0]]
+    assert choose_draft_lengths([DraftCandidate([0.9, 0.5, 0.3]), DraftCandidate([0.3, 0.2], True)], None, 2, 10).taken == [
+        [0, 1],
+        [],
+    ]
+    assert choose_draft_lengths([DraftCandidate([0.9, 0.5]), DraftCandidate([0.8])], None, 2, 2).taken == [[0], [0]]
 
 
 def test_a_tree_pays_a_pass_for_each_level_alone() -> None:
     """Two tokens for the first place and one behind each: three proposals in one pass, where a second pass does not pay."""
-    tree = Offer([0.5, 0.4, 0.3, 0.2], is_drafted=True, levels=[0, 0, 1, 0])
+    tree = DraftCandidate([0.5, 0.4, 0.3, 0.2], is_drafted=True, levels=[0, 0, 1, 0])
 
     def taken(pass_s: float) -> list[list[int]]:
-        return choose_depths([tree], StepCosts(1.0, lambda count: 0.01 * count, pass_s), 1, 10).taken
+        return choose_draft_lengths([tree], StepCosts(1.0, lambda count: 0.01 * count, pass_s), 1, 10).taken
 
     assert taken(0.01) == [[0, 1, 2, 3]] and taken(0.2) == [[0, 1, 3]] and taken(5.0) == [[]]
 
@@ -189,7 +194,7 @@ def test_trees_are_made_where_they_promise_more_than_chains_and_cost_no_more() -
                 lines[node] = [*lines[parent], right if (right % 3 == 0) == place else right ^ 64]
             return [lines[node][-1] for node in range(len(parents))]
 
-    tree = Speculating("draft", 6, drafts=DRAFTS, tree=Tree([2, 2, 2], "static"))
+    tree = SpeculationConfig("draft", 6, drafts=DRAFTS, tree=Tree([2, 2, 2], "static"))
     for dear_s, share in ((0.0, (0.5, 1.0)), (0.02, (0.0, 0.4))):
         runner = Irregular(60, 4)
         made = scheduler(runner, tree)
@@ -232,12 +237,12 @@ def test_noise_far_above_the_cost_of_a_proposal_does_not_hide_it() -> None:
     assert 0.0002 < cost.costs(model, plain).extra_s(1) < 0.002
 
 
-def scheduler(runner: FakeRunner, speculating: Speculating, max_num_seqs: int = 4) -> Scheduler:
-    return make_scheduler(Limits(200, max_num_seqs, 64), runner.pool, Rules(speculating=speculating))
+def scheduler(runner: FakeRunner, speculating: SpeculationConfig, max_num_seqs: int = 4) -> Scheduler:
+    return make_scheduler(Limits(200, max_num_seqs, 64), runner.pool, SchedulerConfig(speculating=speculating))
 
 
 def test_a_method_that_is_not_offered_is_refused_by_its_field_but_a_begun_stream_goes_on() -> None:
-    made = scheduler(FakeRunner(40, 4), Speculating())
+    made = scheduler(FakeRunner(40, 4), SpeculationConfig())
     asked = make_request(5, 6)
     refused = made.submit(1, wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=Speculation("draft")))
     assert isinstance(refused, Refuse) and refused.status == 400 and refused.code == "unsupported_speculation"
@@ -264,7 +269,7 @@ def test_a_request_asks_for_its_own_method_and_depth() -> None:
         (Speculation("draft", 99), 16),
     ):
         runner = FakeRunner(60, 4)
-        made = scheduler(runner, Speculating("draft", 3, False, DRAFTS))
+        made = scheduler(runner, SpeculationConfig("draft", 3, False, DRAFTS))
         asked = make_request(5, 60)
         request = wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=wanted)
         assert made.submit(1, request) is None
@@ -279,14 +284,14 @@ def test_no_more_is_proposed_than_the_request_may_still_draw(method: Method) -> 
     for left in (1, 2, 3, 9):
         request = running_request([1, 2, 3, 4] * 5, method, pages=2)
         request.max_len = len(request.tokens) + left
-        [chunk] = speculated(Speculating(method, 4, False, DRAFTS), [request], 8)
+        [chunk] = speculated(SpeculationConfig(method, 4, False, DRAFTS), [request], 8)
         proposed[left] = chunk.depth
     assert proposed == {1: 0, 2: 1, 3: 2, 9: 4}
 
 
 def test_ranks_that_lost_their_draft_are_asked_no_more() -> None:
     runner = FakeRunner(60, 4)
-    made = scheduler(runner, Speculating("draft", 3, False, DRAFTS))
+    made = scheduler(runner, SpeculationConfig("draft", 3, False, DRAFTS))
     made.submit(1, make_request(5, 40))
     for turn in range(5):
         plan = made.schedule()
@@ -314,7 +319,7 @@ class Mute(FakeRunner):
 @pytest.mark.parametrize("tree", [Tree(), Tree([2, 2], "static"), Tree([2, 2])], ids=["chain", "static", "best first"])
 def test_what_was_not_drafted_counts_as_no_proposal(tree: Tree) -> None:
     runner = Short(80, 4)
-    made = scheduler(runner, Speculating("draft", 8, False, DRAFTS, tree=tree))
+    made = scheduler(runner, SpeculationConfig("draft", 8, False, DRAFTS, tree=tree))
     made.submit(1, make_request(5, 100))
     finish(runner, made)
     counts = made.speculator.counts()
@@ -327,7 +332,7 @@ def test_what_was_not_drafted_counts_as_no_proposal(tree: Tree) -> None:
 
 def test_a_draft_that_says_nothing_proposes_nothing() -> None:
     runner = Mute(80, 4)
-    made = scheduler(runner, Speculating("draft", 4, False, DRAFTS))
+    made = scheduler(runner, SpeculationConfig("draft", 4, False, DRAFTS))
     made.submit(1, make_request(5, 40))
     finish(runner, made)
     assert any(plan.paths for plan in runner.plans)
@@ -335,7 +340,7 @@ def test_a_draft_that_says_nothing_proposes_nothing() -> None:
 
 
 def test_what_fills_up_a_grown_tree_teaches_nothing_and_an_empty_place_of_an_asked_one_does() -> None:
-    shares = Shares(0.9)
+    shares = AcceptanceRates(0.9)
     add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0, 1], unasked={2})
     assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.6, 0.5]
     add_tree(shares, [-1, 0, 1], [-11, -12, -13], [0, 1])
@@ -346,9 +351,13 @@ def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals(
     """A step of 10 ms and 1 ms for each proposal: what pays is cut where the target is, and a pass of the draft counts."""
     for limit_s, depths in ((math.inf, [8]), (0.0141, [4]), (0.0105, [0]), (0.005, [0])):
         costs = StepCosts(0.010, lambda count: 0.001 * count, limit_s=limit_s)
-        assert [len(taken) for taken in choose_depths([Offer([0.95**at for at in range(1, 9)])], costs, 1, 100).taken] == depths
+        assert [
+            len(taken) for taken in choose_draft_lengths([DraftCandidate([0.95**at for at in range(1, 9)])], costs, 1, 100).taken
+        ] == depths
     costs = StepCosts(0.010, lambda count: 0.001 * count, 0.001, limit_s=0.0141)
-    assert choose_depths([Offer([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100).taken == [[0, 1]]
+    assert choose_draft_lengths([DraftCandidate([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100).taken == [
+        [0, 1]
+    ]
 
 
 def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() -> None:
@@ -357,8 +366,8 @@ def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() ->
 
     def depths(limit_s: float, *behind_s: float) -> list[int]:
         chances = [[0.95, 0.94, 0.93], [0.8, 0.7, 0.6]]
-        offers = [Offer(some, True, behind_s=one) for some, one in zip(chances, behind_s, strict=True)]
-        return [len(taken) for taken in choose_depths(offers, replace(costs, limit_s=limit_s), 2, 100).taken]
+        offers = [DraftCandidate(some, True, behind_s=one) for some, one in zip(chances, behind_s, strict=True)]
+        return [len(taken) for taken in choose_draft_lengths(offers, replace(costs, limit_s=limit_s), 2, 100).taken]
 
     assert depths(0.0141, 0.0, 0.0) == [3, 3]
     assert depths(0.01415, 0.003, 0.0) == [1, 1]
@@ -369,15 +378,15 @@ def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() ->
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.builds(Offer, CHANCES, st.booleans()), min_size=1, max_size=3),
+    st.lists(st.builds(DraftCandidate, CHANCES, st.booleans()), min_size=1, max_size=3),
     st.floats(0, 0.5),
     st.floats(0, 0.5),
     st.floats(0.5, 3.0),
 )
 def test_however_likely_proposals_are_the_target_holds(
-    offers: list[Offer], token_s: float, pass_s: float, limit_s: float
+    offers: list[DraftCandidate], token_s: float, pass_s: float, limit_s: float
 ) -> None:
-    found = choose_depths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
+    found = choose_draft_lengths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
     depths = [len(taken) for taken in found.taken]
     passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
     assert not any(depths) or 1 + token_s * sum(depths) + pass_s * passes <= limit_s
@@ -388,7 +397,7 @@ def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: floa
     """Steps of 10 ms and 1 ms for each token, every third draft wrong: two proposals are best, if the target allows them."""
     runner = FakeRunner(60, 4)
     limits = Limits(200, 4, 64, itl_target_s=None if target_ms is None else target_ms / 1e3)
-    made = make_scheduler(limits, runner.pool, Rules(speculating=Speculating("draft", 8, drafts=DRAFTS)))
+    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 8, drafts=DRAFTS)))
     made.submit(1, make_request(5, 190))
     times_ms = []
     while not made.is_idle():

@@ -19,7 +19,7 @@ from phalanx_runtime.model.decoder.exit import Exit, read_exit
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.drafting.draft_model import DraftModel, ToldDraft
+from phalanx_runtime.rank.drafting.draft_model import DraftModel, RemoteDraft
 from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.drafting.self_draft import SelfDraft
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
@@ -89,7 +89,7 @@ def failing_model(
     draft: Path, steps: int, target: Model, caches: list[LayerCache], pool: PoolShape, peers: Collective
 ) -> Proposer:
     if peers.rank:
-        return ToldDraft(peers)
+        return RemoteDraft(peers)
     form = Form(torch.float64, CPU, PLAIN, 256)
     model = Failing(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
     own = make_caches(model.kv, pool.num_pages, PAGE_SIZE, torch.float64, CPU)

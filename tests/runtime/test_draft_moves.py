@@ -13,7 +13,7 @@ import torch
 from bench.mover import Mover
 from phalanx_api import moves, wire
 from phalanx_api.speculation import CHAIN, Speculation, Tree, TreeShape
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, Group, running_group
 from tests.runtime.moving_requests import KINDS, make_request, moved_to_and_fro, undisturbed
@@ -63,7 +63,7 @@ def run(
             method = way.get("speculative_method", "none")
             drafts = frozenset({method} - {"none"})
             rules = replace(
-                RULES, speculating=Speculating(method, 6 if tree.widths else 3, is_adaptive=False, drafts=drafts, tree=tree)
+                RULES, speculating=SpeculationConfig(method, 6 if tree.widths else 3, is_adaptive=False, drafts=drafts, tree=tree)
             )
             build = Build(torch.float64, num_pages=120, speculative=way)
             groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from phalanx_runtime.checkpoint.assets import difference
+from phalanx_runtime.checkpoint.assets import tokenizer_difference
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.errors import ModelError
@@ -174,9 +174,9 @@ def test_tokenizers_of_other_kinds_are_compared_token_by_token(tmp_path: Path) -
     again = write("again", '{"model": {"vocab": {"b": 1, "a": 0}}, "added_tokens": [{"id": 2, "content": "<s>"}]}')
     pieces = write("pieces", '{"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}')
     broken = write("broken", '{"model": 7}')
-    assert difference(words, again) is None
-    assert difference(words, pieces) == f"token 2 is none in {pieces} and '<s>' in {words}"
+    assert tokenizer_difference(words, again) is None
+    assert tokenizer_difference(words, pieces) == f"token 2 is none in {pieces} and '<s>' in {words}"
     with pytest.raises(ModelError, match="is not understood"):
-        difference(words, broken)
+        tokenizer_difference(words, broken)
     with pytest.raises(ModelError, match="cannot read"):
-        difference(words, tmp_path / "none")
+        tokenizer_difference(words, tmp_path / "none")

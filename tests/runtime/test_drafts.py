@@ -12,8 +12,8 @@ import torch
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.ranks import Build, on_ranks
@@ -42,12 +42,12 @@ def drafts(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def rules(method: str, num_tokens: int = 4) -> Rules:
-    return Rules(speculating=Speculating(method, num_tokens, is_adaptive=False, drafts=frozenset({method})))  # type: ignore[arg-type]
+def rules(method: str, num_tokens: int = 4) -> SchedulerConfig:
+    return SchedulerConfig(speculating=SpeculationConfig(method, num_tokens, is_adaptive=False, drafts=frozenset({method})))  # type: ignore[arg-type]
 
 
 def run(
-    folder: Path, asked: list[wire.Request], made: Build, how: Rules, limits: Limits = ROOMY, pods: Any = (1,)
+    folder: Path, asked: list[wire.Request], made: Build, how: SchedulerConfig, limits: Limits = ROOMY, pods: Any = (1,)
 ) -> tuple[list[Served], Watched]:
     def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)
@@ -64,7 +64,7 @@ def twin(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Served]:
-    return run(folder, requests(), Build(torch.float64, num_pages=200), Rules())[0]
+    return run(folder, requests(), Build(torch.float64, num_pages=200), SchedulerConfig())[0]
 
 
 def assert_path_taken(watched: Watched) -> None:
@@ -122,7 +122,7 @@ def test_preempted_requests_draw_equal_tokens(
 @methods
 def test_prompts_are_told_with_their_logprobs_beside_drafts(folder: Path, drafts: dict[str, Any], method: str) -> None:
     asked = requests(prompt_logprobs=1)
-    whole = run(folder, asked, Build(torch.float64, num_pages=200), Rules())[0]
+    whole = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())[0]
     made = Build(torch.float64, num_pages=200, speculative=drafts[method])
     served, watched = run(
         folder, asked, made, rules(method), Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=13)
@@ -155,7 +155,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(
     folder: Path, twin: dict[str, str], limits: Limits, num_pages: int, pods: list[int], stages: int
 ) -> None:
     """So its pages hold what they should: prompts in chunks, shared beginnings, copies, and what was preempted."""
-    [whole, _] = run(folder, stateless(), Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, stateless(), Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=num_pages, stages=stages, speculative=twin)
     served, watched = run(folder, stateless(), made, rules("draft"), limits, pods)
     assert [one.tokens for one in served] == [one.tokens for one in whole]
@@ -168,9 +168,9 @@ def test_a_draft_that_is_the_target_is_never_wrong(
 def test_a_draft_catches_up_with_what_was_decoded_without_it(folder: Path, twin: dict[str, str]) -> None:
     """Requests that wait for others' prompts are decoded plainly meanwhile; depths differ from step to step."""
     asked = [msgspec.structs.replace(one, speculation=Speculation(None, n % 3)) for n, one in enumerate(stateless())]
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=200, speculative=twin)
-    how = Rules(speculating=Speculating("draft", 4, is_adaptive=True, drafts=frozenset({"draft"})))
+    how = SchedulerConfig(speculating=SpeculationConfig("draft", 4, is_adaptive=True, drafts=frozenset({"draft"})))
     served, watched = run(folder, asked, made, how, Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=17))
     assert [one.tokens for one in served] == [one.tokens for one in whole]
     assert 0 < watched.num_proposed < sum(len(one.tokens) for one in whole)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import OWN
 from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
-from phalanx_runtime.rank.sampling.logits_processors import change
-from phalanx_runtime.rank.sampling.row import Row
-from phalanx_runtime.rank.sampling.sampled_rows import DrawnRows
+from phalanx_runtime.rank.sampling.logits_processors import process_logits
+from phalanx_runtime.rank.sampling.row import SamplingRow
+from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 
 VOCAB = 40
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,11 +34,11 @@ def plan_of(
     return StepPlan(1, new, [0], [start], [len(tokens)], [[]], tokens, [(0, 0)], paths=paths, strays=left)
 
 
-def assert_as_far(rows: DrawnRows, asked: wire.Sampling, num_prompt: int, tokens: list[int]) -> None:
+def assert_as_far(rows: SampledRowMirror, asked: wire.Sampling, num_prompt: int, tokens: list[int]) -> None:
     """The row changes scores as one that was admitted with all of these."""
     scores = torch.randn((1, VOCAB), generator=torch.Generator().manual_seed(len(tokens)), dtype=torch.float64)
-    whole = Row(NewRow(0, asked, num_prompt, tokens), VOCAB, None)
-    ours, theirs = (change(scores, [row], [0], [len(tokens)]).scores for row in (rows.rows[0], whole))
+    whole = SamplingRow(NewRow(0, asked, num_prompt, tokens), VOCAB, None)
+    ours, theirs = (process_logits(scores, [row], [0], [len(tokens)]).scores for row in (rows.rows[0], whole))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -50,7 +50,7 @@ def test_a_row_is_followed_along_whatever_branch_was_accepted(
 ) -> None:
     asked = wire.Sampling(99, 1, 1.0, **fields)
     tokens = [chance.randrange(VOCAB) for _ in range(num_prompt)]
-    rows, strays, computed, admitted = DrawnRows(VOCAB, None), list[int](), 0, False
+    rows, strays, computed, admitted = SampledRowMirror(VOCAB, None), list[int](), 0, False
     for _ in range(25):
         if admitted and chance.random() < 0.1:  # preempted: it begins anew, and may find pages
             computed, admitted, strays = chance.randrange(len(tokens)), False, []
@@ -75,7 +75,7 @@ def test_a_row_is_followed_along_whatever_branch_was_accepted(
 
 
 def test_a_row_whose_draws_depend_on_nothing_is_known_and_not_followed() -> None:
-    rows = DrawnRows(VOCAB, None)
+    rows = SampledRowMirror(VOCAB, None)
     rows.follow(plan_of(0, [1, 2, 3], [], [], [NewRow(0, wire.Sampling(9, 1, 1.0, logit_bias={3: 1.0}), 3)], []))
     rows.follow(plan_of(3, [4], [5], [OWN], [], []))
     assert not rows.rows[0].has_state and rows.rows[0].sampling.logit_bias == {3: 1.0}
@@ -83,7 +83,7 @@ def test_a_row_whose_draws_depend_on_nothing_is_known_and_not_followed() -> None
 
 def test_a_row_that_starts_anew_forgets_what_it_was() -> None:
     asked = wire.Sampling(9, 1, 1.0, presence_penalty=1.0)
-    rows = DrawnRows(VOCAB, None)
+    rows = SampledRowMirror(VOCAB, None)
     rows.follow(plan_of(0, [1, 2], [], [], [NewRow(0, asked, 2, [1, 2])], []))
     rows.follow(plan_of(2, [3], [4, 5], [OWN, 0], [], []))
     rows.follow(plan_of(0, [7], [], [], [NewRow(0, asked, 1, [7])], []))

@@ -67,7 +67,7 @@ async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> 
     await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
     await first
     backend.tokens(wire.Tokens([handle], [0], [1], [6], []))
-    rig.client.lose(2, "rank 0 was killed")
+    rig.client.end_incarnation(2, "rank 0 was killed")
     assert await anext(stream) == Delta(1, [6])
     with pytest.raises(BackendError, match="rank 0 was killed") as caught:
         await anext(stream)
@@ -83,7 +83,7 @@ async def test_a_finished_stream_does_not_care_for_a_lost_engine(rig: Rig) -> No
     await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
     await first
     backend.tokens(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")]))
-    rig.client.lose(2, "rank 0 was killed")
+    rig.client.end_incarnation(2, "rank 0 was killed")
     assert await anext(stream) == Delta(1, [6], "stop")
     assert [delta async for delta in stream] == []
 

@@ -9,7 +9,7 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import NO_LOAD, EngineClient
-from phalanx_runtime.engine.meter import Ended
+from phalanx_runtime.engine.meter import EndedRequest
 from tests.runtime.engine_rig import ASSETS, SERVED, FakeMeter, ListSink, Rig, drain, rig
 from tests.runtime.fake_runner import make_request
 
@@ -75,7 +75,7 @@ async def test_what_happens_is_measured(rig: Rig) -> None:
     assert rig.meter.steps == [1, 1, 1]
     assert rig.meter.firsts == [(5, 1.0)]
     assert rig.meter.gaps == [1.0, 1.0]
-    assert rig.meter.ends == [Ended("length", 5, 0, 3, 4, 3.0, 2.0)]
+    assert rig.meter.ends == [EndedRequest("length", 5, 0, 3, 4, 3.0, 2.0)]
 
 
 async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:
@@ -105,7 +105,7 @@ async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(r
     changes: list[wire.State] = []
     unsubscribe = rig.client.subscribe(lambda: changes.append(rig.client.state()))
     lost = rig.client.submit(make_request(), sink)
-    rig.client.lose(2, "rank 1 was killed")
+    rig.client.end_incarnation(2, "rank 1 was killed")
     with pytest.raises(BackendError, match="rank 1 was killed"):
         rig.client.submit(make_request(), sink)
     rig.client.abort([lost])
@@ -117,23 +117,23 @@ async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(r
     await engine.say(wire.Tokens([lost, handle], [0, 0], [0, 0], [1, 2], []))
     assert await sink.next() == wire.Tokens([handle], [0], [0], [2], [])
     unsubscribe()
-    rig.client.lose(3, "again")
+    rig.client.end_incarnation(3, "again")
     assert changes == [wire.State(False, 2, "rank 1 was killed"), wire.State(True, 2)]
 
 
 async def test_a_loss_says_whose_fault_it_may_be(rig: Rig) -> None:
     rig.client.submit(msgspec.structs.replace(make_request(), alone=True), ListSink())
-    assert rig.client.has_alone
-    rig.client.lose(2, "rank 1 was killed")
-    assert (rig.client.state().cause, rig.client.has_alone) == ("alone", False)
-    rig.client.lose(3, "pod 1 left", is_outside=True)
+    assert rig.client.has_lone_request
+    rig.client.end_incarnation(2, "rank 1 was killed")
+    assert (rig.client.state().cause, rig.client.has_lone_request) == ("alone", False)
+    rig.client.end_incarnation(3, "pod 1 left", is_outside=True)
     assert rig.client.state().cause == "outside"
 
 
 async def test_a_request_can_be_handed_to_another_sink(rig: Rig) -> None:
     first, second = ListSink(), ListSink()
     handle = rig.client.submit(make_request(), first)
-    rig.client.hand_over([handle, handle + 1], second)
+    rig.client.reassign([handle, handle + 1], second)
     await rig.engine.take_submit()
     await rig.engine.say(wire.Tokens([handle], [0], [0], [1], []))
     assert await second.next() == wire.Tokens([handle], [0], [0], [1], [])
@@ -160,8 +160,8 @@ async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
     await rig.engine.say(wire.Tokens([lost], [0], [0], [7], [], queue_times_s=[0.5]))
     while not rig.meter.queue_times_s:
         await asyncio.sleep(0.01)
-    rig.client.lose(2, "gone")
-    rig.client.lose(3, "gone")
+    rig.client.end_incarnation(2, "gone")
+    rig.client.end_incarnation(3, "gone")
     assert [(end.reason, end.generated_tokens) for end in rig.meter.ends] == [("abort", 0), ("error", 0), ("error", 1)]
     assert rig.meter.queue_times_s == [0.5]
 
@@ -203,7 +203,7 @@ async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_po
     while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("the pod is stopping")
-    rig.client.lose(2, "rank 0 was killed")
+    rig.client.end_incarnation(2, "rank 0 was killed")
     with pytest.raises(BackendError, match="the pod is stopping: rank 0 was killed") as caught:
         await running
     assert caught.value.code == "shutting_down"

@@ -15,7 +15,7 @@ from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.engine.ports import Grammars, StepRunner
+from phalanx_runtime.engine.ports import GrammarCompiler, StepRunner
 from phalanx_runtime.rank.sampling.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
@@ -79,7 +79,7 @@ class Engine:
     """An engine that runs in a thread until the block ends, over a fake runner, or a real one with its grammars."""
 
     def __init__(
-        self, num_pages: int = 64, limits: Limits = LIMITS, real: tuple[StepRunner, Grammars | None] | None = None
+        self, num_pages: int = 64, limits: Limits = LIMITS, real: tuple[StepRunner, GrammarCompiler | None] | None = None
     ) -> None:
         self.grammars, self.wire, self.runner = Slow(), Wire(), FakeRunner(num_pages, 4)
         runner, grammars = real or (self.runner, ThreadedGrammars(self.grammars))
@@ -192,7 +192,7 @@ def test_one_that_leaves_before_a_thread_is_free_is_never_compiled() -> None:
         assert sorted(engine.grammars.compiled) == ["large 0", "large 1", "small"]
 
 
-@pytest.mark.parametrize(("grammar", "status", "says"), [(BROKEN, 400, "grammar: it is broken"), (BUG, 500, "log says more")])
+@pytest.mark.parametrize(("grammar", "status", "says"), [(BROKEN, 400, "grammar: it is broken"), (BUG, 500, "see the log")])
 def test_a_grammar_that_cannot_be_compiled_ends_its_requests_before_any_step(
     grammar: wire.Grammar, status: int, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:

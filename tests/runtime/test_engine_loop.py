@@ -10,7 +10,7 @@ import zmq
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.step_plan import StepResult
 from phalanx_runtime.engine.channel import ZmqChannel
 from phalanx_runtime.engine.loop import EngineLoop, run_engine
@@ -196,7 +196,7 @@ def test_the_order_is_that_of_the_policy() -> None:
     ]
     script = Script(first)
     limits = Limits(64, 1, 16)
-    EngineLoop(FakeRunner(64, 4), limits, script, Clock(0.001), Rules("priority")).run()
+    EngineLoop(FakeRunner(64, 4), limits, script, Clock(0.001), SchedulerConfig("priority")).run()
     frames = [frame for frame in script.sent if isinstance(frame, wire.Tokens)]
     assert [end.handle for frame in frames for end in frame.finished] == [3, 2, 1]
 
@@ -348,7 +348,7 @@ class TimedScript(Script):
 def test_preemptions_are_reported_at_once_but_not_more_often_than_every_10_ms() -> None:
     limits, clock = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), Clock(0.001)
     script = TimedScript(clock, [wire.Submit(h, make_request(6, 30, seed=h)) for h in range(4)])
-    EngineLoop(FakeRunner(16, 4), limits, script, clock, Rules(eviction_policy="lru")).run()
+    EngineLoop(FakeRunner(16, 4), limits, script, clock, SchedulerConfig(eviction_policy="lru")).run()
     pairs = [(b_s - a_s, b.preemptions - a.preemptions) for (a_s, a), (b_s, b) in itertools.pairwise(script.reports[:-1])]
     assert all(gap_s >= 0.01 for gap_s, _ in pairs)
     assert any(gap_s < 0.02 and rise for gap_s, rise in pairs), "one did not wait for the 50 ms"

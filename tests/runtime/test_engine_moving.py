@@ -10,9 +10,9 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.migration import page_orders as copying
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.engine.moving import Moving
+from phalanx_runtime.engine.moving import EngineMoves
 from phalanx_runtime.rank.sampling.grammar_threads import ThreadedGrammars
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 from tests.runtime.test_engine_compiling import LARGE, Slow, asking
@@ -157,7 +157,7 @@ def test_an_idle_engine_tells_at_once_that_a_connection_for_pages_was_turned_awa
     engine = Engine()
     engine.turn(times=2)
     assert [load.refused_copies for load in engine.of(wire.Load)] == [0]
-    engine.turn(told=[(1, copying.Refused("key"))], times=3)
+    engine.turn(told=[(1, copying.PeerRefused("key"))], times=3)
     assert [load.refused_copies for load in engine.of(wire.Load)] == [0, 1]
 
 
@@ -199,8 +199,8 @@ def test_a_frozen_request_goes_on_when_the_move_is_off(how: str) -> None:
 
 def test_a_move_that_is_asked_for_again_does_not_forget_what_was_sent_without_a_drafts_part() -> None:
     runner, carrier = FakeRunner(44, 4), FakeCarrier()
-    scheduler = make_scheduler(Limits(128, 4, 128), runner.pool, Rules())
-    moving = Moving(scheduler, carrier, lambda frame: None, lambda handle: None)
+    scheduler = make_scheduler(Limits(128, 4, 128), runner.pool, SchedulerConfig())
+    moving = EngineMoves(scheduler, carrier, lambda frame: None, lambda handle: None)
     assert scheduler.submit(1, make_request(80, 30)) is None
     plan = scheduler.schedule()
     assert plan is not None
@@ -211,7 +211,7 @@ def test_a_move_that_is_asked_for_again_does_not_forget_what_was_sent_without_a_
     for page in held.pages:
         scheduler.pool.mark_drafted(page, 4)  # what draft requests that share them computed since
     moving.obey(out(mode="precopy"), 0.1)
-    carrier.told += both(copying.Sent("m", 20, 80, 0.1))
+    carrier.told += both(copying.PagesSent("m", 20, 80, 0.1))
     moving.turn(0.2)
     moving.turn(0.3)
     assert [order[-1] for order in carrier.of("send")] == [None, 80], "full pages, and the rest of the frozen request"
@@ -272,9 +272,9 @@ def test_a_request_starts_on_its_pages_once_all_ranks_have_them_and_computes_onl
     for position, page in enumerate(pages[:4]):
         tokens: list[int | None] = list((request.prompt + whole)[4 * position : 4 * position + 4])
         engine.runner.put(page, tokens if position < 3 else [*tokens[:2], None, None])
-    engine.turn(told=[(0, copying.Came("m", 100, 14))])
+    engine.turn(told=[(0, copying.PagesReceived("m", 100, 14))])
     assert not engine.of(moves.Arrived)
-    engine.turn(told=[(1, copying.Came("m", 100, 14))])
+    engine.turn(told=[(1, copying.PagesReceived("m", 100, 14))])
     assert engine.of(moves.Arrived) == [moves.Arrived("m", 14, 200)]
     engine.turn(wire.Submit(7, moved, "m"), times=16)
     assert engine.tokens(7) == whole[5:]
@@ -286,7 +286,7 @@ def test_a_start_before_the_pages_are_here_computes_all_and_gives_them_back() ->
     engine = Engine()
     request = make_request(10, 8)
     engine.turn(wire.Prepare("m", request), times=2)
-    engine.turn(wire.Submit(7, request, "m"), told=[(0, copying.Came("m", 100, 9))], times=10)
+    engine.turn(wire.Submit(7, request, "m"), told=[(0, copying.PagesReceived("m", 100, 9))], times=10)
     assert engine.tokens(7) == expected_output(request)
     engine.turn(told=both(copying.Forgotten("m")))
     assert engine.load.free_pages == 40
@@ -307,7 +307,7 @@ def test_the_grammar_of_a_request_is_compiled_while_its_pages_come(is_compiled: 
     assert isinstance(pages, tuple)
     for position, page in enumerate(pages[:3]):
         engine.runner.put(page, list(request.prompt[4 * position : 4 * position + 4]))
-    engine.turn(told=both(copying.Came("m", 100, 9)))
+    engine.turn(told=both(copying.PagesReceived("m", 100, 9)))
     engine.turn(wire.Submit(7, request, "m"), times=4)
     assert bool(engine.tokens(7)) == is_compiled
     grammars.go.set()
@@ -354,7 +354,9 @@ def test_a_request_that_fits_only_without_reserved_pages_waits_without_spinning(
 
 def test_turned_away_connections_are_counted() -> None:
     engine = Engine()
-    engine.turn(wire.Submit(1, make_request(4, 2)), told=[(0, copying.Refused("key")), (1, copying.Refused("unknown"))], times=4)
+    engine.turn(
+        wire.Submit(1, make_request(4, 2)), told=[(0, copying.PeerRefused("key")), (1, copying.PeerRefused("unknown"))], times=4
+    )
     assert engine.load.refused_copies == 2
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.generic.load import kinds_of, places, read_stack
+from phalanx_runtime.model.generic.load import intersect_spans, kinds_of, read_stack
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import INDEX, Checkpoint
@@ -67,7 +67,7 @@ def test_places_of_all_parts_make_up_what_is_kept(ends: list[int], tops: list[in
     tops = sorted({0, 41, *tops})
     kept: list[int | None] = [None] * sum(span.size for span in spans)
     for start, stop in pairwise(tops):
-        for part, at in places(spans, start, stop):
+        for part, at in intersect_spans(spans, start, stop):
             for offset in range(part.size):
                 assert kept[at + offset] is None
                 kept[at + offset] = start + part.start + offset

@@ -23,9 +23,9 @@ from phalanx_runtime import LLM, SamplingParams, llm
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.llm import GenerationError, Prompt
-from phalanx_runtime.offline.group import GroupEnded, OwnGroup
+from phalanx_runtime.offline.group import GroupEnded, LocalGroup
 from phalanx_runtime.offline.outputs import CompletionOutput
-from phalanx_runtime.offline.params import StructuredOutputsParams, body_of, settings_of
+from phalanx_runtime.offline.params import StructuredOutputsParams, make_body, make_settings
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor
 from tests.runtime.pods import is_alive
 from tests.runtime.tiny import EOS_ID, save_tiny
@@ -233,10 +233,10 @@ def test_a_supervisor_that_breaks_tells_the_caller_why(folder: Path, monkeypatch
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(LeaderSupervisor, "run", run)
-    own = OwnGroup.__new__(OwnGroup)
+    own = LocalGroup.__new__(LocalGroup)
     threading.Timer(0.2, broken.set).start()
     with pytest.raises(RuntimeError, match="a bug"):
-        own.__init__(settings_of(str(folder), OPTIONS, {}))  # type: ignore[misc]
+        own.__init__(make_settings(str(folder), OPTIONS, {}))  # type: ignore[misc]
     with pytest.raises(GroupEnded, match="the engine ended: a bug"):
         own.run(asyncio.sleep(1))
 
@@ -305,18 +305,18 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 def test_options_are_flags() -> None:
-    settings = settings_of(".", {"max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": None}, {}).engine
+    settings = make_settings(".", {"max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": None}, {}).engine
     assert (settings.max_num_seqs, settings.enable_prefix_caching, settings.max_model_len) == (3, False, None)
-    assert settings_of(".", {"served_model_name": ["a", "b"]}, {}).model.served_names == ["a", "b"]
+    assert make_settings(".", {"served_model_name": ["a", "b"]}, {}).model.served_names == ["a", "b"]
     for options, why in (({"max_num_seqs": 0}, "max-num-seqs"), ({"nonsense": 1}, "nonsense"), ({"dtype": "int3"}, "int3")):
         with pytest.raises(ValueError, match=why):
-            settings_of(".", options, {})
+            make_settings(".", options, {})
     with pytest.raises(ValueError, match="one machine"):
-        settings_of(".", {"nnodes": 2, "tensor_parallel_size": 2, "token_file": __file__}, {})
+        make_settings(".", {"nnodes": 2, "tensor_parallel_size": 2, "token_file": __file__}, {})
 
 
 def test_parameters_mean_what_their_http_fields_mean() -> None:
-    body = body_of("a", SamplingParams(logit_bias={7: 1.0}, stop=("x", "y"), top_k=-1, structured_outputs=None))
+    body = make_body("a", SamplingParams(logit_bias={7: 1.0}, stop=("x", "y"), top_k=-1, structured_outputs=None))
     assert body.logit_bias == {7: 1.0} and body.stop == ["x", "y"] and body.top_k == -1
     assert body.max_tokens == 16 and body.temperature == 1.0
 

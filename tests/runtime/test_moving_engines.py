@@ -17,7 +17,7 @@ from bench.mover import Mover, Stream
 from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import Level
 from tests.runtime.corrupting import Corrupting
 from tests.runtime.moving_engines import RULES, Field, running_field
@@ -78,7 +78,7 @@ def test_requests_with_proposals_move_and_go_on_with_equal_tokens(model: Path) -
         "schema": KINDS["schema"],
         "penalised": KINDS["penalised"] | few,
     }
-    rules = replace(RULES, speculating=Speculating("ngram", 4, is_adaptive=False))
+    rules = replace(RULES, speculating=SpeculationConfig("ngram", 4, is_adaptive=False))
     with running_field(model, [[1], [1]], BUILD, rules=rules) as field:
         router = field.mover
         requests = [make_request(kind, **sampling) for kind, sampling in kinds.items()]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from phalanx_runtime.model.attention.cpu import NativeAttention, attends
 from phalanx_runtime.model.attention.paged import (
     Attention,
+    AttentionChunk,
     AttentionForm,
-    Chunk,
     DecodeBand,
     DenseAttention,
     LayerCache,
@@ -58,7 +58,7 @@ class Case:
             if size == 1:
                 bands.append(DecodeBand(first, 1, none, {}, table[None], [length], torch.tensor([length])))
             else:
-                chunks.append(Chunk(first, size, length, None, {}, table))
+                chunks.append(AttentionChunk(first, size, length, None, {}, table))
             first += size
         self.batch = StepBatch(none, none, torch.cat(slots), bands, chunks, none)
 
@@ -121,7 +121,7 @@ def test_a_token_gives_the_same_bits_however_its_prompt_is_cut() -> None:
             part = Case([(last - first, 150 + last)])
             part.cache, part.tables = whole.cache, whole.tables
             table, none = whole.tables[0], whole.batch.tokens
-            chunk = Chunk(0, last - first, 150 + last, None, {}, table)
+            chunk = AttentionChunk(0, last - first, 150 + last, None, {}, table)
             slots = whole.batch.slots.view(150, -1)[first:last].reshape(-1)
             part.batch = StepBatch(none, none, slots, [], [chunk], none)
             part.q, part.k, part.v = whole.q[first:last], whole.k[first:last], whole.v[first:last]
@@ -148,7 +148,7 @@ def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, see
     last = made.batch.chunks[-1] if made.batch.chunks else None
     if last is None or last.size != size:  # one token alone: it is a tree still
         band = made.batch.bands.pop()
-        last = Chunk(band.start, 1, length, None, {}, band.tables[0])
+        last = AttentionChunk(band.start, 1, length, None, {}, band.tables[0])
     else:
         made.batch.chunks.pop()
     made.batch.chunks.append(replace(last, parents=tuple(shape)))

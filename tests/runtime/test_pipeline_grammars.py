@@ -11,12 +11,11 @@ import torch
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.step_plan import Compile, Compiled, NewRow, StepPlan
+from phalanx_runtime.core.step_plan import CompileOrder, CompileResult, NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling import grammar as module
-from phalanx_runtime.rank.sampling.grammar import Compiled as CompiledGrammar
-from phalanx_runtime.rank.sampling.grammar import Grammars
-from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
+from phalanx_runtime.rank.sampling.grammar import CompiledGrammar, RankGrammars
+from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import serve
 from tests.runtime.test_engine_compiling import Engine
@@ -28,7 +27,7 @@ GROUPS = {"pp2": ([2], 2), "pp2 x tp2": ([4], 2), "pp2 over two pods": ([1, 1], 
 groups = pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
 
 
-class Slow(Grammars):
+class Slow(RankGrammars):
     """Compiles one grammar when it is let, and remembers in which threads any was compiled."""
 
     go: ClassVar[threading.Event]
@@ -55,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("staged") / "model", "qwen2")
 
 
-def build(stages: int, slow: type[Grammars] = Grammars, num_pages: int = 64) -> Build:
+def build(stages: int, slow: type[RankGrammars] = RankGrammars, num_pages: int = 64) -> Build:
     return Build(torch.float64, stages=stages, grammars=slow, num_pages=num_pages)
 
 
@@ -122,7 +121,7 @@ def test_the_drawer_tells_why_a_grammar_cannot_be_used(folder: Path, slow: type[
 
     refused = on_ranks(folder, [2], build(2, slow), work)
     assert (refused[1].status, refused[1].epoch) == (400, 7) and "unclosed group" in refused[1].message
-    assert refused[2].status == 500 and "log says more" in refused[2].message
+    assert refused[2].status == 500 and "see the log" in refused[2].message
     assert "a bug of ours" in caplog.text
 
 
@@ -166,55 +165,55 @@ class Known:
 
 def test_the_drawer_holds_a_grammar_until_nobody_at_rank_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_GRAMMARS", 0)
-    orders: list[Compile] = []
-    far = FarGrammars(orders.append)
+    orders: list[CompileOrder] = []
+    far = RemoteGrammars(orders.append)
     a, b = (wire.Grammar("regex", letter) for letter in "ab")
     first = far.begin(a)
     assert far.kept(a) is None and not first.cancel() and not first.done()
-    far.hear(Compiled(orders[0].number))
+    far.hear(CompileResult(orders[0].number))
     held = first.result()
     assert far.kept(a) is held
     del held, first
     assert far.kept(a) is None
     second = far.begin(b)
-    assert orders[1] == Compile(orders[1].number, b, [orders[0].number])
-    far.hear(Compiled(orders[1].number, "no", is_bug=True))
+    assert orders[1] == CompileOrder(orders[1].number, b, [orders[0].number])
+    far.hear(CompileResult(orders[1].number, "no", is_bug=True))
     assert isinstance(second.exception(), RuntimeError)
 
 
 def test_the_service_answers_each_order_once_and_nothing_after_its_end() -> None:
-    answers: list[Compiled] = []
+    answers: list[CompileResult] = []
     told = threading.Semaphore(0)
 
-    def give(answer: Compiled) -> None:
+    def give(answer: CompileResult) -> None:
         answers.append(answer)
         told.release()
 
     compiler = Known()
     service = GrammarService(compiler, give)
     for number, text in enumerate(["a", "bad", "a"]):
-        service.obey(Compile(number, wire.Grammar("regex", text)))
+        service.obey(CompileOrder(number, wire.Grammar("regex", text)))
         assert told.acquire(timeout=20)
-    assert answers == [Compiled(0), Compiled(1, "it is bad"), Compiled(2)]
-    service.obey(Compile(3, wire.Grammar("regex", "late")))
+    assert answers == [CompileResult(0), CompileResult(1, "it is bad"), CompileResult(2)]
+    service.obey(CompileOrder(3, wire.Grammar("regex", "late")))
     service.close()
     compiler.go.set()
     for thread in threading.enumerate():
         if thread.name.startswith("grammar"):
             thread.join(20)
     assert len(answers) == 3
-    GrammarService(None, give).obey(Compile(4, wire.Grammar("regex", "a")))
+    GrammarService(None, give).obey(CompileOrder(4, wire.Grammar("regex", "a")))
     assert "without grammars" in answers[-1].why
 
 
 def test_who_drafts_has_a_grammar_too_before_it_is_told_that_there_is_one() -> None:
-    orders: list[Compile] = []
-    far, compiler = FarGrammars(orders.append), Known()
+    orders: list[CompileOrder] = []
+    far, compiler = RemoteGrammars(orders.append), Known()
     both = BothGrammars(far, ThreadedGrammars(compiler))
     late, bad, soon = (wire.Grammar("regex", text) for text in ("late", "bad", "soon"))
     waiting, wrong, quick = both.begin(late), both.begin(bad), both.begin(soon)
     for order in orders:
-        far.hear(Compiled(order.number, "no" if order.grammar == bad else ""))
+        far.hear(CompileResult(order.number, "no" if order.grammar == bad else ""))
     assert isinstance(wrong.exception(20), GrammarError)
     assert quick.result(20) is not None and both.kept(soon) is not None
     assert not waiting.done() and both.kept(late) is None and not waiting.cancel()

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT, Changed, change
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT, ProcessedLogits, process_logits
+from phalanx_runtime.rank.sampling.row import SamplingRow
 
 VOCAB = 12
 INF = float("inf")
 
 
-def changed(raw: Tensor, requests: Sequence[tuple[list[int], list[int], wire.Sampling]]) -> Changed:
+def changed(raw: Tensor, requests: Sequence[tuple[list[int], list[int], wire.Sampling]]) -> ProcessedLogits:
     """Scores of requests with these prompts and outputs. Every second one draws its output here, the others bring it."""
     rows = []
     for place, (prompt, output, sampling) in enumerate(requests):
         brought = output if place % 2 else []
-        rows.append(Row(NewRow(place, sampling, len(prompt), prompt + brought), raw.shape[1], None))
+        rows.append(SamplingRow(NewRow(place, sampling, len(prompt), prompt + brought), raw.shape[1], None))
         if not place % 2:
             for token in output:
                 rows[-1].drew(token)
-    return change(raw, rows, range(len(rows)), [len(output) for _, output, _ in requests])
+    return process_logits(raw, rows, range(len(rows)), [len(output) for _, output, _ in requests])
 
 
 def by_definition(raw: Sequence[float], prompt: list[int], output: list[int], s: wire.Sampling) -> list[float]:

@@ -15,7 +15,7 @@ from phalanx_frontend.text.grammar import INDENTATION, GrammarError
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.sampling import grammar as module
-from phalanx_runtime.rank.sampling.grammar import Grammars, read_tokenizer
+from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from tests.runtime.ranks import Build, on_ranks
@@ -50,10 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def grammars(tmp_path: Path) -> Grammars:
+def grammars(tmp_path: Path) -> RankGrammars:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    return Grammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE)
+    return RankGrammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE)
 
 
 def text_of(tokens: list[int]) -> str:
@@ -118,7 +118,7 @@ def test_a_random_model_always_answers_in_its_grammar_on_one_rank_and_on_two(fol
     assert outputs(served([2])) == outputs(answers)
 
 
-def test_replayed_from_any_point_the_output_is_the_same(grammars: Grammars) -> None:
+def test_replayed_from_any_point_the_output_is_the_same(grammars: RankGrammars) -> None:
     for kind in GRAMMARS:
         ask = Ask([1, 2], asked(kind, 3, 1.0).sampling)
         (whole,), failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 240)
@@ -128,7 +128,7 @@ def test_replayed_from_any_point_the_output_is_the_same(grammars: Grammars) -> N
             assert run(Sampler(VOCAB_SIZE, grammars), [ask], 240, [whole[:cut]])[0] == [whole], (kind, cut)
 
 
-def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: Grammars) -> None:
+def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: RankGrammars) -> None:
     sampler = Sampler(VOCAB_SIZE, grammars)
     sampler.admit(NewRow(0, wire.Sampling(9, 0, grammar=wire.Grammar("regex", "ab"))))
     import torch
@@ -141,7 +141,7 @@ def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: Gram
 
 @pytest.mark.parametrize("min_tokens", [0, 5])
 def test_a_grammar_that_is_complete_already_ends_its_replay_before_min_tokens_as_it_ends_the_request(
-    grammars: Grammars, min_tokens: int
+    grammars: RankGrammars, min_tokens: int
 ) -> None:
     sampling = wire.Sampling(9, 0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
     ask = Ask([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
@@ -150,7 +150,7 @@ def test_a_grammar_that_is_complete_already_ends_its_replay_before_min_tokens_as
     assert run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [list(whole[0])]) == (whole, failures) == (whole, {})
 
 
-def test_blanks_between_json_tokens_are_bounded(grammars: Grammars) -> None:
+def test_blanks_between_json_tokens_are_bounded(grammars: RankGrammars) -> None:
     for blanks in ("\n" + " " * INDENTATION, "\r\n" + "\t" * 10, " "):
         matcher = grammars.matcher(wire.Grammar("json_schema", '{"type": "array", "maxItems": 1, "items": {"enum": [1]}}'))
         matcher.accept([ord(letter) for letter in "[" + blanks])
@@ -177,7 +177,7 @@ def test_what_cannot_be_drawn_ends_its_request_only(folder: Path, more: dict[str
         check(kind, text_of(answer.tokens))
 
 
-def test_delivered_tokens_that_do_not_fit_the_grammar_fail_the_request(grammars: Grammars) -> None:
+def test_delivered_tokens_that_do_not_fit_the_grammar_fail_the_request(grammars: RankGrammars) -> None:
     ask = Ask([1], asked("regex", 0, 0.0).sampling)
     _, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [[ord("q")]])
     assert "doesn't satisfy the grammar" in failures[0]
@@ -186,14 +186,14 @@ def test_delivered_tokens_that_do_not_fit_the_grammar_fail_the_request(grammars:
 def test_a_runtime_without_a_tokenizer_for_grammars_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    broken = Grammars(partial(read_tokenizer, tmp_path, 10), 10)
+    broken = RankGrammars(partial(read_tokenizer, tmp_path, 10), 10)
     with pytest.raises(GrammarError, match="tokenizer knows no grammars"):
         broken.matcher(GRAMMARS["regex"])
     _, failures = run(Sampler(10), [Ask([1], wire.Sampling(3, 0, grammar=GRAMMARS["regex"]))], 3)
     assert "without grammars" in failures[0]
 
 
-def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_GRAMMARS", 2)
     a, b, c = (wire.Grammar("regex", letter) for letter in "abc")
     for one in (a, b, a, a, b, a):
@@ -207,7 +207,7 @@ def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: Grammars, monkeyp
     assert grammars.matcher(wire.Grammar("lark", "start: /a/")).allowed()[ord("a")]
 
 
-def test_a_grammar_that_somebody_holds_is_not_compiled_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_somebody_holds_is_not_compiled_again(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_GRAMMARS", 1)
     a, b = (wire.Grammar("regex", letter) for letter in "ab")
     with ThreadPoolExecutor(1) as thread:
@@ -224,7 +224,7 @@ def test_a_model_with_more_scores_than_its_tokenizer_has_tokens_is_masked_whole(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 256]}))
     for vocab_size in (VOCAB_SIZE + 13, VOCAB_SIZE, VOCAB_SIZE - 40):
-        wide = Grammars(partial(read_tokenizer, tmp_path, vocab_size), vocab_size)
+        wide = RankGrammars(partial(read_tokenizer, tmp_path, vocab_size), vocab_size)
         matcher = wide.matcher(wire.Grammar("regex", "a*"))
         allowed = matcher.allowed()
         assert allowed.shape == (vocab_size,)

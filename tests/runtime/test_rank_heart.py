@@ -8,17 +8,17 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.core.step_timeout import FIRST_BOUND_S
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.rank.process.heartbeat import Heart, StepWatch
+from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch
 from phalanx_runtime.rank_spec import BEAT_S, Beat
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 
 def test_an_idle_rank_only_says_that_it_lives() -> None:
-    assert Heart().beat(1.0) == Beat()
+    assert Heartbeat().beat(1.0) == Beat()
 
 
 def test_a_step_grows_old_by_the_hearts_own_turns() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     heart.began(7, 10.0)
     assert heart.beat(1.0) == Beat(step=7, step_s=0.0, bound_s=10.0)
     assert heart.beat(1.0) == Beat(step=7, step_s=1.0, bound_s=10.0)
@@ -30,7 +30,7 @@ def test_a_step_grows_old_by_the_hearts_own_turns() -> None:
 
 
 def test_the_same_number_in_the_next_step_is_another_step() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     for _ in range(2):
         heart.began(0, 10.0)
         assert heart.beat(1.0).step_s == 0.0
@@ -47,7 +47,7 @@ def test_the_thread_beats_until_nobody_listens() -> None:
             done.set()
             raise BrokenPipeError
 
-    heart = Heart(tell)
+    heart = Heartbeat(tell)
     heart.start()
     assert done.wait(30)
     assert heard == [Beat(), Beat()]
@@ -58,7 +58,7 @@ def plan(step: int) -> StepPlan:
 
 
 def test_the_heart_tells_of_each_step_and_its_bound() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     watch = StepWatch(heart)
     bounds = []
     for step in range(5):
@@ -71,7 +71,7 @@ def test_the_heart_tells_of_each_step_and_its_bound() -> None:
 
 
 def test_of_several_steps_the_oldest_is_told() -> None:
-    heart = Heart()
+    heart = Heartbeat()
     heart.began(1, 10.0)
     heart.began(2, 20.0)
     assert heart.beat(1.0) == Beat(step=1, step_s=0.0, bound_s=20.0), "what takes long may be the other's part"

@@ -13,24 +13,24 @@ import torch
 
 from phalanx_api.moves import MoveOut, PageAddress, Prepared
 from phalanx_runtime.core.migration.page_orders import (
-    Came,
-    ComeFailed,
-    Expect,
     Expecting,
-    Forget,
+    ExpectPages,
+    ForgetMove,
     Forgotten,
-    Refused,
+    PagesReceived,
+    PagesSent,
+    PeerRefused,
+    ReceiveFailed,
     Report,
-    Send,
     SendFailed,
-    Sent,
-    Stop,
+    SendPages,
+    StopPages,
 )
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, open_pages
 from phalanx_runtime.rank.transfer import page_wire as say
-from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports
-from phalanx_runtime.rank.transfer.server import PageDoor, Secret
+from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports
+from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
 from tests.runtime.corrupting import Corrupting
 
 PAGE_SIZE, NUM_PAGES = 4, 12
@@ -54,7 +54,9 @@ class Rank:
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = PageDoor(0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=lambda: self.draft)
+        self.door = KvTransferServer(
+            0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=lambda: self.draft
+        )
 
     def open(self) -> Pages:
         return open_pages(self.caches)
@@ -100,8 +102,8 @@ def target() -> Iterator[Rank]:
         yield rank
 
 
-def send(target: Rank, first: int, pages: list[int], num_computed: int | None = None, key: bytes = KEY) -> Send:
-    return Send("m1", target.address, key, first, pages, 0, num_computed)
+def send(target: Rank, first: int, pages: list[int], num_computed: int | None = None, key: bytes = KEY) -> SendPages:
+    return SendPages("m1", target.address, key, first, pages, 0, num_computed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -111,17 +113,17 @@ def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
 
 
 def arrive(source: Rank, target: Rank) -> None:
-    target.door.obey(Expect("m1", KEY, 1, [9, 7, 5, 3], 0))
+    target.door.obey(ExpectPages("m1", KEY, 1, [9, 7, 5, 3], 0))
     source.door.obey(send(target, 1, [0, 4]))
-    assert [(one.end, one.num_bytes) for one in source.wait(Sent) if isinstance(one, Sent)] == [
+    assert [(one.end, one.num_bytes) for one in source.wait(PagesSent) if isinstance(one, PagesSent)] == [
         (3, 2 * open_pages(source.caches).page_bytes)
     ]
     source.door.obey(send(target, 3, [2], 14))
-    assert [one.num_computed for one in target.wait(Came, 2) if isinstance(one, Came)] == [None, 14]
-    source.wait(Sent, 2)
+    assert [one.num_computed for one in target.wait(PagesReceived, 2) if isinstance(one, PagesReceived)] == [None, 14]
+    source.wait(PagesSent, 2)
     assert source.same(target, [(0, 9), (4, 7), (2, 5)])
     assert not source.same(target, [(2, 3)])
-    assert not [one for one in target.reports if isinstance(one, Refused | ComeFailed)]
+    assert not [one for one in target.reports if isinstance(one, PeerRefused | ReceiveFailed)]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +145,11 @@ def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
     if lost:
         (source if lost == "source" else target).draft = None
     with source, target:
-        target.door.obey(Expect("m1", KEY, 0, [9, 7], 0))
+        target.door.obey(ExpectPages("m1", KEY, 0, [9, 7], 0))
         source.door.obey(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
-        came = [(one.num_computed, one.num_drafted) for one in target.wait(Came) if isinstance(one, Came)]
+        came = [(one.num_computed, one.num_drafted) for one in target.wait(PagesReceived) if isinstance(one, PagesReceived)]
         assert came == [(2 * PAGE_SIZE, is_carried * (PAGE_SIZE + 1))]
-        source.wait(Sent)
+        source.wait(PagesSent)
         assert source.same(target, [(0, 9), (4, 7)])
         carried = [
             torch.equal(a.k[0], b.k[9]) and torch.equal(a.v[4], b.v[7]) for a, b in zip(from_layers, to_layers, strict=True)
@@ -156,19 +158,19 @@ def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
 
 
 def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:
-    target.door.obey(Expect("m1", KEY, 2, [5], 0))
+    target.door.obey(ExpectPages("m1", KEY, 2, [5], 0))
     source.door.obey(send(target, 2, [], 8))
-    assert target.wait(Came) == [Came("m1", 0, 8)]
+    assert target.wait(PagesReceived) == [PagesReceived("m1", 0, 8)]
 
 
 @pytest.mark.parametrize("what", ["wrong key", "unknown move", "used", "nonsense", "silence"])
 def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
     before = [cache.k.clone() for cache in target.caches]
     if what in ("wrong key", "used"):
-        target.door.obey(Expect("m1", KEY, 0, [5], 0))
+        target.door.obey(ExpectPages("m1", KEY, 0, [5], 0))
     if what == "used":
         source.door.obey(send(target, 0, [], None))
-        source.wait(Sent)
+        source.wait(PagesSent)
     if what in ("nonsense", "silence"):
         with socket.create_connection(("localhost", target.door.port)) as link:
             if what == "nonsense":
@@ -179,13 +181,13 @@ def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Ran
             assert isinstance(failed := other.wait(SendFailed)[0], SendFailed)
             assert failed.code == "target_lost"
     reasons = {"wrong key": "key", "unknown move": "unknown", "used": "used", "nonsense": "malformed", "silence": "silent"}
-    assert target.wait(Refused) == [Refused(reasons[what])]
+    assert target.wait(PeerRefused) == [PeerRefused(reasons[what])]
     assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
 
 
 def test_a_stranger_that_speaks_slowly_is_cut_as_one_that_is_silent() -> None:
     told: list[Report] = []
-    door = PageDoor(0, SECRET, PAGE_SIZE, lambda: open_pages(make_caches(1)), lambda step: None, told.append, hello_s=0.1)
+    door = KvTransferServer(0, SECRET, PAGE_SIZE, lambda: open_pages(make_caches(1)), lambda step: None, told.append, hello_s=0.1)
     try:
         with socket.create_connection(("localhost", door.port)) as link, pytest.raises(OSError):
             for at in range(1000):  # a byte at a time, each soon after the one before
@@ -197,13 +199,13 @@ def test_a_stranger_that_speaks_slowly_is_cut_as_one_that_is_silent() -> None:
 
 @pytest.mark.parametrize("at", [200, 1000, 1800])
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
-    target.door.obey(Expect("m1", KEY, 0, [5, 6, 7], 0))
+    target.door.obey(ExpectPages("m1", KEY, 0, [5, 6, 7], 0))
     between = Corrupting(target.door.port, at)
-    source.door.obey(Send("m1", between.address, KEY, 0, [1, 2, 3], 0, 12))
-    assert isinstance(failed := target.wait(ComeFailed)[0], ComeFailed)
+    source.door.obey(SendPages("m1", between.address, KEY, 0, [1, 2, 3], 0, 12))
+    assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code in ("checksum", "malformed", "incompatible")
     assert source.wait(SendFailed)
-    assert not [one for one in target.reports if isinstance(one, Came)]
+    assert not [one for one in target.reports if isinstance(one, PagesReceived)]
 
 
 @pytest.mark.parametrize(
@@ -214,27 +216,27 @@ def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Ra
 def test_positions_that_do_not_fit_end_the_transfer(
     source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
 ) -> None:
-    target.door.obey(Expect("m1", KEY, 0, [5, 6], 0))
+    target.door.obey(ExpectPages("m1", KEY, 0, [5, 6], 0))
     source.door.obey(send(target, first, pages, tokens))
-    assert isinstance(failed := target.wait(ComeFailed)[0], ComeFailed)
+    assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code == code
 
 
 def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
     with Rank(make_caches(1, heads=1)) as source:
-        target.door.obey(Expect("m1", KEY, 0, [5, 6], 0))
+        target.door.obey(ExpectPages("m1", KEY, 0, [5, 6], 0))
         source.door.obey(send(target, 0, [1], 4))
         assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
     assert failed.code == "incompatible"
 
 
 def test_nothing_writes_a_page_of_a_move_that_was_forgotten(source: Rank, target: Rank) -> None:
-    target.door.obey(Expect("m1", KEY, 0, list(range(NUM_PAGES)), 0))
-    order = Send("m1", target.address, KEY, 0, [0] * NUM_PAGES, 0, None, bytes_per_s=20_000.0)
+    target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
+    order = SendPages("m1", target.address, KEY, 0, [0] * NUM_PAGES, 0, None, bytes_per_s=20_000.0)
     source.door.obey(order)
     while source.same(target, [(0, 0)]) is False:
         time.sleep(0.001)
-    target.door.obey(Forget("m1"))
+    target.door.obey(ForgetMove("m1"))
     assert target.reports[-1] == Forgotten("m1")
     kept = [cache.k.clone() for cache in target.caches]
     source.wait(SendFailed)
@@ -243,38 +245,38 @@ def test_nothing_writes_a_page_of_a_move_that_was_forgotten(source: Rank, target
 
 
 def test_a_copy_is_no_faster_than_it_may_be_and_ends_when_it_is_stopped(source: Rank, target: Rank) -> None:
-    target.door.obey(Expect("m1", KEY, 0, list(range(NUM_PAGES)), 0))
+    target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
     size = open_pages(source.caches).page_bytes
-    source.door.obey(Send("m1", target.address, KEY, 0, [1, 2, 3], 0, None, bytes_per_s=size / 0.05))
-    assert isinstance(sent := source.wait(Sent)[0], Sent)
+    source.door.obey(SendPages("m1", target.address, KEY, 0, [1, 2, 3], 0, None, bytes_per_s=size / 0.05))
+    assert isinstance(sent := source.wait(PagesSent)[0], PagesSent)
     assert sent.wall_s >= 0.15
-    source.door.obey(Send("m1", target.address, KEY, 3, [1] * 9, 0, None, bytes_per_s=size / 5))
-    source.door.obey(Stop("m1"))
-    assert target.wait(ComeFailed)
-    assert len([one for one in source.reports if isinstance(one, Sent)]) == 1
+    source.door.obey(SendPages("m1", target.address, KEY, 3, [1] * 9, 0, None, bytes_per_s=size / 5))
+    source.door.obey(StopPages("m1"))
+    assert target.wait(ReceiveFailed)
+    assert len([one for one in source.reports if isinstance(one, PagesSent)]) == 1
     assert not [one for one in source.reports if isinstance(one, SendFailed)]
 
 
 def test_pages_are_neither_read_nor_written_before_their_step_is_computed(source: Rank, target: Rank) -> None:
-    target.door.obey(Expect("m1", KEY, 0, [5], 3))
-    source.door.obey(Send("m1", target.address, KEY, 0, [1], 2, 4))
+    target.door.obey(ExpectPages("m1", KEY, 0, [5], 3))
+    source.door.obey(SendPages("m1", target.address, KEY, 0, [1], 2, 4))
     time.sleep(0.05)
     assert not source.same(target, [(1, 5)])
     source.step = 2
     time.sleep(0.05)
     assert not source.same(target, [(1, 5)])
     target.step = 3
-    target.wait(Came)
+    target.wait(PagesReceived)
     assert source.same(target, [(1, 5)])
 
 
 def test_rank_0_orders_all_ranks_and_hears_them(source: Rank, target: Rank) -> None:
-    opened: list[PageDoor] = []
+    opened: list[KvTransferServer] = []
 
     def group(caches: list[list[LayerCache]]) -> PageCarrier:
-        reports = Reports()
+        reports = TransferReports()
         doors = [
-            PageDoor(rank, SECRET, PAGE_SIZE, partial(open_pages, c), lambda step: None, tell)
+            KvTransferServer(rank, SECRET, PAGE_SIZE, partial(open_pages, c), lambda step: None, tell)
             for rank, (c, tell) in enumerate(zip(caches, [lambda report: reports.add(0, report), None], strict=True))
         ]
         opened.extend(doors)
@@ -297,7 +299,7 @@ def test_rank_0_orders_all_ranks_and_hears_them(source: Rank, target: Rank) -> N
         assert woken.wait(10)
         woken.clear()
         told += here.reports()
-    assert sorted(told, key=lambda one: one[0]) == [(0, Came("m1", 768, 4)), (1, Came("m1", 768, 4))]
+    assert sorted(told, key=lambda one: one[0]) == [(0, PagesReceived("m1", 768, 4)), (1, PagesReceived("m1", 768, 4))]
     here.forget("m1")
     while len(told) < 4:
         told += here.reports()

@@ -14,8 +14,8 @@ from phalanx_runtime.model.attention.paged import AttentionForm, LayerCache, Pag
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank import profile_run as rehearsal
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from phalanx_runtime.rank.memory.memory_profiler import make_gauge
-from phalanx_runtime.rank.profile_run import DEAREST, rehearse
+from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
+from phalanx_runtime.rank.profile_run import DEAREST, profile_largest_step
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
@@ -60,7 +60,9 @@ def spec() -> RankSpec:
 
 
 def rehearsed(model: OneLayer, longest: int) -> int:
-    return rehearse(spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_gauge(CPU), longest).activations
+    return profile_largest_step(
+        spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_memory_profiler(CPU), longest
+    ).activations
 
 
 def taken(model: OneLayer) -> int:
@@ -73,7 +75,7 @@ def taken(model: OneLayer) -> int:
     pages = [list(range(LENGTH // PAGE))]
     plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [LENGTH - TOKENS], [TOKENS], pages, [0] * TOKENS, [(0, 0)])
     with torch.inference_mode():
-        return make_gauge(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
+        return make_memory_profiler(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
@@ -100,7 +102,7 @@ def test_many_long_contexts_that_decode_take_no_more_than_was_reserved() -> None
     plan = StepPlan(0, new, numbers, [LENGTH - 1] * rows, [1] * rows, [table] * rows, [0] * rows, [(i, 0) for i in numbers])
     with torch.inference_mode():
         assert [band.size for band in builder.build(plan).bands] == [rows]
-        peak = make_gauge(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
+        peak = make_memory_profiler(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
     assert peak * 0.7 <= reserved < 192 << 20
 
 

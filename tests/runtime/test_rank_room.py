@@ -15,9 +15,9 @@ from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.drafting.loading import Drafting
-from phalanx_runtime.rank.kv_sizing import Room, measure_room
+from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
 from phalanx_runtime.rank.process.cgroup import System
-from phalanx_runtime.rank.profile_run import Needs
+from phalanx_runtime.rank.profile_run import PeakMemory
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, PLAIN, with_group
@@ -69,11 +69,11 @@ def rooms(
     is_target_large: bool = False,
     has_draft: bool = True,
     ranks: int = 2,
-) -> list[Room]:
+) -> list[KvSizing]:
     """What ranks find, of which the first holds so much and has the draft if there is one."""
     form = Form(torch.float32, CPU, PLAIN, 256)
 
-    def start(group: Collective) -> Room:
+    def start(group: Collective) -> KvSizing:
         pipeline, source = Pipeline(group), open_model(folder)
         target: Model = source.load(pipeline.peers, form, stage=pipeline.stage)
         draft: Model = open_model(folder).load(SoloCollective(), form, stage=Stage())
@@ -84,7 +84,7 @@ def rooms(
         )
         drafting = Drafting(draft) if is_first and has_draft else Drafting()
         gauge = Scale(held if is_first else 0)
-        return measure_room(spec, target, 256, pipeline, torch.float32, System(), gauge, drafting)
+        return measure_kv_sizing(spec, target, 256, pipeline, torch.float32, System(), gauge, drafting)
 
     return with_group([ranks], start)
 
@@ -119,7 +119,7 @@ def test_a_target_whose_steps_find_no_memory_beside_a_draft_is_served_without(fo
      (None, 1 << 20, 511, False)],
 )  # fmt: skip
 def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position: int, num_pages: int, holds: bool) -> None:
-    room = Room(num_pages, 1, 1, 0, Needs(0, 0), 0)
+    room = KvSizing(num_pages, 1, 1, 0, PeakMemory(0, 0), 0)
     spec = with_settings(make_spec(Path()), max_model_len=asked, page_size=8)
     assert room.holds(spec, max_position) == holds
 
@@ -131,9 +131,9 @@ def test_the_largest_step_is_measured_before_the_pool_takes_the_rest(folder: Pat
     model: Model = open_model(folder).load(SoloCollective(), Form(torch.float32, CPU, PLAIN, 256))
     spec = with_settings(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
 
-    def room(taken: int) -> Room:
+    def room(taken: int) -> KvSizing:
         gauge = Scale(1 << 30, bytes_taken=taken)
-        return measure_room(spec, model, 256, Pipeline(SoloCollective()), torch.float32, machine, gauge, Drafting())
+        return measure_kv_sizing(spec, model, 256, Pipeline(SoloCollective()), torch.float32, machine, gauge, Drafting())
 
     little, much = room(0), room(300 << 20)
     assert much.needs.activations - little.needs.activations == much.needs.logits_sampler == 300 << 20

@@ -14,7 +14,15 @@ from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
 from phalanx_runtime.rank.sampling.draw import Draw
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, num_drafted, proposals
+from phalanx_runtime.rank.step.paths import (
+    NO_TOKEN,
+    DraftedPath,
+    drafted_numbers,
+    filled,
+    filled_by_numbers,
+    num_drafted,
+    proposals,
+)
 from tests.runtime.sampled import Ask, run, scores_after
 from tests.runtime.test_rank_changes import by_definition
 from tests.runtime.test_rank_sampler import DRAWS, LOGITS, OUTPUT, PROMPT, SETTINGS, VOCAB, asks, limit
@@ -42,7 +50,7 @@ def run_with(
             for row, path in zip(running, paths, strict=True)
             for i in range(depth + 1)
         ]
-        drawn = sampler.draw(torch.stack(scores), [(row, len(outputs[row])) for row in running], list(map(Drafted, paths)))
+        drawn = sampler.draw(torch.stack(scores), [(row, len(outputs[row])) for row in running], list(map(DraftedPath, paths)))
         assert drawn.failed == [] and len(drawn.runs) == len(running)
         assert len(drawn.details) in (0, len(drawn.tokens))
         first = 0
@@ -75,7 +83,7 @@ def test_details_are_those_of_draws_one_by_one() -> None:
     sampler = Sampler(16)
     sampler.admit(NewRow(0, ask.sampling, 2, ask.prompt))
     scores = torch.stack([scores_after(ask.prompt + tokens[:i], 16) for i in range(4)])
-    drawn = sampler.draw(scores, [(0, 0)], [Drafted([*tokens[:2], tokens[2] ^ 1])])
+    drawn = sampler.draw(scores, [(0, 0)], [DraftedPath([*tokens[:2], tokens[2] ^ 1])])
     assert (drawn.tokens, drawn.runs, drawn.details) == (tokens[:3], [3], details[:3])
 
 
@@ -85,7 +93,7 @@ def test_a_run_ends_where_nothing_can_be_drawn_and_the_next_step_says_so() -> No
     sampler = Sampler(VOCAB)
     sampler.admit(NewRow(0, sampling, 1, [3]))
     scores = torch.tensor([LOGITS]).expand(3, -1)
-    drawn = sampler.draw(scores, [(0, 0)], [Drafted([1, 1])])
+    drawn = sampler.draw(scores, [(0, 0)], [DraftedPath([1, 1])])
     assert (drawn.tokens, drawn.runs, drawn.failed) == ([1], [1], [])
     [(place, why)] = sampler.draw(scores[:1], [(0, 1)]).failed
     assert place == 0 and "exclude every token" in why
@@ -102,7 +110,7 @@ def test_tokens_behind_an_accepted_proposal_follow_the_distribution(name: str) -
     for row in range(DRAWS):
         sampler.admit(NewRow(row, wire.Sampling(99, row, **fields), len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(2 * DRAWS, -1)
-    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [Drafted([proposed])] * DRAWS)
+    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [DraftedPath([proposed])] * DRAWS)
     starts = _starts(drawn.runs)
     assert_follows([drawn.tokens[at] for at in starts], first)
     behind = [drawn.tokens[at + 1] for at, count in zip(starts, drawn.runs, strict=True) if count == 2]
@@ -121,7 +129,7 @@ def test_tokens_behind_each_branch_of_a_tree_follow_the_distribution(name: str) 
     for row in range(DRAWS):
         sampler.admit(NewRow(row, wire.Sampling(99, row, **fields), len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(3 * DRAWS, -1)
-    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [Drafted(proposed, [OWN, OWN])] * DRAWS)
+    drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [DraftedPath(proposed, [OWN, OWN])] * DRAWS)
     starts = _starts(drawn.runs)
     assert_follows([drawn.tokens[at] for at in starts], first)
     for node, token in enumerate(proposed):
@@ -173,10 +181,10 @@ def plan_with_paths() -> StepPlan:
 def test_drafts_are_filled_in_and_every_path_is_looked_at() -> None:
     plan = plan_with_paths()
     assert num_drafted(plan) == 3 and plan.depths == [2, 3, 0]
-    full = filled(plan, [Drafted([31, NO_TOKEN, 33])])
+    full = filled(plan, [DraftedPath([31, NO_TOKEN, 33])])
     assert full.tokens == [10, 11, 12, 20, 21, 30, 31, NO_TOKEN, 33, 40]
     assert filled_by_numbers(plan, drafted_numbers(full)) == full
-    assert proposals(full) == [Drafted([11, 12]), Drafted([31, NO_TOKEN, 33]), Drafted([])]
+    assert proposals(full) == [DraftedPath([11, 12]), DraftedPath([31, NO_TOKEN, 33]), DraftedPath([])]
     batch = BatchBuilder(CacheShape(4, 2, 1 << 10), torch.float32, torch.device("cpu")).build(full)
     at = batch.drawn.tolist()
     assert batch.tokens[at].tolist() == [10, 11, 12, 30, 31, 0, 33, 40], "without a proposal token 0 is computed"

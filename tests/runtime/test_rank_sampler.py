@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.sampling.draw import Draw, draw, keep_filtered, scaled
-from phalanx_runtime.rank.sampling.near_ties import gap
+from phalanx_runtime.rank.sampling.near_ties import logit_gap
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from tests.runtime.sampled import Ask, run, scores_after
 from tests.runtime.test_rank_changes import by_definition
@@ -198,14 +198,14 @@ def test_a_token_changes_only_where_its_gap_is_small(
     moved = raw + noise * (2 * torch.rand(10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 1)
     before, after = draw(raw.unsqueeze(0), [one]), draw(moved.unsqueeze(0), [one])
     if before != after:
-        assert gap(raw, raw, one) <= 2 * noise / float(raw.std())
+        assert logit_gap(raw, raw, one) <= 2 * noise / float(raw.std())
 
 
 def test_a_winner_that_the_next_cut_would_lose_has_a_small_gap() -> None:
     raw = torch.tensor([2.0, 1.0, 0.999, -3.0], dtype=torch.float64)
     wins = next(seed for seed in range(1000) if draw(raw.unsqueeze(0), [Draw(seed, 0, top_k=2)]) == [1])
-    assert gap(raw, raw, Draw(wins, 0, top_k=2)) <= 0.001 / float(raw.std()) + 1e-12
-    assert gap(raw, raw, Draw(wins, 0)) != gap(raw, raw, Draw(wins, 0, top_k=2))
+    assert logit_gap(raw, raw, Draw(wins, 0, top_k=2)) <= 0.001 / float(raw.std()) + 1e-12
+    assert logit_gap(raw, raw, Draw(wins, 0)) != logit_gap(raw, raw, Draw(wins, 0, top_k=2))
 
 
 FILTERS: dict[str, tuple[dict[str, Any], str, float]] = {

@@ -14,7 +14,7 @@ import torch
 from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.ranks import Build, on_ranks
@@ -22,7 +22,7 @@ from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=40)
 LIMITS = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64)
-PLAIN = Rules(prefix_caching=False)
+PLAIN = SchedulerConfig(prefix_caching=False)
 groups = pytest.mark.parametrize(
     ("ranks", "stages"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)], ids=["one", "tp2", "pp2", "pp2 x tp2", "pp3"]
 )
@@ -97,7 +97,7 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
         alone = make_scheduler(replace(LIMITS, plans_in_flight=runner.depth), runner.pool, PLAIN)
         plain |= serve(runner, alone, {handle: request}, Disturbance())
     limits = Limits(128, 6, disturbance.budget, plans_in_flight=runner.depth)
-    disturbed = make_scheduler(limits, runner.pool, Rules(disturbance.policy))
+    disturbed = make_scheduler(limits, runner.pool, SchedulerConfig(disturbance.policy))
     assert serve(runner, disturbed, requests, disturbance) == plain
     return disturbed
 

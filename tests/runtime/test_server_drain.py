@@ -8,7 +8,7 @@ import pytest
 import websockets
 
 from phalanx_api import wire
-from phalanx_api.wire.versions import LINK
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_runtime.server.serve import make_server
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until
@@ -76,7 +76,7 @@ async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its
         client = client_of(running)
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
             request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
             await link.send(wire.encode(wire.Submit(1, request)))
             await until(lambda: client.is_busy)

@@ -8,18 +8,18 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.server.supervision.incarnation import (
     Action,
     BackoffOver,
-    Drain,
     Drained,
+    DrainGroup,
     Event,
     Group,
     Joined,
-    Leaving,
     Left,
+    PodLeaving,
     RanksFailed,
     RanksReady,
-    Serve,
-    Start,
-    Stop,
+    StartRanks,
+    StartServing,
+    StopRanks,
     WakeAfter,
     advance,
     backoff_s,
@@ -68,41 +68,53 @@ def test_an_echo_is_counted_once_its_cause_is_known() -> None:
     ("before", "event", "phase", "incarnation", "actions"),
     [
         (EMPTY, Joined(0, "a"), "gathering", 1, []),
-        (HALF, Joined(1, "b"), "loading", 1, [Start(1, ("a", "b"))]),
-        (Group(1), Joined(0, "a"), "loading", 1, [Start(1, ("a",))]),
+        (HALF, Joined(1, "b"), "loading", 1, [StartRanks(1, ("a", "b"))]),
+        (Group(1), Joined(0, "a"), "loading", 1, [StartRanks(1, ("a",))]),
         (HALF, Joined(2, "c"), "gathering", 1, []),
         (HALF, Left(0, "gone"), "gathering", 1, []),
         (LOADING, RanksReady(0, 1), "loading", 1, []),
         (HALF_READY, RanksReady(0, 1), "loading", 1, []),
-        (HALF_READY, RanksReady(1, 1), "serving", 1, [Serve(1)]),
+        (HALF_READY, RanksReady(1, 1), "serving", 1, [StartServing(1)]),
         (HALF_READY, RanksReady(1, 7), "loading", 1, []),
         (SERVING, RanksReady(1, 1), "serving", 1, []),
-        (LOADING, RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 1.0)]),
-        (SERVING, RanksFailed(1, 1, "oom"), "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
-        (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [Stop(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
+        (LOADING, RanksFailed(1, 1, "oom"), "backoff", 2, [StopRanks(1, "pod 1: oom"), WakeAfter(2, 1.0)]),
+        (SERVING, RanksFailed(1, 1, "oom"), "loading", 2, [StopRanks(1, "pod 1: oom"), StartRanks(2, ("a", "b"))]),
+        (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [StopRanks(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
         (SERVING, RanksFailed(1, 0, "late"), "serving", 1, []),
-        (SERVING, RanksFailed(1, 1, "reset", is_echo=True), "loading", 2, [Stop(1, "pod 1: reset", True), Start(2, ("a", "b"))]),
-        (SERVING, NO_DRAFT, "loading", 2, [Stop(1, "pod 1: no memory", True), Start(2, ("a", "b"), "pod 1: no memory")]),
-        (replace(SERVING, failures=3), ALONE, "loading", 2, [Stop(1, "pod 1: oom"), Start(2, ("a", "b"))]),
-        (SERVING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
-        (LOADING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
-        (SERVING, Joined(1, "c"), "loading", 2, [Stop(1, "pod 1 left: it came back anew", True), Start(2, ("a", "c"))]),
-        (BACKOFF, BackoffOver(5), "loading", 5, [Start(5, ("a", "b"))]),
+        (
+            SERVING,
+            RanksFailed(1, 1, "reset", is_echo=True),
+            "loading",
+            2,
+            [StopRanks(1, "pod 1: reset", True), StartRanks(2, ("a", "b"))],
+        ),
+        (
+            SERVING,
+            NO_DRAFT,
+            "loading",
+            2,
+            [StopRanks(1, "pod 1: no memory", True), StartRanks(2, ("a", "b"), "pod 1: no memory")],
+        ),
+        (replace(SERVING, failures=3), ALONE, "loading", 2, [StopRanks(1, "pod 1: oom"), StartRanks(2, ("a", "b"))]),
+        (SERVING, Left(1, "reset"), "gathering", 2, [StopRanks(1, "pod 1 left: reset", True)]),
+        (LOADING, Left(1, "reset"), "gathering", 2, [StopRanks(1, "pod 1 left: reset", True)]),
+        (SERVING, Joined(1, "c"), "loading", 2, [StopRanks(1, "pod 1 left: it reconnected", True), StartRanks(2, ("a", "c"))]),
+        (BACKOFF, BackoffOver(5), "loading", 5, [StartRanks(5, ("a", "b"))]),
         (BACKOFF, BackoffOver(4), "backoff", 5, []),
         (SERVING, BackoffOver(1), "serving", 1, []),
         (BACKOFF, Left(1, "reset"), "backoff", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), BackoffOver(5), "gathering", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), Joined(1, "b"), "backoff", 5, []),
-        (SERVING, Leaving(1, "told to"), "serving", 1, [Drain(1, "pod 1 is leaving: told to")]),
-        (DRAINING, Leaving(0, "told to"), "serving", 1, []),
-        (DRAINING, Drained(1), "gathering", 2, [Stop(1, "pod 1 is leaving", True)]),
+        (SERVING, PodLeaving(1, "told to"), "serving", 1, [DrainGroup(1, "pod 1 is leaving: told to")]),
+        (DRAINING, PodLeaving(0, "told to"), "serving", 1, []),
+        (DRAINING, Drained(1), "gathering", 2, [StopRanks(1, "pod 1 is leaving", True)]),
         (DRAINING, Drained(0), "serving", 1, []),
         (SERVING, Drained(1), "serving", 1, []),
-        (DRAINING, Left(1, "reset"), "gathering", 2, [Stop(1, "pod 1 left: reset", True)]),
-        (DRAINING, RanksFailed(0, 1, "oom"), "gathering", 2, [Stop(1, "pod 0: oom")]),
-        (LOADING, Leaving(1, "told to"), "gathering", 2, [Stop(1, "pod 1 is leaving: told to", True)]),
-        (BACKOFF, Leaving(1, "told to"), "backoff", 5, []),
-        (HALF, Leaving(0, "told to"), "gathering", 1, []),
+        (DRAINING, Left(1, "reset"), "gathering", 2, [StopRanks(1, "pod 1 left: reset", True)]),
+        (DRAINING, RanksFailed(0, 1, "oom"), "gathering", 2, [StopRanks(1, "pod 0: oom")]),
+        (LOADING, PodLeaving(1, "told to"), "gathering", 2, [StopRanks(1, "pod 1 is leaving: told to", True)]),
+        (BACKOFF, PodLeaving(1, "told to"), "backoff", 5, []),
+        (HALF, PodLeaving(0, "told to"), "gathering", 1, []),
     ],
     ids=[
         "the first of two pods joins",
@@ -171,8 +183,8 @@ def test_what_drafts_and_failed_is_left_out_of_all_starts_after_it(before: Group
     group, starts = before, list[Action]()
     for event in [*events, BackoffOver(2), RanksFailed(0, 2, "oom"), BackoffOver(3)]:
         group, actions = advance(group, event, 100.0)
-        starts += [action for action in actions if isinstance(action, Start)]
-    assert starts == [Start(number, ("a", "b"), "pod 1: no memory") for number in (2, 3)]
+        starts += [action for action in actions if isinstance(action, StartRanks)]
+    assert starts == [StartRanks(number, ("a", "b"), "pod 1: no memory") for number in (2, 3)]
 
 
 READY = [RanksReady(pod, 2) for pod in range(2)]
@@ -183,12 +195,12 @@ READY = [RanksReady(pod, 2) for pod in range(2)]
 def test_what_was_started_before_it_was_known_that_the_draft_failed_ends(first: Event, between: list[Event]) -> None:
     """The echo of a group that served starts the next incarnation at once, with the draft; no request is to blame for its end."""
     group, done = advance(SERVING, first, 100.0)
-    assert done[-1] == Start(2, ("a", "b"))
+    assert done[-1] == StartRanks(2, ("a", "b"))
     for event in between:
         group, _ = advance(group, event, 100.0)
     deaths = group.deaths
     group, done = advance(group, NO_DRAFT, 100.0)
-    assert done == [Stop(2, "pod 1: no memory", is_outside=True), Start(3, ("a", "b"), "pod 1: no memory")]
+    assert done == [StopRanks(2, "pod 1: no memory", is_outside=True), StartRanks(3, ("a", "b"), "pod 1: no memory")]
     assert (group.phase, group.why, group.deaths) == ("loading", "pod 1: no memory", deaths)
     assert advance(group, OTHER_DRAFT, 100.0)[1] == [], "the third start is without it"
 
@@ -239,14 +251,14 @@ def test_starts_and_stops_alternate_every_number_starts_once_and_none_runs_with_
         group, actions = advance(group, event, now)
         for action in actions:
             match action:
-                case Start(incarnation, hosts, without_draft):
+                case StartRanks(incarnation, hosts, without_draft):
                     assert running is None and len(hosts) == 3
                     running, drafts = incarnation, not without_draft
                     started.append(incarnation)
-                case Stop(incarnation):
+                case StopRanks(incarnation):
                     assert running == incarnation
                     running = None
-                case Serve(incarnation):
+                case StartServing(incarnation):
                     assert running == incarnation
                 case WakeAfter(incarnation):
                     assert running is None and incarnation == group.incarnation

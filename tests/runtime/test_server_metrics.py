@@ -5,15 +5,15 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_frontend.health import Totals
-from phalanx_frontend.metrics import Tally
+from phalanx_frontend.health import HealthTotals
+from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.engine.client import NO_LOAD
-from phalanx_runtime.engine.meter import Ended
+from phalanx_runtime.engine.meter import EndedRequest
 from phalanx_runtime.server.http.metrics import EngineMetrics
 
 
-def make() -> tuple[EngineMetrics, CollectorRegistry, Tally]:
-    registry, tally = CollectorRegistry(), Tally()
+def make() -> tuple[EngineMetrics, CollectorRegistry, RequestTotals]:
+    registry, tally = CollectorRegistry(), RequestTotals()
     return EngineMetrics(registry, "m", tally), registry, tally
 
 
@@ -58,8 +58,8 @@ def test_a_request_is_in_every_histogram_once() -> None:
     metrics.next_token(0.1)
     metrics.next_token(0.3)
     metrics.step(3)
-    metrics.ended(Ended("stop", 10, 4, 3, 16, 1.1, 0.4))
-    metrics.ended(Ended("abort", 5, 0, 0, 16, 0.2, 0.0))
+    metrics.ended(EndedRequest("stop", 10, 4, 3, 16, 1.1, 0.4))
+    metrics.ended(EndedRequest("abort", 5, 0, 0, 16, 0.2, 0.0))
     for name, count, total in [
         ("request_queue_time_seconds", 1, 0.5),
         ("time_to_first_token_seconds", 1, 0.7),
@@ -76,7 +76,7 @@ def test_a_request_is_in_every_histogram_once() -> None:
     assert value(registry, "vllm:prompt_tokens_total") == 10
     assert value(registry, "vllm:prompt_tokens_cached_total") == 4
     assert value(registry, "vllm:generation_tokens_total") == 3
-    assert tally.totals() == Totals(2, 15, 4, 3, tally.totals().latency_s)
+    assert tally.totals() == HealthTotals(2, 15, 4, 3, tally.totals().latency_s)
 
 
 def test_the_acceptance_rate_counts_over_engines() -> None:

@@ -10,7 +10,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady
-from phalanx_runtime.server.supervision.pod import Launch, Pod
+from phalanx_runtime.server.supervision.pod import Launch, RankLauncher
 from phalanx_runtime.server.supervision.ranks import Ranks, RanksEnded, read_lines
 from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_spec, mark_of, until
@@ -84,7 +84,7 @@ async def test_a_stopped_rank_is_hung_and_the_watch_lets_others_be(tmp_path: Pat
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
         failure = asyncio.create_task(ranks.failure())
-        await until(lambda: all(process.pulse.beat is not None for process in ranks._processes))
+        await until(lambda: all(process.heartbeat.beat is not None for process in ranks._processes))
         os.kill(mark_of(tmp_path, 1, 1)["pid"], signal.SIGSTOP)
         end = await asyncio.wait_for(failure, 20)
         assert end.why.startswith("rank 1 is hung: silent for") and not end.is_echo
@@ -140,11 +140,13 @@ class Report:
 
 
 @asynccontextmanager
-async def pod_of(folder: Path, report: Report, *words: str, locate: Callable[[], Path] | None = None) -> AsyncIterator[Pod]:
+async def pod_of(
+    folder: Path, report: Report, *words: str, locate: Callable[[], Path] | None = None
+) -> AsyncIterator[RankLauncher]:
     async def find() -> Path:
         return locate() if locate is not None else folder
 
-    pod = Pod(find, lambda launch, where: [make_spec(where, 0, 1, launch.incarnation)], report, command(*words))
+    pod = RankLauncher(find, lambda launch, where: [make_spec(where, 0, 1, launch.incarnation)], report, command(*words))
     task = asyncio.create_task(pod.run())
     try:
         yield pod
@@ -177,12 +179,12 @@ async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Pa
 async def test_the_launcher_says_what_it_does(tmp_path: Path) -> None:
     report = Report()
     async with pod_of(tmp_path, report, "ready") as pod:
-        assert (pod.doing, pod.ranks()) == ("idle", [])
+        assert (pod.activity, pod.ranks()) == ("idle", [])
         pod.start(launch(1))
-        await until(lambda: pod.doing == "running")
+        await until(lambda: pod.activity == "running")
         assert [(rank.rank, rank.alive) for rank in pod.ranks()] == [(0, True)]
         os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
-        await until(lambda: pod.doing == "idle")
+        await until(lambda: pod.activity == "idle")
         assert [(rank.rank, rank.alive) for rank in pod.ranks()] == [(0, False)]
         pod.stop()
         await until(lambda: not pod.ranks())
@@ -191,12 +193,12 @@ async def test_the_launcher_says_what_it_does(tmp_path: Path) -> None:
 async def test_a_rank_whose_pipes_outlive_it_holds_the_launcher_and_that_shows(tmp_path: Path) -> None:
     async with pod_of(tmp_path, Report(), "escape") as pod:
         pod.start(launch(1))
-        await until(lambda: pod.doing == "running")
+        await until(lambda: pod.activity == "running")
         pod.stop()
-        await until(lambda: pod.doing == "ending" and not is_alive(mark_of(tmp_path, 1, 0)["pid"]))
-        assert pod.doing_s() >= 0
+        await until(lambda: pod.activity == "ending" and not is_alive(mark_of(tmp_path, 1, 0)["pid"]))
+        assert pod.activity_s() >= 0
         os.kill(int((tmp_path / "marks" / "escaped").read_text()), signal.SIGKILL)
-        await until(lambda: pod.doing == "idle")
+        await until(lambda: pod.activity == "idle")
 
 
 async def test_ranks_that_end_are_reported(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ async def test_a_lost_draft_is_told_also_by_a_pod_that_is_told_to_end(tmp_path: 
         await until(lambda: [rank.alive for rank in pod.ranks()] == [False])
         assert report.failed == []
         pod.stop()
-        await until(lambda: pod.doing == "idle")
+        await until(lambda: pod.activity == "idle")
     assert report.failed == [(1, "rank 0 ended with code 5: no memory for the draft", False)]
 
 

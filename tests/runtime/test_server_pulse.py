@@ -3,9 +3,9 @@
 import pytest
 
 from phalanx_runtime.rank_spec import Beat
-from phalanx_runtime.server.supervision.hang_detection import MAX_TURN_S, Bounds, Pulse, first_hung, hang
+from phalanx_runtime.server.supervision.hang_detection import MAX_TURN_S, HeartbeatState, SilenceBounds, first_hung, hang_reason
 
-BOUNDS = Bounds(silence_s=5.0, start_s=120.0)
+BOUNDS = SilenceBounds(silence_s=5.0, start_s=120.0)
 IDLE = Beat()
 BUSY = Beat(step=7, step_s=9.9, bound_s=10.0)
 LONG = Beat(step=7, step_s=10.1, bound_s=10.0)
@@ -15,15 +15,15 @@ FIRST = Beat(step=0, step_s=200.0, bound_s=300.0)
 @pytest.mark.parametrize(
     ("pulse", "why"),
     [
-        (Pulse(), ""),
-        (Pulse(119.0), ""),
-        (Pulse(121.0), "it has not begun after 121 s"),
-        (Pulse(5.0, IDLE), ""),
-        (Pulse(5.1, IDLE), "silent for 5.1 s"),
-        (Pulse(0.0, BUSY), ""),
-        (Pulse(0.0, LONG), "step 7 has taken 10.1 s, at most 10.0 s were expected"),
-        (Pulse(0.0, FIRST), ""),
-        (Pulse(6.0, BUSY), "silent for 6.0 s"),
+        (HeartbeatState(), ""),
+        (HeartbeatState(119.0), ""),
+        (HeartbeatState(121.0), "no heartbeat 121 s after its start"),
+        (HeartbeatState(5.0, IDLE), ""),
+        (HeartbeatState(5.1, IDLE), "silent for 5.1 s"),
+        (HeartbeatState(0.0, BUSY), ""),
+        (HeartbeatState(0.0, LONG), "step 7 has taken 10.1 s, at most 10.0 s were expected"),
+        (HeartbeatState(0.0, FIRST), ""),
+        (HeartbeatState(6.0, BUSY), "silent for 6.0 s"),
     ],
     ids=[
         "just started",
@@ -37,29 +37,32 @@ FIRST = Beat(step=0, step_s=200.0, bound_s=300.0)
         "silent in a step",
     ],
 )
-def test_hang(pulse: Pulse, why: str) -> None:
-    assert hang(pulse, BOUNDS) == why
+def test_hang(pulse: HeartbeatState, why: str) -> None:
+    assert hang_reason(pulse, BOUNDS) == why
 
 
 def test_a_beat_ends_the_silence_and_brings_the_newest_step() -> None:
-    assert Pulse(4.0, BUSY).heard(IDLE) == Pulse(0.0, IDLE)
+    assert HeartbeatState(4.0, BUSY).after_beat(IDLE) == HeartbeatState(0.0, IDLE)
 
 
 def test_a_late_turn_of_the_watch_counts_as_one_turn() -> None:
-    assert Pulse(4.0, IDLE).passed(0.5) == Pulse(4.5, IDLE)
-    assert Pulse(0.0, IDLE).passed(3600.0) == Pulse(MAX_TURN_S, IDLE)
-    assert not hang(Pulse(0.0, IDLE).passed(3600.0), BOUNDS)
+    assert HeartbeatState(4.0, IDLE).after_turn(0.5) == HeartbeatState(4.5, IDLE)
+    assert HeartbeatState(0.0, IDLE).after_turn(3600.0) == HeartbeatState(MAX_TURN_S, IDLE)
+    assert not hang_reason(HeartbeatState(0.0, IDLE).after_turn(3600.0), BOUNDS)
 
 
 @pytest.mark.parametrize(
     ("pulses", "why"),
     [
-        ([Pulse(1.0, IDLE), Pulse(1.0, IDLE)], ""),
-        ([Pulse(1.0, LONG), Pulse(6.0, IDLE)], "rank 1 is hung: silent for 6.0 s"),
-        ([Pulse(6.0, IDLE), Pulse(6.0, IDLE)], "rank 0 is hung: silent for 6.0 s"),
-        ([Pulse(1.0, LONG), Pulse(1.0, IDLE)], "rank 0 is hung: step 7 has taken 10.1 s, at most 10.0 s were expected"),
+        ([HeartbeatState(1.0, IDLE), HeartbeatState(1.0, IDLE)], ""),
+        ([HeartbeatState(1.0, LONG), HeartbeatState(6.0, IDLE)], "rank 1 is hung: silent for 6.0 s"),
+        ([HeartbeatState(6.0, IDLE), HeartbeatState(6.0, IDLE)], "rank 0 is hung: silent for 6.0 s"),
+        (
+            [HeartbeatState(1.0, LONG), HeartbeatState(1.0, IDLE)],
+            "rank 0 is hung: step 7 has taken 10.1 s, at most 10.0 s were expected",
+        ),
     ],
     ids=["none", "the silent one, not the one that waits for it", "the first of two", "a step too long"],
 )
-def test_first_hung(pulses: list[Pulse], why: str) -> None:
+def test_first_hung(pulses: list[HeartbeatState], why: str) -> None:
     assert first_hung(list(enumerate(pulses)), BOUNDS) == why

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as say
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, Membership
@@ -84,7 +85,7 @@ async def pretended(*frames: say.Frame, after: int = 0) -> AsyncIterator[int]:
     await settle()
 
 
-async def shake_hands(port: int, pod: int, version: int = say.VERSION) -> tuple[Connection, asyncio.StreamReader, say.Frame]:
+async def shake_hands(port: int, pod: int, version: int = PROTOCOL_VERSION) -> tuple[Connection, asyncio.StreamReader, say.Frame]:
     """A pod's connection that proved the token, and the leader's answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = Connection(reader, writer, QUICK)
@@ -137,7 +138,7 @@ async def test_a_pod_that_is_none_of_the_group_is_turned_away_and_told(
 
 async def test_a_leader_that_does_not_know_the_token_is_not_obeyed() -> None:
     member = Member.make()
-    challenge, lie, order = say.Challenge(say.VERSION, b"nonce"), say.Welcome(b"no proof"), say.Start(1, ["evil"], b"")
+    challenge, lie, order = say.Challenge(PROTOCOL_VERSION, b"nonce"), say.Welcome(b"no proof"), say.Start(1, ["evil"], b"")
     async with pretended(challenge, lie, order, after=1) as port, member.joins(port):
         await until(lambda: bool(member.losses))
     assert "the leader does not know the service token" in member.losses[0]
@@ -148,7 +149,7 @@ async def test_a_leader_that_does_not_know_the_token_is_not_obeyed() -> None:
     ("frames", "after", "why"),
     [
         ((say.Ready(1),), 0, "expected Challenge"),
-        ((say.Challenge(say.VERSION, b"n"), say.Serve(1)), 1, "expected Welcome"),
+        ((say.Challenge(PROTOCOL_VERSION, b"n"), say.Serve(1)), 1, "expected Welcome"),
     ],
     ids=["no challenge", "no welcome"],
 )

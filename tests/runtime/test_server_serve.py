@@ -15,15 +15,15 @@ import pytest
 import websockets
 
 from phalanx_api import wire
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_api.wire.leader import MemoryAccount
-from phalanx_api.wire.versions import LINK
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.health import RankHealth
-from phalanx_frontend.metrics import Tally
-from phalanx_runtime.server.http.health import PodVitals
+from phalanx_frontend.metrics import RequestTotals
+from phalanx_runtime.server.http.health import PodHealthSource
 from phalanx_runtime.server.serve import make_rank_specs, make_server
-from phalanx_runtime.server.supervision.pod import Launch, View, why_stuck
-from phalanx_runtime.server.supervision.supervisor import Status
+from phalanx_runtime.server.supervision.pod import Launch, LauncherView, why_stuck
+from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 from phalanx_runtime.settings import ServeSettings
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of, until
@@ -74,11 +74,11 @@ async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> Non
     class Held:
         """A supervisor whose launcher waits for a killed rank that the kernel holds."""
 
-        def status(self) -> Status:
-            return Status(False, 2, "pod 0: rank 1 is hung: silent for 5.1 s")
+        def status(self) -> SupervisorStatus:
+            return SupervisorStatus(False, 2, "pod 0: rank 1 is hung: silent for 5.1 s")
 
         def stuck(self) -> str | None:
-            return why_stuck(View("ending", 31.0))
+            return why_stuck(LauncherView("ending", 31.0))
 
         def ranks(self) -> list[RankHealth]:
             return [RankHealth(0, False, 1.0), RankHealth(1, True, 36.0)]
@@ -86,7 +86,7 @@ async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> Non
         def memory(self) -> list[MemoryAccount]:
             return []
 
-    app = create_health_app(PodVitals(Held(), Tally()).health)
+    app = create_health_app(PodHealthSource(Held(), RequestTotals()).health)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as http:
         alive, health = await http.get("/healthz"), await http.get("/v1/health")
     assert (alive.status_code, alive.json()["error"]["code"]) == (503, "not_alive")
@@ -109,7 +109,7 @@ async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
             frames = [wire.decode_from_leader(bytes(await link.recv(decode=False))) for _ in range(2)]
         assert isinstance(frames[0], wire.Welcome)
         assert frames[0].assets_hash == ""
@@ -125,7 +125,7 @@ async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:
             await websockets.connect(url)
         assert caught.value.response.status_code == 401
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
-            await link.send(wire.encode(wire.Hello(LINK.newest, "router")))
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
             message = await link.recv()
             assert isinstance(message, bytes)
             welcome = wire.decode_from_leader(message)

@@ -12,10 +12,16 @@ from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.supervision.hang_detection import Bounds
+from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.rendezvous_wire import Timing
-from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place, Status
+from phalanx_runtime.server.supervision.supervisor import (
+    LeaderSupervisor,
+    MemberSupervisor,
+    PodPlace,
+    SupervisorParts,
+    SupervisorStatus,
+)
 from tests.runtime.engine_rig import FakeMeter
 from tests.runtime.fake_rank import command
 from tests.runtime.fake_runner import expected_output, make_request
@@ -24,11 +30,11 @@ from tests.runtime.pods import is_alive, make_spec, mark_of, until
 QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
 
 
-PATIENT = Bounds(silence_s=2.0)
+PATIENT = SilenceBounds(silence_s=2.0)
 """Twenty beats of a fake rank: a machine that is that busy lets none run."""
 
 
-def make_parts(folder: Path, pod: int, pods: int, *words: str) -> Parts:
+def make_parts(folder: Path, pod: int, pods: int, *words: str) -> SupervisorParts:
     """One rank in each pod."""
 
     async def locate() -> Path:
@@ -42,7 +48,7 @@ def make_parts(folder: Path, pod: int, pods: int, *words: str) -> Parts:
     def assets(where: Path, ready: RankReady) -> wire.Assets:
         return wire.make_assets({}, ["tiny"], ready.max_model_len, [])
 
-    return Parts(locate, specs, assets, command(*words), PATIENT)
+    return SupervisorParts(locate, specs, assets, command(*words), PATIENT)
 
 
 class Group:
@@ -56,16 +62,16 @@ class Group:
         self.members: dict[int, MemberSupervisor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    def status(self) -> list[Status]:
+    def status(self) -> list[SupervisorStatus]:
         assert self.leader is not None
         return [self.leader.status(), *(member.status() for member in self.members.values())]
 
     async def serving(self, incarnation: int) -> None:
-        await until(lambda: all(status == Status(True, incarnation, "") for status in self.status()))
+        await until(lambda: all(status == SupervisorStatus(True, incarnation, "") for status in self.status()))
 
     async def lead(self, pods: int, *words: str) -> None:
         self.leader = LeaderSupervisor(
-            Place(0, pods, "127.0.0.1", 0, "t", QUICK, "127.0.0.1"), make_parts(self.folder, 0, pods, *words), self.client
+            PodPlace(0, pods, "127.0.0.1", 0, "t", QUICK, "127.0.0.1"), make_parts(self.folder, 0, pods, *words), self.client
         )
         self.tasks[0] = asyncio.create_task(self.leader.run())
         if pods > 1:
@@ -73,7 +79,7 @@ class Group:
 
     def join(self, pod: int, pods: int, *words: str) -> None:
         assert self.leader is not None and self.leader.port is not None
-        place = Place(pod, pods, "127.0.0.1", self.leader.port, "t", QUICK)
+        place = PodPlace(pod, pods, "127.0.0.1", self.leader.port, "t", QUICK)
         self.members[pod] = MemberSupervisor(place, make_parts(self.folder, pod, pods, *words))
         self.tasks[pod] = asyncio.create_task(self.members[pod].run())
 
@@ -220,7 +226,7 @@ async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
     port = taken.sockets[0].getsockname()[1]
     client = EngineClient(FakeMeter())
-    leader = LeaderSupervisor(Place(0, 2, "127.0.0.1", port, "t"), make_parts(tmp_path, 0, 2, "ready"), client)
+    leader = LeaderSupervisor(PodPlace(0, 2, "127.0.0.1", port, "t"), make_parts(tmp_path, 0, 2, "ready"), client)
     with pytest.raises(OSError, match="in use"):
         await leader.run()
     taken.close()

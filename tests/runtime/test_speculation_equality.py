@@ -15,8 +15,8 @@ import torch
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.oracle import Oracle
 from tests.runtime.ranks import Build, on_ranks
@@ -24,9 +24,9 @@ from tests.runtime.served import Served, Watched, serve
 from tests.runtime.test_sampling_equality import FIELDS, NUM_TOKENS, ROOMY, assert_equal, requests
 from tests.runtime.tiny import EOS_ID, save_tiny
 
-DRAFTS = Rules(speculating=Speculating("draft", 5, is_adaptive=False, drafts=frozenset({"draft"})))
-LOOKUPS = Rules(speculating=Speculating("ngram", 5, is_adaptive=False))
-PLAIN = Rules()
+DRAFTS = SchedulerConfig(speculating=SpeculationConfig("draft", 5, is_adaptive=False, drafts=frozenset({"draft"})))
+LOOKUPS = SchedulerConfig(speculating=SpeculationConfig("ngram", 5, is_adaptive=False))
+PLAIN = SchedulerConfig()
 GROUPS: dict[str, tuple[list[int], int]] = {"one": ([1], 1), "tp2": ([2], 1), "pp2": ([2], 2), "pp2 x tp2": ([4], 2)}
 groups = pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
 
@@ -41,7 +41,12 @@ def build(num_pages: int = 200, stages: int = 1, oracle: Oracle | None = None) -
 
 
 def run(
-    folder: Path, asked: list[wire.Request], rules: Rules, limits: Limits = ROOMY, made: Build | None = None, pods: Any = (1,)
+    folder: Path,
+    asked: list[wire.Request],
+    rules: SchedulerConfig,
+    limits: Limits = ROOMY,
+    made: Build | None = None,
+    pods: Any = (1,),
 ) -> tuple[list[Served], Watched]:
     def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)
@@ -95,7 +100,7 @@ def test_prompts_in_chunks_and_few_rows_draw_equal_tokens(folder: Path, plain: l
 @pytest.mark.parametrize("rules", [DRAFTS, LOOKUPS], ids=["drafts", "lookups"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_preempted_requests_draw_equal_tokens(
-    folder: Path, plain: list[Served], oracle: Oracle, stages: int, rules: Rules
+    folder: Path, plain: list[Served], oracle: Oracle, stages: int, rules: SchedulerConfig
 ) -> None:
     made = build(11, stages, oracle)
     served, watched = run(folder, requests(), rules, Limits(72, 8, 64), made, [stages])

@@ -14,8 +14,8 @@ import torch
 from phalanx_api import wire
 from phalanx_api.speculation import Method, Speculation, Tree, TreeShape
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import Rules
-from phalanx_runtime.core.speculation.config import Speculating
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import Level
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Served]:
     """What each of the requests gets without proposals."""
-    return run(folder, requests(), Build(torch.float64, num_pages=200), Rules())[0]
+    return run(folder, requests(), Build(torch.float64, num_pages=200), SchedulerConfig())[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,13 @@ def ways(folder: Path, plain: list[Served]) -> dict[str, dict[str, Any]]:
     }
 
 
-def rules(method: Method, shape: TreeShape = "best_first", widths: tuple[int, ...] = (3, 2), most: int = 8) -> Rules:
+def rules(method: Method, shape: TreeShape = "best_first", widths: tuple[int, ...] = (3, 2), most: int = 8) -> SchedulerConfig:
     tree = Tree(list(widths), shape)
-    return Rules(speculating=Speculating(method, most, is_adaptive=False, drafts=frozenset({method}), tree=tree))
+    return SchedulerConfig(speculating=SpeculationConfig(method, most, is_adaptive=False, drafts=frozenset({method}), tree=tree))
 
 
 def run(
-    folder: Path, asked: list[wire.Request], made: Build, how: Rules, limits: Limits = ROOMY, pods: Any = (1,)
+    folder: Path, asked: list[wire.Request], made: Build, how: SchedulerConfig, limits: Limits = ROOMY, pods: Any = (1,)
 ) -> tuple[list[Served], Watched]:
     def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)
@@ -109,7 +109,7 @@ def test_every_way_to_sample_draws_equal_tokens(
 def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: str) -> None:
     (pods, stages), (bounds, num_pages) = GROUPS[group], LIMITS[limits]
     asked = [msgspec.structs.replace(one, prompt=one.prompt[: 20 + n]) for n, one in enumerate(repeating())]
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=num_pages, stages=stages)
     served, watched = run(folder, asked, made, rules("ngram", widths=(4, 2, 2)), bounds, pods)
     assert_equal(served, whole, list(REPEATING))
@@ -121,7 +121,7 @@ def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: st
 def test_replayed_requests_draw_equal_tokens(folder: Path, ways: dict[str, Any], way: Method, widths: tuple[int, ...]) -> None:
     """A draft computes what others had drawn, and lookups find it."""
     asked = repeating() if way == "ngram" else requests()
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     replayed = [
         msgspec.structs.replace(one, epoch=2, delivered=answer.tokens[:REPLAYED])
         for one, answer in zip(asked, whole, strict=True)
@@ -160,7 +160,7 @@ def test_a_json_schema_gives_equal_tokens(
         )
         for n, more in enumerate(penalties)
     ]
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=200, stages=stages, **ways[way])
     served, watched = run(folder, asked, made, rules(way, widths=widths), pods=pods)
     assert [(one.tokens, one.finish) for one in served] == [(one.tokens, one.finish) for one in whole]
@@ -187,7 +187,7 @@ def test_a_draft_that_is_the_target_is_never_wrong_in_its_first_branch(
     common = torch.randint(0, 250, (37,), generator=chance).tolist()
     prompts = [common, common, [*common[:21], 1, 2, 3], common[:5], [*common, 9], common[9:]]
     asked = [wire.Request(str(n), 1, prompt, [], wire.Sampling(30, n, 0.9 * (n % 2))) for n, prompt in enumerate(prompts)]
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     bounds, num_pages = LIMITS[limits]
     made = Build(torch.float64, num_pages=num_pages + 4, **ways["twin"])
     served, watched = run(folder, asked, made, rules("draft", shape, (2, 2), 6), bounds)
@@ -202,7 +202,7 @@ def test_what_comes_later_finds_pages_that_were_filled_by_branches(
     at = list(FIELDS).index("seeded")
     one, first = requests()[at], plain[at].tokens
     later = msgspec.structs.replace(one, id="later", prompt=[*one.prompt, *first, 5, 6, 7], speculation=Speculation("none"))
-    [[alone], _] = run(folder, [later], Build(torch.float64, num_pages=200), Rules())
+    [[alone], _] = run(folder, [later], Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=200, **ways["oracle"])
     limits = replace(ROOMY, max_num_seqs=1)
     answers, watched = run(folder, [one, later], made, rules("draft", "static", (2, 2, 2, 2), 14), limits)
@@ -226,7 +226,7 @@ def test_a_stop_token_inside_a_branch_ends_the_request_there(folder: Path, plain
     one, whole = requests()[at], plain[at].tokens
     for change in ({"stop_token_ids": [whole[3]]}, {"stop_token_ids": [whole[4]], "min_tokens": 3}, {"max_tokens": 5}):
         asked = msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, **change))
-        [[expected], _] = run(folder, [asked], Build(torch.float64, num_pages=200), Rules())
+        [[expected], _] = run(folder, [asked], Build(torch.float64, num_pages=200), SchedulerConfig())
         made = Build(torch.float64, num_pages=200, **ways["oracle"])
         [served], watched = run(folder, [asked], made, rules("draft", "static", (2, 2, 2, 2), 14))
         assert (served.tokens, served.finish) == (expected.tokens, expected.finish)
@@ -238,7 +238,7 @@ def test_windows_and_models_of_any_kind_see_their_own_branch_alone(tmp_path: Pat
     """A window is of positions: behind a tree it begins where it would behind the branch alone."""
     folder = save_tiny(tmp_path / "model", family, **({"sliding_window": 7} if family == "mistral" else {}))
     asked = [one for one, name in zip(requests(), FIELDS, strict=True) if name in ("greedy", "seeded", "penalties")]
-    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200, level=level), Rules())
+    [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200, level=level), SchedulerConfig())
     oracle = Oracle({one.sampling.seed: served.tokens for one, served in zip(asked, whole, strict=True)})
     made = Build(torch.float64, num_pages=200, level=level, proposer=oracle)
     served, watched = run(folder, asked, made, rules("draft", "static", (2, 2, 2, 2), 14))

@@ -14,14 +14,22 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.acceptance import draft_grade, draft_grades
 from phalanx_runtime.core.draft_tree import OWN, chain, is_chain, levels, part, places
-from phalanx_runtime.core.speculation.offers import Candidates, drafted, looked_up
+from phalanx_runtime.core.speculation.offers import CandidateTree, drafted, looked_up
 from phalanx_runtime.core.step_plan import Growth, NewRow, Path, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionForm, DenseAttention, LayerCache, PagedAttention
-from phalanx_runtime.rank.drafting.draft_passes import BestFirst, Fixed
+from phalanx_runtime.rank.drafting.draft_passes import BestFirst, FixedTree
 from phalanx_runtime.rank.sampling.draw import Draw, Rivals, draw, draw_several
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted, drafted_numbers, filled, filled_by_numbers, grown_shapes, nothing
+from phalanx_runtime.rank.step.paths import (
+    NO_TOKEN,
+    DraftedPath,
+    drafted_numbers,
+    filled,
+    filled_by_numbers,
+    grown_shapes,
+    nothing,
+)
 from tests.runtime.sampled import scores_after
 
 SHAPE = [OWN, 0, 1, OWN, 3, 0]
@@ -72,7 +80,7 @@ def fits(line: tuple[int, ...], width: list[int]) -> bool:
     return all(place < width[level] for level, place in enumerate(line))
 
 
-def assert_whole(found: Candidates, count: int) -> None:
+def assert_whole(found: CandidateTree, count: int) -> None:
     assert len(found.parents) == len(found.levels) == len(found.grades) == len(found.chances) <= count
     assert list(levels(tuple(found.parents))) == found.levels
     assert found.chances == sorted(found.chances, reverse=True)
@@ -96,7 +104,7 @@ def rivals(tokens: Sequence[int], shares: Sequence[float]) -> Rivals:
 
 
 def test_a_known_shape_is_filled_level_by_level() -> None:
-    one = Fixed(SHAPE)
+    one = FixedTree(SHAPE)
     one.add(OWN, rivals([10, 11, 12], [0.5, 0.3, 0.1]), ())
     assert one.next() == [0, 3] and one.slots == [0, 3] and one.num_rivals(0) == 2
     one.add(0, rivals([20, 21], [0.5, 0.3]), ())
@@ -104,19 +112,19 @@ def test_a_known_shape_is_filled_level_by_level() -> None:
     assert one.next() == [1] and one.behind(1) == (10, 20)
     one.add(1, rivals([40, 41], [0.5, 0.4]), ())
     assert one.next() == []
-    assert one.slots == [0, 3, 1] and one.drafted() == Drafted([10, 20, 40, 11, 30, 21])
+    assert one.slots == [0, 3, 1] and one.drafted() == DraftedPath([10, 20, 40, 11, 30, 21])
 
 
 def test_behind_an_end_and_where_nothing_is_left_nothing_is_proposed() -> None:
-    one = Fixed(SHAPE)
+    one = FixedTree(SHAPE)
     one.add(OWN, rivals([10, 11], [0.5, 0.0]), {10})
-    assert one.next() == [] and one.drafted() == Drafted([10, *[NO_TOKEN] * 5])
+    assert one.next() == [] and one.drafted() == DraftedPath([10, *[NO_TOKEN] * 5])
     best = BestFirst(4, Growth([3, 2], 3))
     best.add(OWN, rivals([10, 11, 12], [0.5, 0.3, 0.0]), {10})
     assert best.next() == [1] and best.behind(1) == (11,)
     best.add(1, rivals([], []), ())
     assert best.next() == []
-    assert best.drafted() == Drafted([10, 11, NO_TOKEN, NO_TOKEN], [OWN, OWN, 1, 2])
+    assert best.drafted() == DraftedPath([10, 11, NO_TOKEN, NO_TOKEN], [OWN, OWN, 1, 2])
 
 
 @settings(max_examples=60, deadline=None)
@@ -238,12 +246,12 @@ def test_grown_trees_are_filled_in_and_handed_on() -> None:
         [(0, 1), (1, 0)],
         paths=[Path(0, 3, True, growth=growth), Path(1, 3, True, parents=[OWN, OWN, 0])],
     )
-    full = filled(plan, [Drafted([7, 8, 9], [OWN, 0, 0]), Drafted([4, 5, 6])])
+    full = filled(plan, [DraftedPath([7, 8, 9], [OWN, 0, 0]), DraftedPath([4, 5, 6])])
     assert full.tokens == [1, 7, 8, 9, 2, 4, 5, 6]
     assert [path.parents for path in full.paths] == [[OWN, 0, 0], [OWN, OWN, 0]]
     assert grown_shapes(full) == [[OWN, 0, 0]]
     assert filled_by_numbers(plan, drafted_numbers(full)) == full
-    line = filled(plan, [Drafted([7, 8, 9], chain(3)), Drafted([4, 5, 6])])
+    line = filled(plan, [DraftedPath([7, 8, 9], chain(3)), DraftedPath([4, 5, 6])])
     assert line.paths[0].parents == [] and grown_shapes(line) == [chain(3)]
     assert filled(plan, nothing(plan)).tokens == [1, *[NO_TOKEN] * 3, 2, *[NO_TOKEN] * 3]
 
@@ -264,5 +272,5 @@ def test_a_run_follows_the_branch_that_is_drawn(sampling: dict[str, Any]) -> Non
     sampler = Sampler(16)
     sampler.admit(NewRow(0, asked, 2, prompt))
     scores = torch.stack([scores_after(prompt + line, 16) for line in lines])
-    found = sampler.draw(scores, [(0, 0)], [Drafted(tokens, parents)])
+    found = sampler.draw(scores, [(0, 0)], [DraftedPath(tokens, parents)])
     assert (found.tokens, found.runs, found.taken) == (drawn[:4], [4], [(0, [2, 4, 6])])

@@ -20,7 +20,7 @@ from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import Level, open_model
 from phalanx_runtime.model.weights import INDEX
 from phalanx_runtime.rank.loader import prepare_process
-from phalanx_runtime.rank.memory.memory_profiler import HostGauge
+from phalanx_runtime.rank.memory.memory_profiler import HostMemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System
 from tests.runtime.pods import make_spec
 from tests.runtime.tiny import save_tiny
@@ -65,7 +65,7 @@ def load_and_tell(folder: Path, rank: int, level: Level, first: Path) -> None:
     open_model(first, level).load(SoloCollective(), form)
     source = open_model(folder, level)
     kept: list[Model] = []
-    peak = HostGauge().peak(lambda: kept.append(source.load(OneOfTwo(rank), form)))
+    peak = HostMemoryProfiler().peak(lambda: kept.append(source.load(OneOfTwo(rank), form)))
     print(json.dumps({"peak": peak, "share": kept[0].num_bytes}))
 
 

@@ -13,15 +13,15 @@ from bench.simulate.scene import Scene, Send, Wish
 from phalanx_api import wire
 from phalanx_api.cost import attended
 from phalanx_api.summary import BalancePolicy, GroupSummary, Histogram, RouterSummary
-from phalanx_router.balancing.balancer import Balancer, Decision
-from phalanx_router.balancing.records import Proposal, StreamView
-from phalanx_router.routing.cost import Newcomer
-from phalanx_router.routing.late_binding import Known, Sat, next_dispatch, requeues
-from phalanx_router.routing.ledger import Sent
-from phalanx_router.routing.look import Lookout, Told
-from phalanx_router.routing.queue import RequestQueue, Waiting
+from phalanx_router.balancing.balancer import BalanceDecision, Balancer
+from phalanx_router.balancing.records import PlannedMove, StreamView
+from phalanx_router.routing.cost import RequestDemand
+from phalanx_router.routing.late_binding import DispatchInputs, UnstartedRequest, find_requeues, next_dispatch
+from phalanx_router.routing.ledger import SentRequest
+from phalanx_router.routing.look import GroupReport, GroupViewBuilder
+from phalanx_router.routing.queue import QueuedRequest, RequestQueue
 from phalanx_router.routing.view import GroupView
-from phalanx_router.streams.traffic import TrafficBook
+from phalanx_router.streams.traffic import TrafficStats
 
 OUTPUT_TOKENS = 4096
 """What requests allow at most: nobody says beforehand how long an answer will be."""
@@ -32,25 +32,25 @@ class Ours:
 
     def __init__(self, shape: Shape, groups: int, mode: BalancePolicy, has_ledger: bool = True) -> None:
         self._served = wire.Served("model", "layout", PAGE * shape.token_bytes)
-        self._told: dict[int, Told] = {}
-        self._lookout = Lookout()
+        self._told: dict[int, GroupReport] = {}
+        self._lookout = GroupViewBuilder()
         self._balancer = Balancer(mode)
-        self._last = Decision()
+        self._last = BalanceDecision()
         self._has_ledger = has_ledger
         self._copy_bytes_per_s = shape.copy_bytes_per_s
         self._queue = RequestQueue()
-        self._traffic = TrafficBook()
+        self._traffic = TrafficStats()
         self._handles = count(1)
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, Job] = {}
         self._came: dict[int, float] = {}
-        self._sat: dict[int, Sat] = {}
+        self._sat: dict[int, UnstartedRequest] = {}
         for group in range(groups):
             self.opened(group)
 
     def opened(self, group: int) -> None:
         """Its leader is linked."""
-        self._told[group] = Told(f"g{group}", f"g{group}", served=self._served, page_size=PAGE)
+        self._told[group] = GroupReport(f"g{group}", f"g{group}", served=self._served, page_size=PAGE)
 
     def closed(self, group: int) -> None:
         """Its link is gone."""
@@ -91,7 +91,7 @@ class Ours:
         return set(self._balancer.policy.empty) - filled
 
     @staticmethod
-    def _group(told: Told, view: GroupView, streams: int) -> GroupSummary:
+    def _group(told: GroupReport, view: GroupView, streams: int) -> GroupSummary:
         return GroupSummary(
             group=view.group,
             revision=view.revision,
@@ -116,8 +116,8 @@ class Ours:
             self._came[job.number] = scene.now
             self._traffic.begin(job.prompt_tokens, scene.now)
         self._jobs[job.number] = self._waiting[job.number] = job
-        newcomer = Newcomer(job.tokens, OUTPUT_TOKENS)
-        self._queue.add(Waiting(job.number, newcomer, self._came[job.number], has_begun=job.first_s is not None))
+        demand = RequestDemand(job.tokens, OUTPUT_TOKENS)
+        self._queue.add(QueuedRequest(job.number, demand, self._came[job.number], has_started=job.first_s is not None))
         return self.woken(scene)
 
     def woken(self, scene: Scene) -> list[Send]:
@@ -132,7 +132,7 @@ class Ours:
             job, group = self._jobs[one.waiting.ticket], int(one.choice.key[1:])
             job.handle = next(self._handles)
             if job.first_s is None:
-                self._sat[job.number] = Sat(one.waiting, one.choice.key, scene.now)
+                self._sat[job.number] = UnstartedRequest(one.waiting, one.choice.key, scene.now)
             if self._has_ledger:
                 self._enter(job, group, one.choice.hit_tokens, scene.now)
             sends.append(Send(job, group))
@@ -141,20 +141,20 @@ class Ours:
     def taken_back(self, scene: Scene) -> list[tuple[Job, int]]:
         """What `route.dispatch` would rather have elsewhere."""
         views = self._views(scene)
-        found = requeues(list(self._sat.values()), views, self._known(scene, views), scene.now)
-        return [(self._jobs[one.sat.waiting.ticket], int(one.sat.key[1:])) for one in found]
+        found = find_requeues(list(self._sat.values()), views, self._known(scene, views), scene.now)
+        return [(self._jobs[one.unstarted.waiting.ticket], int(one.unstarted.key[1:])) for one in found]
 
-    def _known(self, scene: Scene, views: Sequence[GroupView]) -> Known:
-        def hits(waiting: Waiting) -> dict[str, int]:
+    def _known(self, scene: Scene, views: Sequence[GroupView]) -> DispatchInputs:
+        def hits(waiting: QueuedRequest) -> dict[str, int]:
             return {f"g{i}": tokens for i, tokens in enumerate(scene.hits_of(self._jobs[waiting.ticket])) if tokens}
 
-        return Known(lambda waiting: views, hits, lambda waiting: frozenset())
+        return DispatchInputs(lambda waiting: views, hits, lambda waiting: frozenset())
 
     def _views(self, scene: Scene) -> list[GroupView]:
-        return [self._balancer.guard.burdened(view, scene.now) for view in self._look(scene.now)]
+        return [self._balancer.guard.with_departed_load(view, scene.now) for view in self._look(scene.now)]
 
     def _look(self, now: float) -> list[GroupView]:
-        return self._lookout.look(list(self._told.values()), now)
+        return self._lookout.build(list(self._told.values()), now)
 
     def _roads(self, now: float) -> list[GroupView]:
         """The views with what transfers reach between these groups."""
@@ -163,7 +163,7 @@ class Ours:
     def _enter(self, job: Job, group: int, hit_tokens: int, now: float) -> None:
         missing = max(1, job.tokens - hit_tokens)
         behind = attended(job.tokens, job.tokens - missing)
-        sent = Sent(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated, behind)
+        sent = SentRequest(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated, behind)
         self._told[group].ledger.dispatch(job.handle, sent, now)
 
     def started(self, job: Job, group: int, now: float) -> None:
@@ -200,16 +200,16 @@ class Ours:
         key = f"g{group}"
         stream = stream_of(job, key, engines[group].context_of(job))
         answer = self._balancer.rescue(key, stream, self._roads(now), now)
-        return self._wish(answer, engines) if isinstance(answer, Proposal) else None
+        return self._wish(answer, engines) if isinstance(answer, PlannedMove) else None
 
-    def _wish(self, proposal: Proposal, engines: Sequence[Engine]) -> Wish:
+    def _wish(self, proposal: PlannedMove, engines: Sequence[Engine]) -> Wish:
         source, target = int(proposal.source[1:]), int(proposal.target[1:])
         job = engines[source].decodes[int(proposal.stream)]
         return Wish(job, source, target, proposal.way, proposal.bytes_per_s, proposal)
 
     def moved(self, wish: Wish, is_moved: bool, now: float) -> None:
         """Tells `balance` how its proposal ended."""
-        self._balancer.ended(cast(Proposal, wish.tag), is_moved, now)
+        self._balancer.ended(cast(PlannedMove, wish.tag), is_moved, now)
         if is_moved and self._has_ledger:
             wish.job.handle = next(self._handles)
             self._enter(wish.job, wish.target, wish.job.tokens if wish.way != "recompute" else 0, now)

@@ -98,4 +98,12 @@ def parse_cron(text: str) -> Cron:
         raise ValueError(f"{text!r} has {len(parts)} fields, five are needed: minute hour day-of-month month day-of-week")
     minutes, hours, days, months, weekdays = (field.values(part) for field, part in zip(_FIELDS, parts, strict=True))
     weekdays = frozenset(day % 7 for day in weekdays)
-    return Cron(minutes, hours, days, months, weekdays, parts[2].startswith("*"), parts[4].startswith("*"))
+    return Cron(
+        minutes,
+        hours,
+        days=days,
+        months=months,
+        weekdays=weekdays,
+        any_day=parts[2].startswith("*"),
+        any_weekday=parts[4].startswith("*"),
+    )

@@ -41,15 +41,17 @@ class Expose(Record):
     """Who reaches the routers."""
 
     model_config = Record.model_config | rules(
-        rule("(self.type == 'HTTPRoute') == has(self.gateway)", _GATEWAY, ".gateway"),
-        rule("self.type == 'Ingress' || !has(self.className)", f"className {_INGRESS_ONLY}", ".className"),
-        rule("self.type == 'Ingress' || !has(self.tlsSecretName)", f"tlsSecretName {_INGRESS_ONLY}", ".tlsSecretName"),
-        rule("!has(self.tlsSecretName) || (has(self.hosts) && size(self.hosts) > 0)", _TLS_HOSTS, ".tlsSecretName"),
-        rule("self.type != 'ClusterIP' || !has(self.hosts) || size(self.hosts) == 0", f"hosts {_NOT_INSIDE}", ".hosts"),
-        rule(
-            "self.type != 'ClusterIP' || !has(self.annotations) || size(self.annotations) == 0",
-            f"annotations {_NOT_INSIDE}",
-            ".annotations",
+        *(
+            rule("(self.type == 'HTTPRoute') == has(self.gateway)", _GATEWAY, ".gateway"),
+            rule("self.type == 'Ingress' || !has(self.className)", f"className {_INGRESS_ONLY}", ".className"),
+            rule("self.type == 'Ingress' || !has(self.tlsSecretName)", f"tlsSecretName {_INGRESS_ONLY}", ".tlsSecretName"),
+            rule("!has(self.tlsSecretName) || (has(self.hosts) && size(self.hosts) > 0)", _TLS_HOSTS, ".tlsSecretName"),
+            rule("self.type != 'ClusterIP' || !has(self.hosts) || size(self.hosts) == 0", f"hosts {_NOT_INSIDE}", ".hosts"),
+            rule(
+                "self.type != 'ClusterIP' || !has(self.annotations) || size(self.annotations) == 0",
+                f"annotations {_NOT_INSIDE}",
+                ".annotations",
+            ),
         ),
     )
     type: Literal["ClusterIP", "Ingress", "HTTPRoute"] = "ClusterIP"

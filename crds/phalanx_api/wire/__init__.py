@@ -33,6 +33,9 @@ from phalanx_api.wire.leader import (
     make_assets,
 )
 from phalanx_api.wire.router import (
+    CLOSE_WRONG_VERSION,
+    HTTP_WRONG_VERSION,
+    PROTOCOL_VERSION,
     Abort,
     Adopt,
     Disown,
@@ -48,8 +51,10 @@ from phalanx_api.wire.router import (
 )
 
 __all__ = [
+    "CLOSE_WRONG_VERSION",
+    "HTTP_WRONG_VERSION",
     "LINK_PATH",
-    "SINCE",
+    "PROTOCOL_VERSION",
     "Abort",
     "Adopt",
     "Adopted",
@@ -121,8 +126,6 @@ FromLeader = (
     | moves.MoveFailed
     | moves.AskRescue
 )
-SINCE: dict[type[msgspec.Struct], int] = {Disown: 2}
-"""The version of the link that a kind of frame came with, if not version 1. It is sent only where that version was agreed on."""
 ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
 FromEngine = (
     Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue

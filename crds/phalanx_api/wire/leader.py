@@ -13,7 +13,7 @@ Cause = Literal["", "outside", "alone"]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """First frame of a leader, in answer to `Hello`; the version is the one that both speak from here on."""
+    """First frame of a leader, the response to `Hello`."""
 
     protocol_version: int
     group: str
@@ -269,4 +269,11 @@ def make_assets(
     for name in sorted(files):
         hasher.update(_encode([name, files[name]]))
     hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size]))
-    return Assets(hasher.hexdigest(), files, served_names, max_model_len, eos_token_ids, vocab_size)
+    return Assets(
+        hasher.hexdigest(),
+        files,
+        served_names=served_names,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        vocab_size=vocab_size,
+    )

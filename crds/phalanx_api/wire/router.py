@@ -98,16 +98,21 @@ def mix(seed: int, choice: int) -> int:
     return (state ^ (state >> 31)) & SEED_MASK
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First frame of a router. `instance` is drawn anew each time it starts.
+PROTOCOL_VERSION = 1
+"""Version of all frames between operator, routers, leaders and pods. Programs of different versions refuse each other (ADR 8)."""
+CLOSE_WRONG_VERSION = 4426
+"""WebSocket close code for another version; the reason names both."""
+HTTP_WRONG_VERSION = 426
+"""HTTP status for another version."""
 
-    It speaks the versions from `oldest_version` (0: no other) to `protocol_version`: see `versions.LINK`.
-    """
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First frame of a router. A leader with another `protocol_version` closes the link with `CLOSE_WRONG_VERSION`."""
 
     protocol_version: int
     router: str
     instance: str = ""
-    oldest_version: int = 0
+    """Random id of this start of the router."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):

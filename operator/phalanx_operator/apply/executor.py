@@ -1,7 +1,7 @@
-"""Carries out the actions of a plan. Each may be repeated without harm.
+"""Executes the actions of a plan. Each action is idempotent.
 
-Groups are created, noted on and deleted, never re-templated: what exists stays as it was made, whatever this version would
-render. What all groups share is kept by `shared`.
+Groups are created, annotated and deleted; the StatefulSet of an existing group is never rendered again. `shared_objects` keeps
+the objects that all groups of a service use.
 """
 
 import logging
@@ -19,8 +19,8 @@ from phalanx_operator.decide.state.actions import (
     Action,
     CreateGroup,
     DeleteGroup,
+    DeletePod,
     DrainGroup,
-    EndPod,
     GroupAction,
     InitReplicas,
     KeepChildren,
@@ -34,7 +34,7 @@ from phalanx_operator.decide.state.actions import (
     RetryRouters,
     SetReplicas,
 )
-from phalanx_operator.decide.state.snapshot import Draining, Snapshot
+from phalanx_operator.decide.state.snapshot import DrainMark, Snapshot
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
     PODS,
@@ -54,14 +54,14 @@ from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
 from phalanx_operator.render.network import Neighbours
 from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import Making
+from phalanx_operator.render.pods import GroupBuild
 
 log = logging.getLogger(__name__)
 GANG_AGAIN_S = 60.0
 
 
-class Hands:
-    """What acts on the cluster for one operator."""
+class ActionExecutor:
+    """Executes actions on the cluster for one operator."""
 
     def __init__(
         self,
@@ -79,10 +79,12 @@ class Hands:
         self._draw_key = draw_token
         self._clock = clock
         self._gangs: dict[Key, dict[str, tuple[float, str]]] = {}
-        self._shared = Shared(client, children, images, neighbours or Neighbours(), draw_token, clock, draw)
+        self._shared = Shared(
+            client, children, images=images, neighbours=neighbours or Neighbours(), draw_token=draw_token, clock=clock, draw=draw
+        )
 
     def forget(self, key: Key) -> None:
-        """Keep nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self._shared.forget(key)
         self._children.doomed.pop(key, None)
         self._children.notes.pop(key, None)
@@ -100,11 +102,11 @@ class Hands:
         now: str,
         done: list[GroupAction | SetReplicas],
     ) -> None:
-        """Adds to `done` what changed groups, or their number. New groups are of that revision, and placed together by that gang.
+        """Appends to `done` each action that changed groups or their number. New groups have `revision` and are placed by `gang`.
 
-        Raises: a KubeError at the first that fails; the rest is left for later.
+        Raises KubeError at the first call that fails; the other actions stay undone.
         """
-        making = Making(revision, self._images, gang)
+        making = GroupBuild(revision, self._images, gang)
         await self._try_successor(actions, service, making)
         is_going = any(group.terminating for group in snapshot.groups) or any(isinstance(one, DeleteGroup) for one in actions)
         for action in actions:
@@ -134,24 +136,24 @@ class Hands:
                     await self._keep_gang(gangs.of_kind(action.kind), service, action.name, action.uid, action.pods)
                 case MarkLeader():
                     await self._mark(action, service, now)
-                case EndPod():
+                case DeletePod():
                     await self._end_pod(action, service)
                 case RetryPods() | RetryRouters():
                     await self._retry(action, service, now)
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
-        """The service as it was in a former revision; None when nobody knows. Raises: a KubeError."""
+        """Returns the service with the spec of an earlier revision; None if there is no record. Raises KubeError."""
         return await self._shared.recall(service, revision)
 
     async def _write_replicas(self, replicas: int, snapshot: Snapshot, subresource: str | None) -> None:
-        """Writes `spec.replicas`, unless somebody wrote anything meanwhile (Conflict)."""
+        """Writes `spec.replicas`. Raises Conflict if the object changed since the snapshot."""
         patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": replicas}}
         await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch, subresource=subresource)
 
-    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, making: Making) -> None:
-        """Asks the API server whether it would take the successor of a group, before that group is given up. Raises: Rejected.
+    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, making: GroupBuild) -> None:
+        """Dry-runs the successor of a group before the group is deleted for it. Raises Rejected.
 
-        A quota that counts StatefulSets does not matter: the one that goes makes room.
+        A quota that counts StatefulSets is ignored: the deletion makes room.
         """
         given_up = next((action for action in actions if isinstance(action, DeleteGroup | DrainGroup)), None)
         created = next((action.name for action in actions if isinstance(action, CreateGroup)), "")
@@ -161,43 +163,44 @@ class Hands:
             try:
                 await self._client.create(STATEFUL_SETS, body, dry_run=True)
             except Conflict:
-                pass  # it is there already, so it was taken
+                pass  # exists, so the API server accepted it
             except Rejected as error:
                 if "exceeded quota" not in str(error):
                     raise
 
-    async def _create_group(self, action: CreateGroup, service: InferenceService, making: Making, is_going: bool) -> bool:
-        """Whether it was made now. is_going: another one of the service is being deleted, which may have to be gone before."""
+    async def _create_group(self, action: CreateGroup, service: InferenceService, making: GroupBuild, is_going: bool) -> bool:
+        """Returns whether the group was created now. `is_going`: another group of the service is being deleted and may block
+        it."""
         body = pods.group(service, action.name, replace(making, key=self._draw_key()))
         try:
             made = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
-            return False  # made before, and the informer has not told yet
+            return False  # created before; the informer has not received it yet
         except Rejected as error:
             if not (is_going and "exceeded quota" in str(error)):
                 raise
-            log.info("group has to wait", extra=_fields(service, action.name, str(error)))
+            log.info("group creation postponed", extra=_fields(service, action.name, str(error)))
             return False
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
         return True
 
     def left_s(self, key: Key) -> float | None:
-        """The seconds until what groups share is looked after, where that waits; None where it does not."""
+        """Returns the seconds until postponed work on shared objects is due; None if nothing is postponed."""
         return self._shared.left_s(key)
 
     def unexposed(self, key: Key) -> str:
-        """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""
+        """Returns why the routers are not exposed as the spec asks; empty if they are or need not be."""
         return self._shared.unexposed(key)
 
     def ungated(self, key: Key) -> str:
-        """Why what places the pods of a group together could not be made when it was last tried; empty when it could."""
+        """Returns why the last attempt to create a group's PodGroup failed; empty if it succeeded."""
         return next((why for _, why in self._gangs.get(key, {}).values() if why), "")
 
     async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:
-        """Makes what places a group's pods together; tried at most once in a minute, for it is mostly there.
+        """Creates the object that makes a scheduler place a group's pods together, at most once per minute.
 
-        What the API server refuses is remembered: the group is there, and waits; everything else goes on.
+        A rejection is remembered and reported; the group waits, and all other work continues.
         """
         tried = self._gangs.setdefault((service.namespace, service.name), {})
         if uid in tried and self._clock() - tried[uid][0] < GANG_AGAIN_S:
@@ -207,17 +210,17 @@ class Hands:
             try:
                 await self._client.create(POD_GROUPS[body["apiVersion"]], body)
             except Conflict:
-                pass  # it is there
+                pass  # exists
             except KubeError as error:
                 why = f"{body['kind']} {group}: {error}"
-                log.warning("not placed together", extra=_fields(service, group, why))
+                log.warning("gang object not created", extra=_fields(service, group, why))
         tried[uid] = (self._clock(), why)
         known = {there.group.uid for there in self._children.sets.of((service.namespace, service.name))}
         for gone in [one for one in tried if one not in known and one != uid]:
             del tried[gone]
 
     async def _restart(self, action: RestartGroup, service: InferenceService) -> None:
-        """Deletes the pods, once it is noted which."""
+        """Deletes the pods after the restart is recorded on the group."""
         noted = await self._note_restarts(NoteRestarts(action.name, action.uid, action.note), service)
         if not noted:
             return
@@ -225,11 +228,11 @@ class Hands:
             try:
                 await self._client.delete(PODS, service.namespace, pod, uid, grace_s=LAST_S)
             except (Gone, Conflict):
-                pass  # it went before: what is there now is new
-        log.warning("group started anew", extra=_fields(service, action.name, action.why))
+                pass  # deleted before: a pod of this name now is a new one
+        log.warning("group restarted", extra=_fields(service, action.name, action.why))
 
     async def _note_restarts(self, action: NoteRestarts, service: InferenceService) -> bool:
-        """Whether the group is there still, and carries the note."""
+        """Returns whether the group still exists and carries the annotation."""
         patch = {"metadata": {"uid": action.uid, "annotations": {labels.RESTARTS: written(action.note)}}}
         try:
             await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
@@ -239,16 +242,16 @@ class Hands:
         return True
 
     async def _note(self, action: DrainGroup | KeepGroup, service: InferenceService, now: str) -> bool:
-        """Notes on the group that it is being emptied, or takes that off. It is remembered until the informer has told."""
-        draining = Draining(now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
+        """Sets or removes the drain annotation of a group, and remembers it until the informer reports it."""
+        draining = DrainMark(now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
         note = f"{draining.since} {draining.purpose} {draining.why}" if draining else None
         patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: note}}}
         try:
             await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
         except (Gone, Conflict):
-            return False  # gone before, or another one by now
+            return False  # deleted, or replaced by another object of this name
         self._children.note((service.namespace, service.name), action.uid, draining)
-        log.info("group is emptied" if draining else "group stays", extra=_fields(service, action.name, action.why))
+        log.info("group drain started" if draining else "group drain cancelled", extra=_fields(service, action.name, action.why))
         return True
 
     async def _mark(self, action: MarkLeader, service: InferenceService, now: str) -> None:
@@ -256,7 +259,7 @@ class Hands:
         try:
             await self._client.merge(PODS, service.namespace, action.pod, patch)
         except (Gone, Conflict):
-            pass  # the pod that follows it is marked in its turn
+            pass  # its successor is labelled when it appears
 
     async def _retry(self, action: RetryPods | RetryRouters, service: InferenceService, now: str) -> None:
         kind, name = (STATEFUL_SETS, action.name) if isinstance(action, RetryPods) else (DEPLOYMENTS, names.router(service.name))
@@ -264,23 +267,23 @@ class Hands:
         try:
             await self._client.merge(kind, service.namespace, name, patch)
         except (Gone, Conflict):
-            return  # gone before, or another one by now
-        log.info("pods tried again", extra=_fields(service, name, action.why))
+            return  # deleted, or replaced by another object of this name
+        log.info("pods recreated", extra=_fields(service, name, action.why))
 
-    async def _end_pod(self, action: EndPod, service: InferenceService) -> None:
+    async def _end_pod(self, action: DeletePod, service: InferenceService) -> None:
         try:
             await self._client.delete(PODS, service.namespace, action.name, action.uid, grace_s=action.grace_s)
         except (Gone, Conflict):
             return
         fields = {"pod": action.name, "grace_s": str(action.grace_s)}
-        log.info("pod ended", extra=_fields(service, "", action.why) | fields)
+        log.info("pod deleted", extra=_fields(service, "", action.why) | fields)
 
     async def _delete_group(self, action: DeleteGroup, service: InferenceService) -> bool:
         key = (service.namespace, service.name)
         try:
             await self._client.delete(STATEFUL_SETS, service.namespace, action.name, action.uid)
         except (Gone, Conflict):
-            self._children.doom(key, action.uid)  # gone before, or another one by now: this one is no more
+            self._children.doom(key, action.uid)  # deleted before, or replaced: this object no longer exists
             return False
         self._children.doom(key, action.uid)
         log.info("group deleted", extra=_fields(service, action.name, action.why))

@@ -1,9 +1,10 @@
-"""Objects that belong to a service and to nobody else: made, kept and taken away, at most once in ten minutes while they stay
-the same. Nobody else's object of the same name is ever written to, because a write is bound to what it may change:
+"""Applies objects that one service owns; an unchanged object at most once in ten minutes.
 
-    the object that was made here   its UID
-    of a service that is new        a version that no object has: it is made, or refused because something is there
-    otherwise, or when refused      nothing, after a look whose the object is
+A write never changes an object of another owner, because each apply carries a precondition:
+
+    object created by this process                its UID
+    service that has no objects yet               a resourceVersion that no object has, so an existing object makes it fail
+    otherwise, or after a failed precondition     none, after a read that checks the owner
 """
 
 import hashlib
@@ -20,20 +21,22 @@ from phalanx_operator.observe.observe import owner_uid
 APPLY_AGAIN_S = 600.0
 _ABSENT = "absent"
 _NO_VERSION = "1"
-"""A resourceVersion that no object has: what the API server stores begins after it."""
+"""A resourceVersion that no object has: the API server's own versions are higher."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """What was applied last, when, and the UID of what it made, if that is known."""
+    """The last apply of an object."""
 
     digest: str = ""
+    """Hash of the applied body."""
     at_s: float = 0.0
     uid: str = ""
+    """UID of the object, if known."""
 
 
 class Owned:
-    """Remembers what was applied, so that what stays the same costs no calls."""
+    """Remembers what was applied, so that unchanged objects cost no API calls."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float]) -> None:
         self._client = client
@@ -42,25 +45,25 @@ class Owned:
         self._new: set[Key] = set()
 
     def forget(self, key: Key) -> None:
-        """Remember nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self._applied.pop(key, None)
         self._new.discard(key)
 
     def expect(self, key: Key, *, is_new: bool) -> None:
-        """From now on this is known of the service: whether nothing of it is there, or only just."""
+        """Records whether the service has no objects yet, or was created just now."""
         (self._new.add if is_new else self._new.discard)(key)
 
     def due_s(self, key: Key) -> float:
-        """When the first of what was applied is to be applied again, although it stays the same. What is due already is not
-        asked for any more, if all that is was kept just now."""
+        """Returns when the first unchanged object is due to be applied again. Objects already due are left out: the caller has
+        just kept them."""
         due = [one.at_s + APPLY_AGAIN_S for one in self._applied.get(key, {}).values()]
         return min((at_s for at_s in due if at_s >= self._clock()), default=self._clock())
 
     async def keep(self, service: InferenceService, body: Json, *, is_missing: bool = False) -> None:
-        """Applies the object, unless it was lately and nobody says that it is missing.
+        """Applies the object unless an equal body was applied within ten minutes and it is not `is_missing`.
 
-        Raises: Retry while it is one of a former service of this name, which is still being cleared away; Rejected when it is
-        somebody else's; another KubeError when the call fails.
+        Raises Retry while the object of an earlier service of this name is being deleted, Rejected when it has another owner,
+        another KubeError when a call fails.
         """
         digest = _digest(body)
         if is_missing or self._is_due(service, body, digest):
@@ -68,9 +71,10 @@ class Owned:
             self._remember(service, body, digest, made["metadata"]["uid"])
 
     async def make_once(self, service: InferenceService, body: Json, drawn: Callable[[], Json]) -> bool:
-        """Whether it was made now, as drawn: where it is there it stays as it is. `body` is what is known of it beforehand.
+        """Returns whether the object was created now from `drawn`. An existing object is left unchanged; `body` is its known
+        part.
 
-        Raises: as `keep`.
+        Raises as `keep`.
         """
         if not self._is_due(service, body, _digest(body)):
             return False
@@ -81,12 +85,12 @@ class Owned:
             except Conflict:
                 is_there = await self._is_there(service, body)
                 if not is_there:
-                    raise  # it went meanwhile
+                    raise  # deleted between the two calls
         self._remember(service, body, _digest(body))
         return not is_there
 
     async def drop(self, service: InferenceService, body: Json) -> None:
-        """Deletes the object if it is there and ours. Raises: a KubeError when a call fails."""
+        """Deletes the object if it exists and the service owns it. Raises KubeError."""
         if not self._is_due(service, body, _ABSENT):
             return
         resource, name = resource_of(body), body["metadata"]["name"]
@@ -96,15 +100,15 @@ class Owned:
                 if owner_uid(there["metadata"]) == service.uid:
                     await self._client.delete(resource, service.namespace, name, there["metadata"]["uid"])
         except (Gone, Conflict):
-            pass  # it is not there
+            pass  # does not exist
         self.leave(service, body, is_wanted=False)
 
     def leave(self, service: InferenceService, body: Json, *, is_wanted: bool) -> None:
-        """Try it no more for a while, whatever became of it."""
+        """Skips the object for a while, whatever the result of the last call."""
         self._remember(service, body, _digest(body) if is_wanted else _ABSENT)
 
     async def _apply(self, service: InferenceService, body: Json) -> Json:
-        """The object after it was applied, by one call if it may be."""
+        """Returns the applied object; uses one call where a precondition is known."""
         bound = self._bound(service, body)
         if bound:
             try:
@@ -112,21 +116,21 @@ class Owned:
                 if "deletionTimestamp" not in made["metadata"]:
                     return made
             except Conflict:
-                pass  # something was there before, or what was made is gone
+                pass  # the precondition failed: an object existed before, or the created one was deleted
             except Rejected as error:
                 if "resourceVersion" not in str(error):
-                    raise  # it is the object itself, not what binds it
+                    raise  # the body is rejected, not the precondition
         await self._is_there(service, body)
         return await self._client.apply(resource_of(body), body)
 
     def _bound(self, service: InferenceService, body: Json) -> Json:
-        """What must be so of the object that is there, to apply without a look; empty where that is not known."""
+        """Returns the precondition that allows an apply without a read; empty if none is known."""
         if uid := self._former(service, body).uid:
             return {"uid": uid}
         return {"resourceVersion": _NO_VERSION} if self._is_new(service) else {}
 
     async def _is_there(self, service: InferenceService, body: Json) -> bool:
-        """Whether the object is there and ours. Raises: as `keep`."""
+        """Returns whether the object exists and the service owns it. Raises as `keep`."""
         metadata = body["metadata"]
         try:
             there = await self._client.get(resource_of(body), service.namespace, metadata["name"], metadata_only=True)
@@ -138,8 +142,8 @@ class Owned:
         what = f"{body['kind']} {metadata['name']}"
         mine = any(o.get("name") == service.name for o in there["metadata"].get("ownerReferences") or [])
         if mine:
-            raise Retry(f"{what} of a former service of this name is still being deleted")
-        raise Rejected(f"metadata.name: {what} exists and is not the operator's; delete it or take another name")
+            raise Retry(f"{what} of an earlier service of this name is still being deleted")
+        raise Rejected(f"metadata.name: {what} exists and the operator does not own it; delete it or choose another name")
 
     def _is_new(self, service: InferenceService) -> bool:
         return (service.namespace, service.name) in self._new

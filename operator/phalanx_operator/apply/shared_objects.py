@@ -1,12 +1,10 @@
-"""Makes what all groups of a service share, and keeps it so (`owned`: at most one call for each object in ten minutes). The
-token is made once, and never written again.
+"""Creates and keeps the objects that all groups of a service share; `owned` limits calls. The token is created once.
 
-    all is as it was when nothing was left to do, and nothing is due  -->  nothing is rendered
-    another process made it, for this very spec, and it is there      -->  the same as below, but within about START_S
-    anything else                                                     -->  all is rendered, and what differs is applied
+    spec and inputs unchanged since the last complete pass, nothing due  ->  nothing is rendered
+    another operator process kept this spec, and its objects exist       ->  a full pass within about START_S
+    otherwise                                                            ->  everything is rendered, differences are applied
 
-The second line is for operators that have just begun, also those of a new release, whose routers and policies may differ: what
-happened to groups meanwhile is more urgent than what is mostly as it was.
+The second line postpones work after a restart or an upgrade of the operator: groups come first, shared objects rarely changed.
 """
 
 import logging
@@ -37,16 +35,17 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Unexposed:
-    """An Ingress or HTTPRoute that could not be made: what was wanted, when it is tried again, and why it was not."""
+    """An Ingress or HTTPRoute that could not be created."""
 
     wanted: Expose
     until_s: float
+    """Time of the next attempt."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """All that `keep` goes by beside the spec."""
+    """All inputs of `keep` except the spec."""
 
     groups: int
     is_blind: bool
@@ -56,7 +55,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """That nothing was left to do for this spec, which is the very object that it was, and that nothing is due before then."""
+    """A complete pass over this spec object: nothing is due before `until_s`."""
 
     spec: Spec
     wanted: _Wanted
@@ -65,14 +64,15 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """Until when what another process made may wait, and what of it is watched, as kind and name."""
+    """Postponed work on a service whose objects another process created."""
 
     until_s: float
     watched: frozenset[tuple[str, str]]
+    """Kind and name of the objects that an informer watches."""
 
 
 class Shared:
-    """What remembers it all for the services of one operator."""
+    """Keeps the shared objects of all services of one operator."""
 
     def __init__(
         self,
@@ -98,16 +98,17 @@ class Shared:
         self._begins: dict[Key, _Begin] = {}
 
     def forget(self, key: Key) -> None:
-        """Keep nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self._owned.forget(key)
         self._unexposed.pop(key, None)
         self._kept.pop(key, None)
         self._begins.pop(key, None)
 
     async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int, *, is_blind: bool = False) -> None:
-        """Makes it all, and undoes it when somebody else scaled the routers; `is_blind`: routers that are there stay as they are.
+        """Applies all shared objects, and reverts foreign changes of the router count. `is_blind`: existing routers are left
+        alone.
 
-        Raises: a KubeError at the first call that fails.
+        Raises KubeError at the first call that fails.
         """
         key, door = (service.namespace, service.name), snapshot.router
         is_scaled = door is not None and door.wanted != service.spec.router.replicas
@@ -123,12 +124,12 @@ class Shared:
             self._kept[key] = kept
 
     def left_s(self, key: Key) -> float | None:
-        """The seconds until what another process made is looked after; None when that is done."""
+        """Returns the seconds until postponed work is due; None if nothing is postponed."""
         left_s = self._begins[key].until_s - self._clock() if key in self._begins else 0.0
         return left_s if left_s > 0 else None
 
     def _waits(self, service: InferenceService, snapshot: Snapshot, wanted: _Wanted) -> bool:
-        """Whether what another process made may be left for a moment: all that is watched is there, and the spec was followed."""
+        """Returns whether work may be postponed: all watched objects exist, and the status reports this spec as observed."""
         key = (service.namespace, service.name)
         if key not in self._begins:
             self._begins[key] = _Begin(self._clock() + self._draw() * START_S, self._watched(service))
@@ -139,12 +140,12 @@ class Shared:
         return self.left_s(key) is not None
 
     def _watched(self, service: InferenceService) -> frozenset[tuple[str, str]]:
-        """What must be there for the service to serve, and whose absence an informer tells."""
+        """Returns the objects that serving needs and whose deletion an informer reports."""
         bodies = [services.groups_service(service), *router.router_objects(service, self._images)]
         return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
     async def _keep_all(self, service: InferenceService, wanted: _Wanted) -> bool:
-        """Whether nothing is left to do: what others undid is done again until it is seen to be so."""
+        """Returns whether the pass is complete; a reverted foreign change needs another pass that confirms it."""
         is_whole = not wanted.is_scaled
         await self._keep_token(service)
         for body in network.policies(service, self._neighbours):
@@ -164,14 +165,14 @@ class Shared:
         return await self._keep_exposed(service) and is_whole
 
     def _due_s(self, key: Key) -> float:
-        """Until when nothing has to be done if all stays as it is."""
+        """Returns the time until which nothing is due if all inputs stay equal."""
         waiting = [at_s for at_s in self._unknown_until.values() if at_s > self._clock()]
         waiting += [self._unexposed[key].until_s] if key in self._unexposed else []
         return min([self._owned.due_s(key), *waiting])
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:
-        """Keeps what this revision is. Raises: a KubeError, but none when the API server refuses it or the name is taken: only
-        going back rests on it, and tells that there is no record."""
+        """Stores the spec of this revision for a rollback. Raises KubeError, except when the API server rejects the record or its
+        name is taken: a rollback then reports that there is no record."""
         body = former.record(service, revision)
         try:
             await self._owned.keep(service, body)
@@ -180,7 +181,8 @@ class Shared:
             self._owned.leave(service, body, is_wanted=True)
 
     async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
-        """The service as it was in a former revision; None when that is not kept, or not understood. Raises: a KubeError."""
+        """Returns the service with the spec of an earlier revision; None if it is not stored or not readable. Raises
+        KubeError."""
         try:
             found = await self._client.get(CONFIG_MAPS, service.namespace, names.former(service.name))
             return former.recalled(service, found, revision) if owner_uid(found["metadata"]) == service.uid else None
@@ -200,15 +202,14 @@ class Shared:
         except (Rejected, Denied) as error:
             log.warning("not monitored", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._owned.leave(service, body, is_wanted=is_wanted)
-        except KubeError as error:  # mostly its webhook, which is as slow for the next service
+        except KubeError as error:  # mostly the webhook of the monitoring operator, which is slow for every service
             log.warning("not monitored yet", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._unknown_until[body["kind"]] = self._clock() + MONITOR_AGAIN_S
 
     async def _keep_exposed(self, service: InferenceService) -> bool:
-        """Makes what brings clients from outside, where the spec asks for it, and takes away what it asks for no more; whether
-        nothing of that is left for the next look.
+        """Applies the Ingress or HTTPRoute that the spec asks for and deletes the others. Returns whether nothing is left to do.
 
-        The service serves in the cluster without it, so nothing that goes wrong here stops what comes after it: the status tells.
+        Failures are reported in the status and stop nothing: the service serves inside the cluster without it.
         """
         key, wanted = (service.namespace, service.name), service.spec.router.expose
         failed = self._unexposed.get(key)
@@ -227,7 +228,7 @@ class Shared:
                     self._owned.leave(service, body, is_wanted=False)
                 else:
                     is_whole = False
-                    log.warning("not taken away", extra={"service": "/".join(key), "kind": body["kind"], "why": str(error)})
+                    log.warning("not deleted", extra={"service": "/".join(key), "kind": body["kind"], "why": str(error)})
         self._unexposed.pop(key, None)
         if why:
             log.warning("not exposed", extra={"service": "/".join(key), "why": why})
@@ -235,11 +236,11 @@ class Shared:
         return is_whole
 
     def unexposed(self, key: Key) -> str:
-        """Why clients from outside cannot come in as the spec asks; empty when they can, or need not."""
+        """Returns why the routers are not exposed as the spec asks; empty if they are or need not be."""
         return self._unexposed[key].why if key in self._unexposed else ""
 
     async def _keep_token(self, service: InferenceService) -> None:
-        """Makes the token's Secret if there is none."""
+        """Creates the token's Secret if it does not exist."""
         without_token = services.token_secret(service, "")
         if await self._owned.make_once(service, without_token, lambda: services.token_secret(service, self._draw_token())):
-            log.info("token made", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had none"})
+            log.info("token created", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had no token"})

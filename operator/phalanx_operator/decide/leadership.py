@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLease:
     """The lease as it is: by whom, its version, how long we have seen that version, and how long its holder says it lasts."""
 
     holder: str
@@ -18,33 +18,33 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class TakeLease:
     """Write our name into the lease."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForLease:
     """Someone else leads, for so many seconds at least."""
 
     holder: str
     left_s: float = 0.0
 
 
-def claim(me: str, held: Held | None, lease_s: float) -> Take | Wait:
+def claim(me: str, held: HeldLease | None, lease_s: float) -> TakeLease | WaitForLease:
     """What a candidate does now. `held` is None when there is no lease.
 
     `lease_s`: how long ours last. The holder may be of a release, or have a flag, that makes it stop later: the
     longer one counts.
     """
     if held is None:
-        return Take("there is no lease")
+        return TakeLease("there is no lease")
     if held.holder == me:
-        return Take("renewal")
+        return TakeLease("renewal")
     if not held.holder:
-        return Take("the lease was given back")
+        return TakeLease("the lease was given back")
     lasts_s = max(lease_s, held.lease_s)
     if held.unchanged_s > lasts_s:
-        return Take(f"{held.holder} did not renew for {lasts_s:.0f} s")
-    return Wait(held.holder, lasts_s - held.unchanged_s)
+        return TakeLease(f"{held.holder} did not renew for {lasts_s:.0f} s")
+    return WaitForLease(held.holder, lasts_s - held.unchanged_s)

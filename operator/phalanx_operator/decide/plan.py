@@ -16,7 +16,7 @@ from phalanx_operator.decide.groups import admission, progress, recovery, rollba
 from phalanx_operator.decide.groups import drain as draining
 from phalanx_operator.decide.groups import lost_nodes as lost
 from phalanx_operator.decide.groups import recovery as retry
-from phalanx_operator.decide.groups.admission import FREE, Turn
+from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.groups.rollout import next_step
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import Scaling
@@ -25,7 +25,7 @@ from phalanx_operator.decide.state.actions import (
     Action,
     CreateGroup,
     DeleteGroup,
-    EndPod,
+    DeletePod,
     GroupAction,
     InitReplicas,
     KeepChildren,
@@ -55,7 +55,7 @@ GANG_LOOK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PlanInputs:
     """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say.
 
     gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does. ungated: why what
@@ -67,7 +67,7 @@ class Seen:
     fleet: Fleet
     scaling: Scaling | None = None
     gang: str = "None"
-    turn: Turn = FREE
+    turn: PlacementTurn = FREE
     ungated: str = ""
     back: RollbackStatus | None = None
     no_way_back: str = ""
@@ -79,7 +79,7 @@ def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
     return replicas + service.spec.rollout.surge(replicas) + len(snapshot.groups)
 
 
-def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...], seen: Seen, now: str) -> Desired:
+def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...], seen: PlanInputs, now: str) -> Desired:
     """The groups that the spec asks for, and how they may be replaced now."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), seen.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
@@ -122,20 +122,20 @@ def _whole(snapshot: Snapshot, replicas: int) -> bool:
     return sum(group.serving for group in staying(snapshot.groups)) >= replicas
 
 
-def followed(service: InferenceService, seen: Seen, revision: str, now: str) -> RecoveryStatus | None:
+def followed(service: InferenceService, seen: PlanInputs, revision: str, now: str) -> RecoveryStatus | None:
     """What is remembered of groups that were given up for their restarts."""
     snapshot = seen.snapshot
     return recovery.followed(snapshot.status.recovery, snapshot.groups, revision, service.spec.restart_policy, now)
 
 
-def _waits(service: InferenceService, seen: Seen, past: RecoveryStatus | None, now: str) -> Turn:
+def _waits(service: InferenceService, seen: PlanInputs, past: RecoveryStatus | None, now: str) -> PlacementTurn:
     """What keeps new groups from being made now, if anything."""
     if seen.back and seen.no_way_back:
-        return Turn(seen.no_way_back, RECORD_LOOK_S, is_stuck=True)
+        return PlacementTurn(seen.no_way_back, RECORD_LOOK_S, is_stuck=True)
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
         why = f"{past.given_up} groups were given up for their restarts; the next one is made after a pause"
-        return Turn(why, pause_s, told=True, is_stuck=True)
+        return PlacementTurn(why, pause_s, told=True, is_stuck=True)
     return seen.turn
 
 
@@ -157,7 +157,7 @@ def assessed(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: s
     return replace(snapshot, groups=draining.assess(groups, fleet, spec.drain.timeout_seconds, now))
 
 
-def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) -> Plan:
+def decide(service: InferenceService, seen: PlanInputs, desired: Desired, now: str) -> Plan:
     """The plan for a service whose spec is valid. Calling it twice with the same arguments does no harm."""
     snapshot, scaling = seen.snapshot, seen.scaling
     past = followed(service, seen, desired.revision, now)
@@ -184,22 +184,25 @@ def decide(service: InferenceService, seen: Seen, desired: Desired, now: str) ->
     actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, snapshot.router, now)]
     empty = tuple(draining.to_empty(snapshot.groups, of_groups))
     tick_s = PANIC_TICK_S if empty or (scaling and scaling.decision.panicking) else TICK_S if scaling else None
-    said = _told(service, seen, desired, past, waits, now)
-    again_s = _again_s(service, seen, desired, waits, tick_s or RESYNC_S, now)
-    return Plan(tuple(actions), said, tick_s or HEAR_S, empty, again_s, waits.in_line)
+    said = _told(service, seen, desired=desired, past=past, waits=waits, now=now)
+    again_s = _again_s(service, seen, desired=desired, waits=waits, most_s=tick_s or RESYNC_S, now=now)
+    return Plan(tuple(actions), said, hear_s=tick_s or HEAR_S, empty=empty, again_s=again_s, in_line=waits.in_line)
 
 
-def despite(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
+def with_plan_errors(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
     """What is to be done even if the API server refuses an object that the service needs: what rests on no other action."""
     going = {pod.uid for group in groups if group.terminating for pod in group.pods}
     return tuple(
         action
         for action in actions
-        if isinstance(action, RestartGroup | NoteRestarts | SetReplicas) or (isinstance(action, EndPod) and action.uid in going)
+        if isinstance(action, RestartGroup | NoteRestarts | SetReplicas)
+        or (isinstance(action, DeletePod) and action.uid in going)
     )
 
 
-def _allowed(actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: RecoveryStatus | None) -> tuple[GroupAction, ...]:
+def _allowed(
+    actions: tuple[GroupAction, ...], seen: PlanInputs, waits: PlacementTurn, past: RecoveryStatus | None
+) -> tuple[GroupAction, ...]:
     """The actions without groups that may not be made yet: one after another where nobody places their pods together."""
     avoid = past.nodes if past else ()
     made = [replace(action, avoid=avoid) for action in actions if isinstance(action, CreateGroup)]
@@ -207,7 +210,7 @@ def _allowed(actions: tuple[GroupAction, ...], seen: Seen, waits: Turn, past: Re
     return (*(action for action in actions if not isinstance(action, CreateGroup)), *made[:most])
 
 
-def _mended(service: InferenceService, seen: Seen, actions: tuple[GroupAction, ...], now: str) -> tuple[RestartGroup, ...]:
+def _mended(service: InferenceService, seen: PlanInputs, actions: tuple[GroupAction, ...], now: str) -> tuple[RestartGroup, ...]:
     """Groups of which all pods are to be replaced: those that had their time, and those of which some pods were already."""
     policy = service.spec.restart_policy
     touched = {action.uid for action in actions if not isinstance(action, CreateGroup)}
@@ -245,7 +248,9 @@ def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
     ]
 
 
-def _told(service: InferenceService, seen: Seen, desired: Desired, past: RecoveryStatus | None, waits: Turn, now: str) -> Status:
+def _told(
+    service: InferenceService, seen: PlanInputs, desired: Desired, past: RecoveryStatus | None, waits: PlacementTurn, now: str
+) -> Status:
     """All that the status says."""
     snapshot, fleet = seen.snapshot, seen.fleet
     said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)
@@ -255,12 +260,16 @@ def _told(service: InferenceService, seen: Seen, desired: Desired, past: Recover
     said = sourced.with_model_status(said, service.spec.model, snapshot, fleet)
     said = balanced.with_balanced_condition(said, fleet, snapshot, now)
     said = versions.with_compatible_condition(said, fleet, snapshot, now)
-    said = speculating.with_speculating_condition(said, service.spec.engine, snapshot, desired.revision, fleet, now)
+    said = speculating.with_speculating_condition(
+        said, service.spec.engine, snapshot=snapshot, revision=desired.revision, fleet=fleet, now=now
+    )
     said = rollback.with_rollback_condition(said, seen.back, seen.no_way_back, snapshot, now)
     return autoscaler.with_scaling_conditions(said, service, seen.scaling, snapshot, now)
 
 
-def _again_s(service: InferenceService, seen: Seen, desired: Desired, waits: Turn, most_s: float, now: str) -> float:
+def _again_s(
+    service: InferenceService, seen: PlanInputs, desired: Desired, waits: PlacementTurn, most_s: float, now: str
+) -> float:
     """Seconds until the next look, if nothing wakes us before: at most `most_s`."""
     snapshot, spec = seen.snapshot, service.spec
     left = [group for group in snapshot.groups if not (group.terminating and all(pod.hurried for pod in group.pods))]

@@ -1,4 +1,4 @@
-"""The door to the API server: the Protocol that the operator needs of it, and paths of the objects it speaks of."""
+"""The Protocol that the operator needs of the API server, its errors, and the paths of the objects that it uses."""
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object, as the API's paths know it."""
+    """A kind of object in API paths."""
 
     api_version: str
     plural: str
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """Path of one object, or of all objects in a namespace, or (no namespace) in the cluster."""
+        """Returns the path of one object, of all objects in a namespace, or (without namespace) in the cluster."""
         parts = ["api" if "/" not in self.api_version else "apis", self.api_version]
         parts += ["namespaces", namespace] if namespace else []
         parts += [part for part in (self.plural, name, subresource) if part]
@@ -40,7 +40,7 @@ SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
 CORE_EVENTS = Resource("v1", "events")
-"""The same events, as they can be selected by what they are about."""
+"""The same events, selectable by the object that they are about."""
 LEASES = Resource("coordination.k8s.io/v1", "leases")
 RESOURCES = {
     ("apps/v1", "StatefulSet"): STATEFUL_SETS,
@@ -62,13 +62,13 @@ RESOURCES = {
 
 
 def resource_of(rendered: Json) -> Resource:
-    """The resource of a rendered object."""
+    """Returns the resource of a rendered object."""
     return RESOURCES[rendered["apiVersion"], rendered["kind"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a list: its objects, the list's version, and where the next page begins (empty: no more)."""
+    """One page of a list. `next_page` is the continue token, empty on the last page."""
 
     items: list[Json]
     resource_version: str
@@ -76,70 +76,71 @@ class Page:
 
 
 class KubeClient(Protocol):
-    """What the operator asks of the API server. A call that does not succeed raises a `KubeError`; all end in bounded time."""
+    """The operator's calls to the API server. Each fails with a `KubeError` and ends in bounded time."""
 
     async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
-        """The object. Raises: Gone when there is none."""
+        """Returns the object. Raises Gone if it does not exist."""
         ...
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        """The metadata of the object as made, or as it would be. Raises: Conflict when one of that name is there."""
+        """Returns the metadata of the created object, or of its dry run. Raises Conflict if one of that name exists."""
         ...
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """The object after server-side apply by the operator: its metadata, or all of it where a subresource is applied."""
+        """Returns the object after server-side apply: its metadata, or all of it for a subresource."""
         ...
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
-        """What `apply` answers, after a merge patch. Raises: Conflict when the patch names another resourceVersion or UID."""
+        """Returns what `apply` does, after a merge patch. Raises Conflict if the patch has another resourceVersion or UID."""
         ...
 
     async def replace(self, resource: Resource, body: Json) -> Json:
-        """The object after an update. Raises: Conflict when it was changed meanwhile."""
+        """Returns the object after an update. Raises Conflict if it changed since it was read."""
         ...
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
-        """Starts the deletion of an object and all that it owns. `grace_s` is for pods: theirs, and 0 waits for no kubelet.
+        """Starts the deletion of an object and of all that it owns. `grace_s` is for pods; 0 does not wait for the kubelet.
 
-        Raises: Gone, or Conflict when it is another object by now.
+        Raises Gone, or Conflict if the object has another UID.
         """
         ...
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
-        """One page of the objects with these labels and fields; `after` is the former page's `next_page`."""
+        """Returns one page of the objects with these labels and fields. `after`: `next_page` of the page before."""
         ...
 
     def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
-        """Changes since that version as `{"type": .., "object": ..}`, bookmarks too; an object may hold no more than is read of
-        it. Ends when the server ends it. Raises: Gone when that version is too old, Retry when nothing at all was heard for too
-        long."""
+        """Yields changes since that version as `{"type": .., "object": ..}`, with bookmarks; objects may have only the fields
+        that `observe` reads. Ends when the server ends the watch. Raises Gone when the version is too old, Retry after too long a
+        silence.
+        """
         ...
 
 
-# What can go wrong with the API server, by who can act.
+# Errors of the API server, by who can act.
 
 
 class KubeError(Exception):
-    """An answer that is no success. The message says what was asked, of which object, and what came back."""
+    """A failed call. The message has the call, the object and the response."""
 
 
 class Retry(KubeError):
-    """Ours, later: the server is away, busy, or not there yet."""
+    """Transient: the API server is unavailable or busy."""
 
 
 class Rejected(KubeError):
-    """The user's: the API server refuses an object for what the spec says."""
+    """For the user: the API server rejects an object because of the spec."""
 
 
 class Conflict(KubeError):
-    """Normal life: someone else was first. Look again."""
+    """Another writer was first; the caller observes again."""
 
 
 class Gone(KubeError):
-    """Normal life: the object is not there any more, or the watch must start again."""
+    """The object does not exist, or the watch must restart."""
 
 
 class Denied(KubeError):
-    """The installer's: the operator lacks a right."""
+    """For the cluster administrator: the operator lacks a permission."""

@@ -1,4 +1,4 @@
-"""Events on a service, for people who ask `kubectl describe`. Posted on transitions only."""
+"""Kubernetes events on a service, shown by `kubectl describe`. Posted on transitions only."""
 
 import datetime
 from collections.abc import Callable
@@ -14,8 +14,8 @@ LONGEST_NOTE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """One thing to say. `kind` Warning means that someone may have to act."""
+class EventNote:
+    """One event. `kind` is Warning where action may be needed."""
 
     kind: Literal["Normal", "Warning"]
     reason: str
@@ -23,20 +23,20 @@ class Note:
 
 
 def utc_now() -> datetime.datetime:
-    """The time, with its zone."""
+    """Returns the current time in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    """Posts notes as this operator."""
+class EventRecorder:
+    """Posts events as this operator."""
 
     client: KubeClient
     identity: str
     now: Callable[[], datetime.datetime] = utc_now
 
-    async def post(self, snapshot: Snapshot, note: Note) -> None:
-        """Posts one event. Raises: a KubeError when it is not taken."""
+    async def post(self, snapshot: Snapshot, note: EventNote) -> None:
+        """Posts one event. Raises KubeError."""
         at = self.now()
         body = {
             "apiVersion": EVENTS.api_version,

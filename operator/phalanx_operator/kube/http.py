@@ -1,4 +1,4 @@
-"""The KubeClient over HTTP, on the official client's sessions: kubeconfig or ServiceAccount, TLS, tokens that are renewed."""
+"""`KubeClient` over HTTP, on the official client's session: kubeconfig or ServiceAccount, TLS, renewed tokens."""
 
 import urllib.parse
 import urllib.request
@@ -16,19 +16,19 @@ from phalanx_operator.kube.client import Conflict, Denied, Gone, Json, KubeError
 PAGE = 500
 REQUEST_TIMEOUT_S = 30
 WATCH_S = 300
-"""How long the API server keeps a watch before it ends it; then the next one goes on from the last version."""
+"""Duration of a watch; the next one continues from the last version."""
 SILENCE_S = 150
-"""Bookmarks come each minute: a watch that is silent for longer is dead, whatever its socket says."""
+"""Longest silence of a watch. Bookmarks arrive each minute, so a longer silence means a dead connection."""
 _PATIENCE = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
-_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the latter for errors
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the second for errors
 
 
 async def connect() -> Any:
-    """A client for the cluster that this process runs in, or else for the current kubeconfig.
+    """Returns a client for the cluster of this pod, else for the current kubeconfig.
 
-    Raises: ConfigException when there is neither.
+    Raises ConfigException if neither exists.
     """
     configuration = Configuration()
     try:
@@ -40,7 +40,7 @@ async def connect() -> Any:
 
 
 def settle_proxy(configuration: Any) -> None:
-    """Decides once by which proxy the API server is asked, if any: aiohttp would look for it at every request, in threads."""
+    """Resolves the proxy of the API server once; aiohttp would look it up in a thread at every request."""
     server = urllib.parse.urlsplit(configuration.host)
     if not configuration.proxy and not urllib.request.proxy_bypass(server.hostname or ""):
         configuration.proxy = urllib.request.getproxies().get(server.scheme)
@@ -48,7 +48,7 @@ def settle_proxy(configuration: Any) -> None:
 
 
 class HttpKube:
-    """A `KubeClient`. The ApiClient stays its owner's. read_event: reads a line of a watch, of which it may leave out a part."""
+    """A `KubeClient`. The caller owns the ApiClient. `read_event` decodes a line of a watch and may skip fields."""
 
     def __init__(
         self, client: Any, silence_s: float = SILENCE_S, read_event: Callable[[bytes], Json] = msgspec.json.decode
@@ -62,12 +62,12 @@ class HttpKube:
         return await self._json("GET", resource.path(namespace, name), accept=_METADATA if metadata_only else "application/json")
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        """See KubeClient. Unknown fields are refused, for they come from the user's overlay."""
+        """See KubeClient. Unknown fields are refused: they come from the user's overlay."""
         query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body, accept=_METADATA)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """See KubeClient. Fields that the operator applies are the operator's, so it takes them by force."""
+        """See KubeClient. Forces conflicts: the operator owns the fields that it applies."""
         metadata = body["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": labels.MANAGER, "force": "true"}
@@ -86,7 +86,7 @@ class HttpKube:
         return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
-        """See KubeClient. What owns others stays visible until they are gone."""
+        """See KubeClient. Foreground deletion: an owner stays visible until its dependents are deleted."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -117,8 +117,8 @@ class HttpKube:
             async for event in _events(response.content, self._read_event):
                 yield event
         except TimeoutError as error:
-            raise Retry(f"watch of {resource.plural}: nothing heard") from error
-        # The latter two: a line that was cut off. A DecodeError need not be a ValueError.
+            raise Retry(f"watch of {resource.plural}: no data") from error
+        # ValueError and DecodeError: a truncated line. A DecodeError is not always a ValueError.
         except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
             raise Retry(f"watch of {resource.plural}: {error}") from error
         finally:
@@ -154,9 +154,11 @@ class HttpKube:
         accept: str = "application/json",
         timeout: aiohttp.ClientTimeout,
     ) -> Any:
-        """The response, its body not read yet. Raises: a KubeError unless the status is a success."""
+        """Returns the response with its body unread. Raises KubeError unless the status is a success."""
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
-        await self._client.update_params_for_auth(headers, None, ["BearerToken"], path, method, body)
+        await self._client.update_params_for_auth(
+            headers, None, auth_settings=["BearerToken"], resource_path=path, method=method, body=body
+        )
         url = f"{self._client.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         try:
             response = await _session(self._client.rest_client).request(
@@ -178,25 +180,25 @@ class HttpKube:
 
 
 def _whole_if(subresource: str | None) -> str:
-    """What a write is to answer: all of the object only where it is asked for through a subresource."""
+    """Returns the Accept header of a write: the whole object only for a subresource."""
     return "application/json" if subresource else _METADATA
 
 
 def _session(rest: Any) -> Any:
-    """The official client's own session, with its TLS. That client's `request` encodes bodies with json.dumps, which takes ten
-    times as long as msgspec."""
+    """Returns the official client's session, with its TLS. The client's `request` encodes bodies with json.dumps, ten times
+    slower than msgspec."""
     if rest.pool_manager is None:
         rest.pool_manager = rest._create_pool_manager()
     return rest.pool_manager
 
 
 async def _events(content: aiohttp.StreamReader, read: Callable[[bytes], Json]) -> AsyncIterator[Json]:
-    """The events of a watch. Raises: a KubeError that the server sent in-band."""
+    """Yields the events of a watch. Raises the KubeError that the server sends in-band."""
     begun = b""
     while True:
-        chunk = await content.readany()  # where much happens, many events come at once
+        chunk = await content.readany()  # a busy watch has many events in one chunk
         *lines, begun = (begun + chunk).split(b"\n")
-        lines += [] if chunk or not begun else [begun]  # cut off, mostly
+        lines += [] if chunk or not begun else [begun]  # the rest at the end of the stream, mostly truncated
         for line in lines:
             event = read(line)
             if event["type"] == "ERROR":
@@ -208,7 +210,7 @@ async def _events(content: aiohttp.StreamReader, read: Callable[[bytes], Json]) 
 
 
 def failure(status: int, what: str, text: str) -> KubeError:
-    """The error for an answer of the API server. `text` is its body: a Status object, or whatever a proxy says."""
+    """Returns the error for a response of the API server. `text`: its body, a Status object or a proxy's text."""
     message, reason = text[:500], ""
     try:
         answer = msgspec.json.decode(text)
@@ -218,7 +220,7 @@ def failure(status: int, what: str, text: str) -> KubeError:
     words = f"{what}: {status} {message}"
     if status in (404, 410):
         return Gone(words)
-    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch that names the UID of a former object
+    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch with the UID of an earlier object
         return Conflict(words)
     if status in (401, 403):
         return Rejected(words) if status == 403 and ("exceeded quota" in message or "PodSecurity" in message) else Denied(words)

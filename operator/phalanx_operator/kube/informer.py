@@ -1,7 +1,6 @@
-"""Keeps a Store equal to what the API server has: a paged list, then a watch from its version; a new list replaces everything.
+"""Keeps a Store equal to the API server: a paged list, then a watch from its version; a new list replaces all records.
 
-Only objects with the operator's label are asked for, if no other selector is given. A watch that falls silent, breaks or grows
-too old begins again.
+Without a selector it reads objects with the operator's label. A silent, broken or expired watch restarts.
 """
 
 import asyncio
@@ -23,8 +22,8 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Informer:
-    """One kind of object in one namespace, or in all. `wake` is told each service of which something changed, and `later` instead
-    of it where what changed is calm."""
+    """Informer of one kind in one namespace, or in all. `wake` receives each changed service; `later` receives it instead where
+    the change is not urgent."""
 
     def __init__(
         self,
@@ -39,9 +38,9 @@ class Informer:
     ) -> None:
         self.resource = resource
         self.synced = asyncio.Event()
-        """Set once the first list is in."""
+        """Set after the first list."""
         self.heard_at = time.monotonic()
-        """When the API server last said anything, by the monotonic clock."""
+        """Monotonic time of the last data from the API server."""
         self._client = client
         self._namespace = namespace
         self._store = store
@@ -50,10 +49,10 @@ class Informer:
         self._selector = selector
         self._later = later or wake
         self._failures = 0
-        """How often it began again in a row. A list ends no row: a watch that fails each time must not list each time at once."""
+        """Restarts in a row. A list does not reset it: a watch that always fails must not list at once each time."""
 
     async def run(self) -> None:
-        """Never ends by itself; an error of the API server only makes it wait and begin again."""
+        """Runs forever; an error of the API server makes it wait and restart."""
         while True:
             try:
                 version = await self._list()
@@ -62,7 +61,7 @@ class Informer:
                     self._failures = 0
                     await self._pause(BACKOFF_S[0])
             except Gone as error:
-                log.info("list again", extra={"kind": self.resource.plural, "why": str(error)})
+                log.info("relisting", extra={"kind": self.resource.plural, "why": str(error)})
             except KubeError as error:
                 level = logging.ERROR if isinstance(error, Denied) else logging.WARNING
                 fields = {"kind": self.resource.plural, "why": str(error), "attempt": self._failures}
@@ -71,7 +70,7 @@ class Informer:
             self._failures += 1
 
     async def _list(self) -> str:
-        """Replaces the store by what is there now; the version from which to watch."""
+        """Replaces the store's records. Returns the version to watch from."""
         bodies: list[Json] = []
         after = ""
         while True:
@@ -87,7 +86,7 @@ class Informer:
         return page.resource_version
 
     async def _watch(self, version: str) -> str:
-        """Follows changes until the server ends the watch; the version from which to go on."""
+        """Applies changes until the server ends the watch. Returns the version to continue from."""
         async for event in self._client.watch(self.resource, self._namespace, self._selector, version):
             self.heard_at, self._failures = time.monotonic(), 0
             body = event["object"]
@@ -103,12 +102,12 @@ class Informer:
 
 
 def silence_s(informers: Iterable[Informer], resource: Resource, now_s: float) -> float:
-    """How long ago the API server said anything of a kind: of several namespaces, in the one that is silent longest."""
+    """Returns the seconds since the last data of a kind; of several namespaces, the longest."""
     return max(now_s - informer.heard_at for informer in informers if informer.resource == resource)
 
 
-# What is read of the objects that watches tell of. The rest, most of a pod, is skipped where it stands: that takes a third of
-# the time. What `observe` reads of an object must be named here.
+# Fields that are decoded from watch events; the rest, most of a pod, is skipped, which takes a third of the time. A field that
+# `observe` reads must be listed here.
 
 
 class _Owner(TypedDict, total=False):
@@ -137,7 +136,7 @@ class _Spec(TypedDict, total=False):
 
 
 class _Object(TypedDict, total=False):
-    """An object, or the Status that stands for one in an error."""
+    """An object, or the Status in its place in an error event."""
 
     metadata: _Metadata
     spec: _Spec | None
@@ -155,7 +154,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 def read_event(line: bytes) -> Json:
-    """The event of a watch, its object with no other fields than `observe` trims. Raises: msgspec.DecodeError."""
+    """Returns a watch event; its object has only the fields that `observe` reads. Raises msgspec.DecodeError."""
     event: Any = _DECODER.decode(line)
     found: Json = event
     return found

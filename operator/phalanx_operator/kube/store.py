@@ -1,4 +1,4 @@
-"""What the informers know: trimmed records of children, by service. Plain memory; the informer alone writes."""
+"""Trimmed records of child objects by service. Only the informer writes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Item(Generic[T]):
-    """One record with what finds it again."""
+    """One record with its identity."""
 
     uid: str
     key: Key
@@ -21,7 +21,7 @@ class Item(Generic[T]):
 
 
 def service_key(metadata: Mapping[str, Any]) -> Key:
-    """The service that an object belongs to, by its label; an empty name when it has none."""
+    """Returns the service of an object from its label; an empty name without the label."""
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(labels.SERVICE, "")
 
 
@@ -34,11 +34,11 @@ class Store(Generic[T]):
         self._by_service: dict[Key, dict[Key, T]] = {}
 
     def of(self, key: Key) -> list[T]:
-        """The records of a service."""
+        """Returns the records of a service."""
         return list(self._by_service.get(key, {}).values())
 
     def find(self, namespace: str, name: str) -> T | None:
-        """The record of one object; its namespace is empty for what lies in none."""
+        """Returns the record of one object; `namespace` is empty for cluster-scoped objects."""
         item = self._items.get((namespace, name))
         return item.record if item else None
 
@@ -46,7 +46,7 @@ class Store(Generic[T]):
         return len(self._items)
 
     def put(self, body: Mapping[str, Any]) -> Key | None:
-        """The service to wake because this object is there now; None when its record did not change."""
+        """Stores an object. Returns the service to wake; None if its record did not change."""
         metadata = body["metadata"]
         where = (metadata.get("namespace", ""), metadata["name"])
         new = Item(metadata["uid"], service_key(metadata), self._trim(body))
@@ -60,7 +60,7 @@ class Store(Generic[T]):
         return new.key
 
     def drop(self, namespace: str, name: str) -> Key | None:
-        """The service to wake because this object is gone; None when it was not known."""
+        """Removes an object. Returns the service to wake; None if it was not stored."""
         former = self._items.pop((namespace, name), None)
         if former is None:
             return None
@@ -68,7 +68,8 @@ class Store(Generic[T]):
         return former.key
 
     def replace(self, bodies: Iterable[Mapping[str, Any]], namespace: str | None = None) -> set[Key]:
-        """The services to wake after a new list of one namespace, or of all: what is there and not in the list is gone."""
+        """Replaces the objects of one namespace, or of all. Returns the services to wake: those with changed or removed
+        objects."""
         woken: set[Key] = set()
         seen: set[Key] = set()
         for body in bodies:

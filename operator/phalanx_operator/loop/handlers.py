@@ -1,4 +1,4 @@
-"""kopf's part: it watches the InferenceService objects and wakes their keys. It writes nothing, not even an annotation."""
+"""kopf handlers that watch InferenceServices and wake their keys. They write nothing, not even annotations."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -8,11 +8,11 @@ import kopf
 
 from phalanx_api.spec import inference_service as api
 from phalanx_operator.kube.store import Key
-from phalanx_operator.observe.service_cache import Known
+from phalanx_operator.observe.service_cache import ServiceCache
 
 
 class NoDiffs(kopf.DiffBaseStorage):
-    """Nothing is compared with what was handled last: kopf would copy every object at every event for it."""
+    """Disables kopf's diffs, which would copy every object at every event."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """See DiffBaseStorage."""
@@ -26,9 +26,9 @@ class NoDiffs(kopf.DiffBaseStorage):
         """See DiffBaseStorage."""
 
 
-def registry(wake: Callable[[Key], None], services: Known) -> kopf.OperatorRegistry:
-    """Handlers that wake a service when it is new, its spec changes, or it is deleted. That its status changed wakes nobody: we
-    wrote it, and a look that writes a status and nothing else would find nothing to do if it came again. `services` hears all."""
+def registry(wake: Callable[[Key], None], services: ServiceCache) -> kopf.OperatorRegistry:
+    """Returns the handlers that wake a service when it is created, deleted, or its spec changes. Status changes wake nothing: the
+    operator wrote them. `services` receives every event."""
     handlers = kopf.OperatorRegistry()
     known: dict[Key, tuple[Any, ...]] = {}
 
@@ -61,5 +61,5 @@ def registry(wake: Callable[[Key], None], services: Known) -> kopf.OperatorRegis
 
 
 def quiet() -> None:
-    """kopf logs each event of each object; we log what we do about it."""
+    """Silences kopf's log of each event; the operator logs its own actions."""
     logging.getLogger("kopf").setLevel(logging.WARNING)

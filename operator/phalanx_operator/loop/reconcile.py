@@ -1,4 +1,4 @@
-"""One look at one service: observe, decide, apply, one status write, then events and metrics."""
+"""Reconciles one service: observe, plan, execute, one status write, then events and metrics."""
 
 import datetime
 import logging
@@ -11,17 +11,17 @@ from phalanx_api.conditions import Condition, Reason, find_condition
 from phalanx_api.spec import inference_service as api
 from phalanx_api.spec.inference_service import FieldError, InferenceService
 from phalanx_api.status import RollbackStatus, Status
-from phalanx_operator.apply.executor import Hands
+from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.apply.shared_objects import EXPOSE_AGAIN_S
 from phalanx_operator.decide import pacing, plan
 from phalanx_operator.decide.conditions import status as decide_status
 from phalanx_operator.decide.conditions import traffic as exposed
 from phalanx_operator.decide.groups import admission, rollback
-from phalanx_operator.decide.groups.admission import FREE, Turn
+from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.groups.drain import for_good, is_awaited, to_empty
-from phalanx_operator.decide.plan import Seen
+from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
-from phalanx_operator.decide.scaling.autoscaler import Mind
+from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.actions import (
     CreateGroup,
     DeleteGroup,
@@ -33,57 +33,57 @@ from phalanx_operator.decide.state.actions import (
     SetReplicas,
 )
 from phalanx_operator.decide.state.groups import staying
-from phalanx_operator.decide.state.policy import Granted
+from phalanx_operator.decide.state.policy import PublishedPolicy
 from phalanx_operator.decide.state.snapshot import Snapshot, changed, parsed
 from phalanx_operator.kube.client import SERVICES_OF_OURS, Denied, Gone, Json, KubeClient, KubeError, Rejected
-from phalanx_operator.kube.events import LONGEST_NOTE, Note, Notes
+from phalanx_operator.kube.events import LONGEST_NOTE, EventNote, EventRecorder
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import Turns
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe import observe
-from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S, Offers
+from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S, SchedulerDiscovery
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.observe.pod_failure import Refusals
-from phalanx_operator.observe.service_cache import Known, Manifests
+from phalanx_operator.observe.pod_failure import ImageRefusals
+from phalanx_operator.observe.service_cache import Manifests, ServiceCache
 from phalanx_operator.render import gangs
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
-from phalanx_operator.routers import Routers, Target, address_of
+from phalanx_operator.routers import Routers, RouterTarget, address_of
 
 log = logging.getLogger(__name__)
 RESYNC_S = plan.RESYNC_S
 
 
 def utc_now() -> str:
-    """The time as Kubernetes writes it."""
+    """Returns the current time in RFC 3339, as Kubernetes writes it."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciler:
-    """Brings services to what their specs say."""
+    """Reconciles services with their specs."""
 
     client: KubeClient
     children: Children
-    hands: Hands
-    notes: Notes
+    hands: ActionExecutor
+    notes: EventRecorder
     metrics: Metrics
     routers: Routers
-    offers: Offers
-    refusals: Refusals
+    offers: SchedulerDiscovery
+    refusals: ImageRefusals
     manifests: Manifests = field(default_factory=Manifests)
-    known: Known = field(default_factory=Known)
+    known: ServiceCache = field(default_factory=ServiceCache)
     now: Callable[[], str] = utc_now
     clock: Callable[[], float] = time.monotonic
-    minds: dict[Key, Mind] = field(default_factory=dict)
-    granted: dict[Key, Granted] = field(default_factory=dict)
+    minds: dict[Key, AutoscalerState] = field(default_factory=dict)
+    granted: dict[Key, PublishedPolicy] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: Turns(random.random))
     wake: Callable[[Key], None] = lambda _: None
     pace_s: float = pacing.PACE_S
     written: dict[Key, float] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Seconds until the service should be looked at again, None when it is gone. Raises: a KubeError to try again later."""
+        """Returns the seconds until the next reconcile, None if the service is deleted. Raises KubeError for a retry."""
         try:
             return await self._reconcile(key)
         except KubeError:
@@ -98,21 +98,21 @@ class Reconciler:
             self._call_next()
             return None
         if "deletionTimestamp" in body["metadata"]:
-            self.turns.forget(key)  # it may go slowly, and makes nothing any more
+            self.turns.forget(key)  # a terminating service creates no groups
             self._call_next()
-            return RESYNC_S  # what it owns goes with it
+            return RESYNC_S  # garbage collection deletes what it owns
         self.children.prune(key)
         self.children.count_pods(key, self.now())
         snapshot = observe.snapshot(body, self.children)
         parsed = self.manifests.read(body)
         if isinstance(parsed, list):
-            self.turns.forget(key)  # it makes nothing until somebody mends it
+            self.turns.forget(key)  # a service with an invalid spec creates no groups
             self._call_next()
             return await self._write(snapshot, decide_status.refused(snapshot, Reason.SPEC_INVALID, parsed, self.now()), ())
         return await self._follow(key, parsed, snapshot)
 
     def _forget(self, key: Key) -> None:
-        """Keeps nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self.hands.forget(key)
         self.metrics.forget(key)
         self.routers.forget(key)
@@ -125,44 +125,42 @@ class Reconciler:
         self.known.forget(key)
 
     async def _follow(self, key: Key, service: InferenceService, snapshot: Snapshot) -> float:
-        """Does what the spec asks for, says in the status what then is; the seconds until the next look."""
+        """Executes the plan and writes the status. Returns the seconds until the next reconcile."""
         now = self.now()
         fleet = self.routers.fleet(key, _targets(snapshot))
-        snapshot = plan.assessed(service, snapshot, fleet, now)
-        refused = await self.refusals.of(key, snapshot.groups, now)
-        groups = tuple(changed(group, refused=refused.get(group.uid, "")) for group in snapshot.groups)
-        snapshot = replace(snapshot, groups=groups)
+        snapshot = await self._with_refusals(key, plan.assessed(service, snapshot, fleet, now), now)
         service, current, back, no_way_back = await self._followed(service, snapshot, now)
         free = names.group_names(service.name, service.uid, current, plan.most_groups(service, snapshot))
-        mind, scaling = autoscaler.scaling(service, snapshot, fleet, self.minds.get(key, Mind()), now, self.clock())
-        served = await self.offers.served(service.namespace) if gangs.asks(service) else frozenset()
-        gang = gangs.chosen(service, served or frozenset())
-        turn = self._turn(key, service, snapshot)
-        if served is None:
-            turn = Turn("the API server does not say which schedulers there are", RETRY_S, told=True, is_stuck=True)
-        elif missing := gangs.missing(gang, served):
-            why = f"spec.placement.gang: the cluster does not serve PodGroups of {missing}"
-            turn = Turn(why, ASK_AGAIN_S, told=True, is_stuck=True)
-        elif gang.kind != "Fallback":
-            turn = FREE
-        kind = snapshot.status.gang if served is None else gang.kind
-        seen = Seen(snapshot, fleet, scaling, kind, turn, self.hands.ungated(key), back, no_way_back)
+        mind, scaling = autoscaler.scaling(
+            service, snapshot, fleet=fleet, mind=self.minds.get(key, AutoscalerState()), now=now, now_s=self.clock()
+        )
+        gang, kind, turn = await self._placement(key, service, snapshot)
+        seen = PlanInputs(
+            snapshot,
+            fleet,
+            scaling=scaling,
+            gang=kind,
+            turn=turn,
+            ungated=self.hands.ungated(key),
+            back=back,
+            no_way_back=no_way_back,
+        )
         desired = plan.desired_groups(service, current, free, seen, now)
         todo = plan.decide(service, seen, desired, now)
         self._take_turn(key, service, gang, todo)
         done: list[GroupAction | SetReplicas] = []
         try:
-            await self.hands.carry_out(todo.actions, service, snapshot, current, gang, now, done)
-        except (Rejected, Denied) as error:  # a webhook or a quota may refuse what the schema takes
+            await self.hands.carry_out(todo.actions, service, snapshot=snapshot, revision=current, gang=gang, now=now, done=done)
+        except (Rejected, Denied) as error:  # a webhook or a quota may refuse an object that the schema allows
             self._leave_turn(key, service, todo, done)
             self._tell(key, service, seen, to_empty(snapshot.groups, ()), todo.hear_s)
             self.minds[key] = mind
             wrong, done = [FieldError("spec", str(error))], []
             reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota(str(error)) else Reason.REJECTED
             said = decide_status.refused(snapshot, reason, wrong, self.now(), wanted=desired.replicas)
-            despite = plan.despite(todo.actions, snapshot.groups)
+            despite = plan.with_plan_errors(todo.actions, snapshot.groups)
             try:
-                await self.hands.carry_out(despite, service, snapshot, current, gang, now, done)
+                await self.hands.carry_out(despite, service, snapshot=snapshot, revision=current, gang=gang, now=now, done=done)
             finally:
                 await self._write(snapshot, said, done)
             raise
@@ -176,12 +174,32 @@ class Reconciler:
         left_s = await self._write(snapshot, exposed.with_exposure_condition(todo.status, unexposed, snapshot, now), done)
         return min(todo.again_s, left_s, EXPOSE_AGAIN_S if unexposed else RESYNC_S, self.hands.left_s(key) or RESYNC_S)
 
+    async def _with_refusals(self, key: Key, snapshot: Snapshot, now: str) -> Snapshot:
+        """Returns the snapshot with the API server's refusals of pods, from events."""
+        refused = await self.refusals.of(key, snapshot.groups, now)
+        groups = tuple(changed(group, refused=refused.get(group.uid, "")) for group in snapshot.groups)
+        return replace(snapshot, groups=groups)
+
+    async def _placement(self, key: Key, service: InferenceService, snapshot: Snapshot) -> tuple[Gang, str, PlacementTurn]:
+        """Returns the gang of new groups, its kind for the status, and whether a group may be created now."""
+        served = await self.offers.served(service.namespace) if gangs.gang_options(service) else frozenset()
+        gang = gangs.chosen(service, served or frozenset())
+        turn = self._turn(key, service, snapshot)
+        if served is None:
+            turn = PlacementTurn("the API server did not report which schedulers it serves", RETRY_S, told=True, is_stuck=True)
+        elif missing := gangs.missing_gang_reason(gang, served):
+            why = f"spec.placement.gang: the cluster does not serve PodGroups of {missing}"
+            turn = PlacementTurn(why, ASK_AGAIN_S, told=True, is_stuck=True)
+        elif gang.kind != "Fallback":
+            turn = FREE
+        return gang, snapshot.status.gang if served is None else gang.kind, turn
+
     async def _followed(
         self, service: InferenceService, snapshot: Snapshot, now: str
     ) -> tuple[InferenceService, str, RollbackStatus | None, str]:
-        """The service as it is followed, its revision, that it is the one before, if so, or why it is not, if it should be.
+        """Returns the service to follow, its revision, the rollback if one is active, and why a due rollback is impossible.
 
-        Both where it was the one before until now: then it is not tried again.
+        The first two are the former revision's while a rollback is active; the rollback then is not decided again.
         """
         current = self.manifests.revision(service)
         back = rollback.given_up(snapshot, current, service.spec, now)
@@ -194,8 +212,8 @@ class Reconciler:
             return service, current, None, rollback.NO_RECORD
         return rollback.as_followed(service, is_former=False), current, back, rollback.NO_RECORD
 
-    def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> Turn:
-        """Whether the service may make a group now. One that is given up waits no more, and what follows it waits a while."""
+    def _turn(self, key: Key, service: InferenceService, snapshot: Snapshot) -> PlacementTurn:
+        """Returns whether the service may create a group now. A group that is given up ends its turn; the service then pauses."""
         device, now_s = service.spec.resources.accelerator.resource_name, self.clock()
         unplaced = admission.unplaced(snapshot.groups)
         lost = next((group for group in unplaced if group.lost), None)
@@ -207,7 +225,8 @@ class Reconciler:
         return self.turns.look(device, key, waiting, now_s, [group.name for group in snapshot.groups])
 
     def _take_turn(self, key: Key, service: InferenceService, gang: Gang, todo: Plan) -> None:
-        """Tells the others what is made now, before anything else can happen, and calls who is next if nothing is."""
+        """Takes the turn for the group that the plan creates, or frees it and wakes the next service if the plan creates no
+        group."""
         device = service.spec.resources.accelerator.resource_name
         self.turns.line(device, key, waits=todo.in_line)
         for action in todo.actions:
@@ -216,25 +235,25 @@ class Reconciler:
         self._call_next()
 
     def _leave_turn(self, key: Key, service: InferenceService, todo: Plan, done: Sequence[GroupAction | SetReplicas]) -> None:
-        """Gives the turn back, and calls who is next, where the group that it was taken for is refused."""
+        """Frees the turn and wakes the next service if the group of this turn was rejected."""
         if any(isinstance(action, CreateGroup) and action not in done for action in todo.actions):
             self.turns.leave(service.spec.resources.accelerator.resource_name, key)
             self._call_next()
 
     def _call_next(self) -> None:
-        """Wakes the services whose turn it is now."""
+        """Wakes the services whose turn has come."""
         for key in self.turns.called(self.clock()):
             self.wake(key)
 
-    def _tell(self, key: Key, service: InferenceService, seen: Seen, empty: Sequence[str], hear_s: float) -> None:
-        """Asks the routers that are ready, with the policy as it is now."""
+    def _tell(self, key: Key, service: InferenceService, seen: PlanInputs, empty: Sequence[str], hear_s: float) -> None:
+        """Sends the current policy to all ready routers with the next poll."""
         snapshot = seen.snapshot
         targets = _targets(snapshot)
         now = self.now()
         wanted, current = plan.wanted_replicas(service), self.manifests.revision(service)
         awaited = is_awaited(snapshot.groups, empty, wanted, now)
         last = for_good(snapshot.groups, empty, current, wanted)
-        former, at = self.granted.get(key, Granted()), parsed(now)
+        former, at = self.granted.get(key, PublishedPolicy()), parsed(now)
         now_s = at.timestamp() if at else 0.0
         self.granted[key] = former.renewed(
             service.spec, len(targets), empty, now_s, awaited=awaited, revision=current, for_good=last, wanted=wanted > 0
@@ -242,8 +261,8 @@ class Reconciler:
         self.routers.tell(key, targets, self.granted[key].policy, hear_s)
 
     async def _write(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> float:
-        """One status write, if the status says anything new; announces only after that. The seconds until it is to be written
-        after all, where it was not and only counts on."""
+        """Writes the status once if it differs, then posts events. Returns the seconds until a postponed write is due; writes
+        that change only counters are postponed."""
         key, left_s = (snapshot.namespace, snapshot.name), RESYNC_S
         if status != snapshot.status:
             waits_s = self.pace_s - (self.clock() - self.written.get(key, float("-inf")))
@@ -259,21 +278,21 @@ class Reconciler:
         for note in [*_action_notes(done), *_transitions(snapshot.status.conditions, status.conditions)]:
             try:
                 await self.notes.post(snapshot, note)
-            except KubeError as error:  # an event is a courtesy: its loss must not repeat the work
+            except KubeError as error:  # a lost event must not repeat the work
                 log.warning("event not posted", extra={"service": "/".join(key), "why": str(error)})
         return left_s
 
 
-def _targets(snapshot: Snapshot) -> list[Target]:
-    """The routers to ask: those that are ready."""
+def _targets(snapshot: Snapshot) -> list[RouterTarget]:
+    """Returns the ready routers."""
     ready = [pod for pod in snapshot.router_pods if pod.ready and pod.ip and not pod.leaving]
-    return [Target(pod.uid, address_of(pod.ip)) for pod in ready]
+    return [RouterTarget(pod.uid, address_of(pod.ip)) for pod in ready]
 
 
 def _status_body(snapshot: Snapshot, status: Status) -> Json:
-    """What is applied to the status subresource. The UID makes sure that it is still the same service."""
+    """Returns the body of the status apply. The UID makes it fail for another service of this name."""
     metadata = {"namespace": snapshot.namespace, "name": snapshot.name, "uid": snapshot.uid}
-    written = status.model_dump(mode="json", by_alias=True, exclude_none=True)  # the API server takes null for a wrong type
+    written = status.model_dump(mode="json", by_alias=True, exclude_none=True)  # the API server rejects null
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": written}
 
 
@@ -287,17 +306,17 @@ _NOTES: dict[type[GroupAction | SetReplicas], str] = {
 }
 
 
-def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[Note]:
-    """One note for all that was done of a kind, so that a service of many groups is no flood; a few where it is very much."""
+def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[EventNote]:
+    """Returns one event per kind of action, split where the message exceeds an event's limit."""
     said: dict[str, list[str]] = {}
     for action in done:
         what = f"to {action.replicas}" if isinstance(action, SetReplicas) else action.name
         said.setdefault(_NOTES[type(action)], []).append(f"{what}: {action.why}")
-    return [Note("Normal", reason, part) for reason, lines in said.items() for part in _joined(lines)]
+    return [EventNote("Normal", reason, part) for reason, lines in said.items() for part in _joined(lines)]
 
 
 def _joined(lines: Sequence[str]) -> list[str]:
-    """All of them, in as few parts as events have room for."""
+    """Joins the lines into as few messages as the limit of an event allows."""
     parts = [""]
     for line in lines:
         longer = f"{parts[-1]}; {line}" if parts[-1] else line
@@ -312,15 +331,15 @@ _CALM = (
     Reason.ROUTERS_SILENT,
     Reason.DISABLED,
 )
-"""Reasons for a condition to be false that pass by themselves."""
+"""Reasons for `False` that end without intervention."""
 _OF_ROLLOUTS = (Reason.SURGE_UNSCHEDULABLE, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Reasons of `Progressing` that somebody should hear of."""
+"""Reasons of `Progressing` that need attention."""
 
 
-def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list[Note]:
-    """One note when the service becomes ready, and one for each new reason why a condition is not as it should be.
+def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventNote]:
+    """Returns an event when the service becomes ready, and one for each new reason of a condition that is not as it should be.
 
-    That scaling, balance and the rest are well is said only after they were not; of a rollout only what stops or changes it.
+    A return to `True` is reported only after `False`; of a rollout only what stops or changes it.
     """
     notes = []
     for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible", "Speculating"):
@@ -328,12 +347,12 @@ def _transitions(before: Sequence[Condition], after: Sequence[Condition]) -> lis
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue
         if kind == "Progressing":
-            notes += [Note("Warning", new.reason, new.message)] if new.reason in _OF_ROLLOUTS else []
+            notes += [EventNote("Warning", new.reason, new.message)] if new.reason in _OF_ROLLOUTS else []
             continue
         if kind != "Ready" and new.status == "True" and (old is None or old.status != "False"):
             continue
         if new.status == "Unknown" and (kind in ("ModelCached", "Speculating") or (kind == "Balanced" and old is None)):
             continue
         calm = new.status == "True" or new.reason in _CALM
-        notes.append(Note("Normal" if calm else "Warning", new.reason, new.message))
+        notes.append(EventNote("Normal" if calm else "Warning", new.reason, new.message))
     return notes

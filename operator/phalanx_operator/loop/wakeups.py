@@ -1,6 +1,6 @@
-"""Which service is to be looked at next: one entry a key, never two workers on one key, later wishes for a busy key kept.
+"""Keyed work queue: one entry per key, never two workers on one key, and a wake of a busy key is kept until it is done.
 
-Plain bookkeeping; times come in as arguments.
+All times are arguments.
 """
 
 import heapq
@@ -21,17 +21,17 @@ class Wakeups:
         return len(self._due)
 
     def num_due(self, now: float) -> int:
-        """How many keys are to be looked at now or were before, and nobody has taken yet."""
+        """Returns the number of keys that are due and not taken."""
         return sum(at <= now for at in self._due.values())
 
     def wake(self, key: Key, at: float) -> None:
-        """Look at this key at that time, or sooner if that was wished before."""
+        """Makes this key due at that time, or earlier if an earlier wake is queued."""
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
             heapq.heappush(self._heap, (at, key))
 
     def take(self, now: float) -> Key | None:
-        """A key that is due and nobody works on; the caller says `done` when it is finished."""
+        """Returns a due key that no worker holds. The caller calls `done` when it is finished."""
         later: list[tuple[float, Key]] = []
         found = None
         while self._heap and self._heap[0][0] <= now and found is None:
@@ -49,11 +49,11 @@ class Wakeups:
         return found
 
     def done(self, key: Key) -> None:
-        """The key may be taken again."""
+        """Releases the key."""
         self._busy.discard(key)
 
     def next_due(self) -> float | None:
-        """When there will be something to take; None when nothing is waiting, or only for `done`."""
+        """Returns when the next key becomes due; None if no key waits or all wait for `done`."""
         busy: list[tuple[float, Key]] = []
         found = None
         while self._heap and found is None:
@@ -70,6 +70,6 @@ class Wakeups:
 
 
 def backoff(failures: int, draw: Callable[[], float]) -> float:
-    """Seconds to wait after so many failures in a row: 0.5 doubling to 60, of which the last half is drawn from [0, 1)."""
+    """Returns the seconds to wait after this many failures in a row: 0.5 doubling to 60, with a random second half."""
     longest: float = min(60.0, 0.5 * 2.0 ** min(failures, 10))
     return longest * (0.5 + 0.5 * draw())

@@ -1,4 +1,4 @@
-"""Looks at services, one after the other for each, several side by side: when something woke them, and every ten minutes."""
+"""Runs reconciles: sequentially per service, several services in parallel, after a wake and at least every ten minutes."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ from phalanx_operator.metrics import Metrics
 
 log = logging.getLogger(__name__)
 COALESCE_S = 0.05
-"""Changes that come together are one look."""
+"""Changes within this time share one reconcile."""
 SPACE_S = 0.25
-"""And so are those that come sooner than that after a look began: pods of a group get nodes and start one by one."""
+"""Shortest interval between reconciles of a service: the pods of a group get nodes and start one by one."""
 LOOK_TIMEOUT_S = 180.0
-"""A look that takes longer hangs; it is ended and tried again."""
+"""Longest reconcile; a longer one is cancelled and retried."""
 
 
 class Loop:
-    """The keyed queue and those who work on it."""
+    """The work queue and its workers."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Loop:
         metrics.queue_keys.set_function(lambda: self._wakeups.num_due(self._clock()))
 
     def wake(self, key: Key, after_s: float = COALESCE_S) -> None:
-        """Look at this service soon; after 0 s at once, however lately it was looked at.
+        """Schedules a reconcile of this service; after 0 s without the shortest interval.
 
-        An object without a service's label wakes nobody.
+        Objects without a service label are ignored.
         """
         if key[1]:
             at = self._clock() + after_s
@@ -54,7 +54,7 @@ class Loop:
                 self._changed.set()
 
     async def work(self, workers: int) -> None:
-        """Runs for ever, with so many looks side by side."""
+        """Runs forever with up to `workers` reconciles in parallel."""
         free = asyncio.Semaphore(workers)
         async with asyncio.TaskGroup() as looks:
             while True:
@@ -62,7 +62,7 @@ class Loop:
                 looks.create_task(self._work(await self._next(), free))
 
     async def _next(self) -> Key:
-        """The next key, taken once it is due."""
+        """Returns the next due key."""
         while (key := self._wakeups.take(self._clock())) is None:
             await self._wait()
         return key
@@ -76,7 +76,7 @@ class Loop:
             free.release()
 
     async def _wait(self) -> None:
-        """Until a key may be due."""
+        """Waits until a key may be due."""
         self._changed.clear()
         due = self._wakeups.next_due()
         self._waits_until = float("inf") if due is None else due
@@ -84,10 +84,10 @@ class Loop:
             async with asyncio.timeout(None if due is None else max(due - self._clock(), 0.001)):
                 await self._changed.wait()
         except TimeoutError:
-            pass  # now it is due
+            pass  # due now
 
     async def look(self, key: Key) -> None:
-        """One look at one service; decides when the next one is due."""
+        """Reconciles one service once and schedules the next reconcile."""
         began = self._began[key] = self._clock()
         name = "/".join(key)
         try:
@@ -104,7 +104,7 @@ class Loop:
             self._again(key, error, logging.ERROR, name)
         except (KubeError, TimeoutError) as error:
             self._again(key, error, logging.WARNING, name)
-        except Exception as error:  # a bug in one service's look must not end the others'
+        except Exception as error:  # a bug in one service's reconcile must not end the others'
             self._again(key, error, logging.CRITICAL, name)
         self._metrics.reconcile_seconds.observe(self._clock() - began)
 
@@ -114,5 +114,5 @@ class Loop:
         wait_s = backoff(failures, self._draw)
         self._metrics.errors.labels(type(error).__name__).inc()
         fields = {"service": name, "why": str(error) or type(error).__name__, "again_s": round(wait_s, 1)}
-        log.log(level, "look failed", extra=fields, exc_info=error if level == logging.CRITICAL else None)
+        log.log(level, "reconcile failed", extra=fields, exc_info=error if level == logging.CRITICAL else None)
         self.wake(key, wait_s)

@@ -1,4 +1,4 @@
-"""Which schedulers' APIs the cluster serves: asked at most every ten minutes, for they come and go with an installation."""
+"""Discovers the scheduler APIs that the cluster serves, at most every ten minutes: schedulers can be installed at any time."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ ASK_AGAIN_S, RETRY_S = 600.0, 15.0
 POD_GROUPS = {api: Resource(api, "podgroups") for api in (NATIVE_API, VOLCANO_API)}
 
 
-class Offers:
-    """What the cluster serves, as last asked. Belongs to one event loop."""
+class SchedulerDiscovery:
+    """The last answer of the cluster. Used by one event loop."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -23,22 +23,22 @@ class Offers:
         self._next_s = -math.inf
 
     async def served(self, namespace: str) -> frozenset[str] | None:
-        """Versions of APIs that the cluster has; None while it never said."""
+        """Returns the API versions that the cluster serves; None before the first answer."""
         if self._clock() < self._next_s:
             return self._served
         try:
             found = frozenset([api for api, resource in POD_GROUPS.items() if await self._has(resource, namespace)])
         except KubeError as error:
-            log.warning("schedulers are not known", extra={"why": str(error)})
+            log.warning("scheduler discovery failed", extra={"why": str(error)})
             self._next_s = self._clock() + RETRY_S
             return self._served
         if found != self._served:
-            log.info("schedulers", extra={"apis": ", ".join(sorted(found))})
+            log.info("scheduler APIs", extra={"apis": ", ".join(sorted(found))})
         self._served, self._next_s = found, self._clock() + ASK_AGAIN_S
         return found
 
     async def _has(self, resource: Resource, namespace: str) -> bool:
-        """Whether the operator can make such objects. Raises: a KubeError when nobody says."""
+        """Returns whether the operator can create such objects. Raises KubeError when the API server gives no answer."""
         try:
             await self._client.list_page(resource, namespace, "phalanx.dev/service=none", "")
         except (Gone, Denied):

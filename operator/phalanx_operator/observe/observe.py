@@ -1,4 +1,4 @@
-"""From what the API server holds to a Snapshot. Children come from the informers' stores, the service itself from `known`."""
+"""Builds a `Snapshot` from the informers' stores and the `ServiceCache`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.groups.drain import LAST_S
 from phalanx_operator.decide.groups.recovery import RETRIED
 from phalanx_operator.decide.state.snapshot import (
-    Draining,
+    DrainMark,
     ObservedDeployment,
     ObservedGroup,
     ObservedNode,
@@ -32,7 +32,7 @@ from phalanx_operator.observe.pod_failure import last_end, trouble
 
 @dataclass(frozen=True, slots=True)
 class ObservedSet:
-    """A StatefulSet that may be a group of ours."""
+    """A StatefulSet that may be a group of a service."""
 
     owner_uid: str
     group: ObservedGroup
@@ -40,14 +40,14 @@ class ObservedSet:
 
 @dataclass(frozen=True, slots=True)
 class ObservedName:
-    """An object of which it matters only that it is there."""
+    """An object of which only the existence matters."""
 
     owner_uid: str
     name: str
 
 
 def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
-    """What matters of a pod."""
+    """Returns the relevant fields of a pod."""
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     leaving = "deletionTimestamp" in metadata
@@ -78,7 +78,7 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
 
 
 def trim_set(body: Mapping[str, Any]) -> ObservedSet:
-    """What matters of a StatefulSet; its pods are filled in by `snapshot`."""
+    """Returns the relevant fields of a StatefulSet; `snapshot` adds its pods."""
     metadata = body["metadata"]
     group = ObservedGroup(
         name=metadata["name"],
@@ -96,7 +96,7 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
 
 
 def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
-    """What matters of a Deployment."""
+    """Returns the relevant fields of a Deployment."""
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
     refusal = conditions.get("ReplicaFailure", {})
@@ -106,7 +106,7 @@ def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
         ready=status.get("readyReplicas", 0),
         current=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
         uid=metadata.get("uid", ""),
-        refused=(refusal.get("message") or "").rpartition("is forbidden: ")[2],  # without the name of the pod, another each time
+        refused=(refusal.get("message") or "").rpartition("is forbidden: ")[2],  # without the pod's name, which changes
         refused_since=refusal.get("lastTransitionTime") or "",
         retried=_annotations(metadata).get(RETRIED, ""),
     )
@@ -114,26 +114,26 @@ def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
 
 
 def trim_node(body: Mapping[str, Any]) -> ObservedNode:
-    """What matters of a node."""
+    """Returns the relevant fields of a node."""
     conditions = {c["type"]: c for c in (body.get("status") or {}).get("conditions") or []}
     ready = conditions.get("Ready", {})
     cordoned = bool((body.get("spec") or {}).get("unschedulable"))
     return ObservedNode(body["metadata"]["name"], ready.get("status") == "True", ready.get("lastTransitionTime") or "", cordoned)
 
 
-def draining_of(metadata: Mapping[str, Any]) -> Draining | None:
-    """The note on a group that is being emptied, if there is one."""
+def draining_of(metadata: Mapping[str, Any]) -> DrainMark | None:
+    """Returns the drain annotation of a group, if it has one."""
     note = _annotations(metadata).get(labels.DRAINING)
     if note is None:
         return None
     since, _, rest = note.partition(" ")
     purpose, _, why = rest.partition(" ")
     known: Purpose | None = next((word for word in get_args(Purpose) if word == purpose), None)
-    return Draining(since, why, known) if known else Draining(since, rest)
+    return DrainMark(since, why, known) if known else DrainMark(since, rest)
 
 
 def trim_name(body: Mapping[str, Any]) -> ObservedName:
-    """That it is there, and whose it is."""
+    """Returns the name and the owner."""
     return ObservedName(owner_uid(body["metadata"]), body["metadata"]["name"])
 
 
@@ -148,17 +148,13 @@ def _annotations(metadata: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def owner_uid(metadata: Mapping[str, Any]) -> str:
-    """UID of the object that controls this one; empty when none does."""
+    """Returns the UID of the controlling owner; empty without one."""
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """The stores of all children, and of the nodes.
-
-    `doomed` are UIDs of groups that we deleted, by service; `notes` and `counts` what we noted on groups, of draining and of
-    restarts: the store may not know yet. `short`: since when groups were seen to have fewer pods than they need.
-    """
+    """Stores of all child objects and of the nodes, with writes that the informers have not reported yet."""
 
     pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
     sets: Store[ObservedSet] = field(default_factory=lambda: Store(trim_set))
@@ -166,29 +162,33 @@ class Children:
     services: Store[ObservedName] = field(default_factory=lambda: Store(trim_name))
     nodes: Store[ObservedNode] = field(default_factory=lambda: Store(trim_node))
     doomed: dict[Key, set[str]] = field(default_factory=dict)
-    notes: dict[Key, dict[str, Draining | None]] = field(default_factory=dict)
+    """UIDs of groups that the operator deleted, by service."""
+    notes: dict[Key, dict[str, DrainMark | None]] = field(default_factory=dict)
+    """Drain annotations that the operator wrote, by service and group UID."""
     counts: dict[Key, dict[str, Restarts]] = field(default_factory=dict)
+    """Restart annotations that the operator wrote, by service and group UID."""
     short: dict[Key, dict[str, str]] = field(default_factory=dict)
+    """Since when groups have fewer pods than they need."""
 
     def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
-        """Kind and name of the watched children that a service shares between its groups; one that is missing is made again."""
+        """Returns kind and name of the watched children that a service's groups share; a missing one is created again."""
         deployments = {("Deployment", d.name) for d in self.deployments.of(key) if d.owner_uid == uid}
         return deployments | {("Service", s.name) for s in self.services.of(key) if s.owner_uid == uid}
 
     def doom(self, key: Key, uid: str) -> None:
-        """Count this group as being deleted from now on."""
+        """Marks this group as deleted."""
         self.doomed.setdefault(key, set()).add(uid)
 
-    def note(self, key: Key, uid: str, draining: Draining | None) -> None:
-        """Count this group as being emptied, or as staying, from now on."""
+    def note(self, key: Key, uid: str, draining: DrainMark | None) -> None:
+        """Records the drain annotation of this group, or its removal."""
         self.notes.setdefault(key, {})[uid] = draining
 
     def restarted(self, key: Key, uid: str, note: Restarts) -> None:
-        """Count this as noted on the group from now on."""
+        """Records the restart annotation of this group."""
         self.counts.setdefault(key, {})[uid] = note
 
     def count_pods(self, key: Key, now: str) -> None:
-        """Remember which groups lack pods now, and since when: no object of the cluster says that."""
+        """Records which groups lack pods and since when: no object of the cluster has that time."""
         num_pods = Counter(pod.owner_uid for pod in self.pods.of(key))
         groups = [s.group for s in self.sets.of(key)]
         before = self.short.pop(key, {})
@@ -196,7 +196,7 @@ class Children:
             self.short[key] = short
 
     def prune(self, key: Key) -> None:
-        """Forget doomed groups that are gone, and notes that the store knows by now: nothing is kept of them."""
+        """Drops deleted groups and recorded annotations that the store has received."""
         known = {s.group.uid: s.group.draining for s in self.sets.of(key)}
         late = {uid: note for uid, note in self.notes.pop(key, {}).items() if uid in known and known[uid] != note}
         if late:
@@ -211,7 +211,7 @@ class Children:
 
 
 def snapshot(body: Json, children: Children) -> Snapshot:
-    """All that is known of a service. Children of a former service of the same name do not count."""
+    """Returns the snapshot of a service. Children of an earlier service of the same name are excluded."""
     metadata = body["metadata"]
     uid = metadata["uid"]
     key = (metadata["namespace"], metadata["name"])
@@ -253,14 +253,14 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
 
 
 def _nodes_of(key: Key, children: Children) -> dict[str, ObservedNode]:
-    """The nodes of a service's pods."""
+    """Returns the nodes of a service's pods."""
     wanted = {pod.node for pod in children.pods.of(key) if pod.node}
     found = ((name, children.nodes.find("", name)) for name in wanted)
     return {name: node for name, node in found if node is not None}
 
 
 def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
-    """Who wrote `spec.replicas` last: whoever writes it takes it from all others."""
+    """Returns the last writer of `spec.replicas`, from managedFields."""
     owners = [
         ReplicasWriter(str(entry.get("manager", "")), str(entry.get("time", "")))
         for entry in metadata.get("managedFields") or []
@@ -270,7 +270,7 @@ def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
 
 
 def _former_status(body: Json) -> Status:
-    """The status as it stands; an empty one when a later version of the operator wrote what this one cannot read."""
+    """Returns the stored status; an empty one if a later operator version wrote fields that this one cannot read."""
     try:
         return read(Status, body.get("status") or {})
     except ValidationError:

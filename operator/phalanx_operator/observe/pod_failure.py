@@ -1,4 +1,4 @@
-"""Why a pod does not serve, in the words of Kubernetes and of what ran in it."""
+"""Derives why a pod is not ready, in the words of Kubernetes and of the container's last output."""
 
 import json
 import logging
@@ -14,17 +14,17 @@ from phalanx_operator.kube.store import Key
 
 _STARTING = (None, "", "ContainerCreating", "PodInitializing")
 _SAYS_NOTHING = ("", "Error", "Completed")
-"""Ends of containers of which the word says no more than that they ended."""
+"""Termination reasons that carry no information beyond the end itself."""
 
 
 _OUTSIDE = ("ContainerStatusUnknown",)
-"""Ends that the kubelet only supposes: the node went."""
+"""Terminations that the kubelet infers after the loss of its node."""
 
 
 def trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, leaving: bool = False) -> tuple[str, str]:
-    """Reason and message of what keeps a pod from being ready, if it says more than that it is still starting.
+    """Returns reason and message of a pod that is not ready; empty while it only starts.
 
-    That containers of a pod that is `leaving` have ended is no trouble.
+    Terminated containers of a pod that is `leaving` are no failure.
     """
     for container in _containers(status):
         found = _waiting(container) or (None if leaving else _ended(container))
@@ -41,7 +41,7 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _waiting(container: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why it cannot be started; after it ended again and again why it ended last, for how long it waits says nothing."""
+    """Returns why the container cannot start; after repeated failures the reason of the last one, not the back-off."""
     waiting = (container.get("state") or {}).get("waiting") or {}
     if waiting.get("reason") in _STARTING:
         return None
@@ -51,7 +51,7 @@ def _waiting(container: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _ended(container: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why it ended with an error, until it is started again."""
+    """Returns why the container terminated with an error, until it restarts."""
     ended = (container.get("state") or {}).get("terminated") or {}
     if not ended.get("exitCode") or ended.get("reason") in _OUTSIDE:
         return None
@@ -59,7 +59,7 @@ def _ended(container: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def last_words(ended: Mapping[str, Any]) -> str:
-    """The last line of what a container said when it ended; else how it ended. Empty when nothing is known."""
+    """Returns the last line of the container's termination message, else its exit reason; empty if unknown."""
     lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
     reason = ended.get("reason") or ""
     said = _plain(lines[-1]) if lines else ""
@@ -70,7 +70,7 @@ def last_words(ended: Mapping[str, Any]) -> str:
 
 
 def _plain(line: str) -> str:
-    """The message of a line of a structured log; any other line as it is."""
+    """Returns the message of a structured log line; any other line unchanged."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -79,18 +79,18 @@ def _plain(line: str) -> str:
 
 
 def last_end(status: Mapping[str, Any]) -> str:
-    """How a container of the pod ended before it was started again, in the word of Kubernetes."""
+    """Returns the reason of the last termination before a container of the pod restarted."""
     lasts = [(one.get("lastState") or {}).get("terminated") or {} for one in status.get("containerStatuses") or []]
     return next((str(last.get("reason") or "Error") for last in lasts if last), "")
 
 
-# Why a StatefulSet cannot make its pods: what its controller was told by the API server stands in events only.
-# Asked for groups that have fewer pods than they need, each at most every few seconds.
+# Why a StatefulSet cannot create its pods is only in events: its controller reports the API server's answer there.
+# Read for groups that have fewer pods than they need, each at most every few seconds.
 
 log = logging.getLogger(__name__)
 ASK_AGAIN_S = 10.0
 NEW_S = 3.0
-"""For how long a group may lack pods without a question: they are made within a moment, if they may be."""
+"""Time for a StatefulSet to create its pods before events are read."""
 FAILED = "FailedCreate"
 
 
@@ -100,8 +100,8 @@ class _Answer:
     at_s: float
 
 
-class Refusals:
-    """What was last heard of each group's pods. Belongs to one event loop."""
+class ImageRefusals:
+    """The last events of each group's pods. Used by one event loop."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -109,7 +109,7 @@ class Refusals:
         self._known: dict[Key, dict[str, _Answer]] = {}
 
     async def of(self, key: Key, groups: Iterable[ObservedGroup], now: str) -> dict[str, str]:
-        """Why pods of these groups were refused, by the group's UID; only of groups that lack pods and of which it is said."""
+        """Returns why pods of these groups were refused, by group UID, for groups that lack pods and have such an event."""
         lacking = [group for group in live(groups) if group.short_since and (age_s(group.short_since, now) or 0) >= NEW_S]
         known, now_s = self._known.get(key, {}), self._clock()
         left = {group.uid: known[group.uid] for group in lacking if group.uid in known}
@@ -122,11 +122,11 @@ class Refusals:
         return {uid: answer.words for uid, answer in left.items() if answer.words}
 
     def forget(self, key: Key) -> None:
-        """Keep nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self._known.pop(key, None)
 
     async def _ask(self, namespace: str, group: ObservedGroup) -> str:
-        """What the API server said last; empty when nothing, or where events cannot be read: they only explain."""
+        """Returns the latest message of the group's events; empty without one or where events cannot be read."""
         fields = f"involvedObject.uid={group.uid},reason={FAILED}"
         try:
             page = await self._client.list_page(CORE_EVENTS, namespace, "", "", fields=fields)
@@ -138,6 +138,6 @@ class Refusals:
 
 
 def _time(event: Json) -> str:
-    """When it was said last; all of these are written alike."""
+    """Returns the time of the event's last occurrence."""
     series = event.get("series") or {}
     return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")

@@ -1,6 +1,5 @@
-"""The services themselves, known without a request: the newest of what the watch told and of what the API server answered to
-our own writes, for a moment after it was told. A service whose groups come up is looked at often, and mostly nothing of it has
-changed but the status that we wrote."""
+"""Cache of InferenceServices from the watch and from responses to the operator's writes. A starting service reconciles often, and
+mostly nothing but its status changed; the cache saves those reads."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
 
 FRESH_S = 30.0
-"""What was told longer ago is asked for: a watch may be silent without anybody noticing."""
+"""Age at which a cached service is read again: a watch can be silent without an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +23,24 @@ class _Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of each service. Versions are compared as numbers, which the API allows (KEP-5504); other ones are not kept.
+class ServiceCache:
+    """The newest known body of each service. Resource versions are compared as numbers (KEP-5504); others are not cached.
 
-    Bodies belong to all who were given them: nobody changes one.
+    Callers share the bodies and must not change them.
     """
 
     clock: Callable[[], float] = time.monotonic
     bodies: dict[Key, _Body] = field(default_factory=dict)
 
     async def get(self, client: KubeClient, key: Key) -> Json:
-        """The service, asked for if it is not known well enough. Raises: Gone, or another KubeError."""
+        """Returns the service, read from the API server if the cache is too old. Raises Gone or another KubeError."""
         known = self.bodies.get(key)
         if known and self.clock() - known.at_s < FRESH_S:
             return known.body
         return await client.get(SERVICES_OF_OURS, *key)
 
     def hear(self, body: Json) -> None:
-        """The watch tells this. What is older than what is known comes late, and says nothing new."""
+        """Stores a watch event, unless a newer body is cached."""
         key, version = _key(body), _version(body)
         known = self.bodies.get(key)
         if version is None:
@@ -50,17 +49,17 @@ class Known:
             self.bodies[key] = _Body(body, version, self.clock())
 
     def wrote(self, body: Json) -> None:
-        """The API server answered this to a write. Counts only while the service is known: a late answer brings none back."""
+        """Stores the response to a write, if the service is cached: a late response must not restore a deleted service."""
         if _key(body) in self.bodies and _uid(self.bodies[_key(body)].body) == _uid(body):
             self.hear(body)
 
     def doubt(self, key: Key) -> None:
-        """What is known may not be true any more: looks ask, until something newer is told."""
+        """Makes reads go to the API server until a newer body arrives."""
         if known := self.bodies.get(key):
             self.bodies[key] = replace(known, at_s=float("-inf"))
 
     def forget(self, key: Key) -> None:
-        """The service is gone."""
+        """Drops a deleted service."""
         self.bodies.pop(key, None)
 
 
@@ -78,12 +77,12 @@ def _version(body: Json) -> int | None:
     return int(version) if version.isascii() and version.isdigit() else None
 
 
-# What the manifests of services say, read once: as long as a spec stays the same, so does what was read, object for object.
+# Parsed manifests: an unchanged spec is parsed once.
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The spec as it came, and what it says."""
+    """A spec and its parsed form."""
 
     spec: Json
     service: InferenceService
@@ -92,12 +91,12 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """What was read last of each service."""
+    """The last parsed manifest of each service."""
 
     last: dict[Key, _Read] = field(default_factory=dict)
 
     def read(self, body: Json) -> InferenceService | list[FieldError]:
-        """The service that this manifest describes, or what is wrong with it, field by field."""
+        """Returns the parsed service, or its errors field by field."""
         key, spec = (body["metadata"]["namespace"], body["metadata"]["name"]), body.get("spec", {})
         last = self.last.get(key)
         if last and last.service.uid == body["metadata"]["uid"] and last.spec == spec:
@@ -109,10 +108,10 @@ class Manifests:
         return found
 
     def revision(self, service: InferenceService) -> str:
-        """The revision of a service."""
+        """Returns the revision of a service."""
         last = self.last.get((service.namespace, service.name))
         return last.revision if last and last.service is service else revision(service)
 
     def forget(self, key: Key) -> None:
-        """Remember nothing of a service that is gone."""
+        """Drops all state of a deleted service."""
         self.last.pop(key, None)

@@ -121,7 +121,7 @@ def of_kind(kind: str) -> Gang:
     return next((gang for gang in (Native(), Volcano(), Kueue(), Alone("Fallback")) if gang.kind == kind), Alone("None"))
 
 
-def asks(service: InferenceService) -> bool:
+def gang_options(service: InferenceService) -> bool:
     """Whether the gang depends on what the cluster serves."""
     return service.shape.pods > 1 and service.spec.placement.gang.mode in ("Auto", "Native", "Volcano")
 
@@ -144,7 +144,7 @@ def chosen(service: InferenceService, served: Set[str]) -> Gang:
     return Alone("Fallback")
 
 
-def missing(gang: Gang, served: Set[str]) -> str:
+def missing_gang_reason(gang: Gang, served: Set[str]) -> str:
     """The API that a gang needs and the cluster does not serve; empty when it has what it needs."""
     needed = {"Native": NATIVE_API, "Volcano": VOLCANO_API}.get(gang.kind, "")
     return "" if needed in served else needed

@@ -60,7 +60,7 @@ _LIVENESS_PROBES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class GroupBuild:
     """What a group is made with beside its spec: its revision, the images, who places its pods, nodes to keep away from, a key
     that its pods alone have."""
 
@@ -71,7 +71,7 @@ class Making:
     key: str = ""
 
 
-def group(service: InferenceService, name: str, making: Making) -> Object:
+def group(service: InferenceService, name: str, making: GroupBuild) -> Object:
     """The StatefulSet of a group. Its pods come back under the same DNS names, and all of them start at once."""
     revision, added = making.revision, making.gang.additions(service, name)
     identity = {labels.SERVICE: service.name, labels.GROUP: name}
@@ -100,7 +100,7 @@ def group(service: InferenceService, name: str, making: Making) -> Object:
     return rendered
 
 
-def _pod(service: InferenceService, name: str, making: Making) -> Object:
+def _pod(service: InferenceService, name: str, making: GroupBuild) -> Object:
     source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
@@ -122,7 +122,7 @@ def _pod(service: InferenceService, name: str, making: Making) -> Object:
     }
 
 
-def _container(service: InferenceService, name: str, making: Making, source: ModelSource) -> Object:
+def _container(service: InferenceService, name: str, making: GroupBuild, source: ModelSource) -> Object:
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.POD_INDEX}']"}}
     revision = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.REVISION}']"}}
     return {

@@ -1,1 +1,1 @@
-"""API keys and callers: who sends a request, and what the key permits."""
+"""API keys and callers: the sender of a request, and what its key permits."""

@@ -1,4 +1,4 @@
-"""API keys: who may speak to the door, by what name, with which priority at most, and how much."""
+"""API keys: tenant name, highest priority and quotas of each key."""
 
 import hashlib
 import hmac
@@ -7,40 +7,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx_frontend.fields import whole_text
+from phalanx_frontend.fields import valid_text
 
 QUOTAS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 """Names of quotas in a keys file."""
 
 
 class KeysUnreadable(Exception):
-    """A keys file cannot be used; the message says where and why, and never holds a key."""
+    """A keys file cannot be used. The message gives the place and the reason, and never contains a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may have: requests and tokens (prompt and output) per minute, requests at once; None is no bound.
-
-    A request is one choice of an answer: n = 4 counts four times.
-    """
+    """Limits of a tenant; None means unlimited. Each choice counts as a request: n = 4 counts four times."""
 
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent: int | None = None
+    tokens_per_minute: int | None = None  # prompt and output
+    concurrent: int | None = None  # requests in progress
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. `name` is the tenant of its requests; `priority` the most urgent (lowest) that they may ask for, None any."""
+    """One key."""
 
-    name: str
+    name: str  # tenant of its requests
     key: str = field(repr=False)
-    priority: int | None = None
+    priority: int | None = None  # most urgent (lowest) priority that its requests may have; None allows any
     quota: Quota | None = None
 
 
 class ApiKeys:
-    """All keys of a door. Only their digests are kept, and every look compares all of them in constant time."""
+    """All keys of an API server. Stores only digests; each look-up compares all of them in constant time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys: list[tuple[bytes, ApiKey]] = []
@@ -48,19 +45,19 @@ class ApiKeys:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Knows these keys from now on, and no others. Requests that were let in go on."""
+        """Replaces all keys. Requests already accepted continue."""
         self._keys = [(_digest(key.key.encode()), key) for key in keys]
         self._quotas = {key.name: key.quota for _, key in self._keys}
 
     def quota_of(self, name: str) -> Quota | None:
-        """The quota of the key with this name; None is no bound."""
+        """Returns the quota of the key named `name`; None means unlimited."""
         return self._quotas.get(name)
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """The key that an Authorization header brings as `Bearer <key>`, or None."""
+        """Returns the key of an Authorization header `Bearer <key>`, or None."""
         scheme, _, offered = authorization.partition(b" ")
         digest = _digest(offered.strip())
         found: ApiKey | None = None
@@ -75,29 +72,32 @@ def _digest(key: bytes) -> bytes:
 
 
 def gather_keys(given: Sequence[str], file: Path | None) -> list[ApiKey]:
-    """Keys of the command line, named key-1, key-2, ..., then those of the file. Raises KeysUnreadable."""
+    """Returns the keys of the command line, named key-1, key-2, ..., then those of the file. Raises KeysUnreadable."""
     keys = [ApiKey(f"key-{number}", key) for number, key in enumerate(given, 1)]
     keys += read_keys(file) if file is not None else []
     if any(not key.key or not key.key.isascii() or not key.key.isprintable() or " " in key.key for key in keys):
-        raise KeysUnreadable("a key must be printable ASCII without spaces, and not empty")
+        raise KeysUnreadable(
+            "a key must be printable ASCII without spaces, and not empty; generate one with openssl rand -hex 24"
+        )
     if any(not _is_whole(key.name) for key in keys):
-        raise KeysUnreadable("a name must be valid Unicode: it is the tenant of each of its requests")
+        raise KeysUnreadable("a name must be valid Unicode and not empty: it is the tenant of the key's requests")
     if len({key.name for key in keys}) < len(keys) or len({key.key for key in keys}) < len(keys):
-        raise KeysUnreadable("two keys have the same name, or are the same")
+        raise KeysUnreadable("two keys have the same name or the same value; make both unique")
     return keys
 
 
 def _is_whole(name: str) -> bool:
     try:
-        return bool(whole_text(name))
+        return bool(valid_text(name))
     except ValueError:
         return False
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Keys of a file: a JSON array of {"name", "key", ...}, or a line `name key [priority] [quota=number ...]` each; # comments.
+    """Reads a keys file: a JSON array of {"name", "key", ...}, or lines `name key [priority] [quota=number ...]` with # comments.
 
-    Quotas are `requests_per_minute`, `tokens_per_minute`, `concurrent`, in JSON as further fields. Raises KeysUnreadable.
+    Quotas are `requests_per_minute`, `tokens_per_minute` and `concurrent`; in JSON they are further fields. Raises
+    KeysUnreadable.
     """
     try:
         text = file.read_text()
@@ -105,7 +105,7 @@ def read_keys(file: Path) -> list[ApiKey]:
         raise KeysUnreadable(f"{file}: {error}") from error
     keys = _of_json(file, text) if text.lstrip().startswith(("[", "{")) else _of_lines(file, text)
     if not keys:
-        raise KeysUnreadable(f"{file}: there is no key in it")
+        raise KeysUnreadable(f"{file}: the file contains no key; add one, or omit the file")
     return keys
 
 
@@ -113,7 +113,7 @@ def _of_json(file: Path, text: str) -> list[ApiKey]:
     try:
         entries = json.loads(text)
     except ValueError as error:
-        raise KeysUnreadable(f"{file}: no valid JSON") from error
+        raise KeysUnreadable(f"{file}: not valid JSON; expected an array of keys") from error
     return [_of_entry(file, entry) for entry in (entries if isinstance(entries, list) else [entries])]
 
 
@@ -123,7 +123,7 @@ def _of_entry(file: Path, entry: object) -> ApiKey:
         if isinstance(name, str) and name and isinstance(key, str) and (priority is None or type(priority) is int):
             return ApiKey(name, key, priority, _quota_of(file, {limit: entry[limit] for limit in QUOTAS if limit in entry}))
     fields = ", ".join(f'"{limit}"' for limit in QUOTAS)
-    shape = f'{{"name": text, "key": text, "priority": whole number or null}}, and of {fields} what is bounded'
+    shape = f'{{"name": text, "key": text, "priority": whole number or null}}, optionally with {fields}'
     raise KeysUnreadable(f"{file}: every entry must be {shape}")
 
 
@@ -150,6 +150,6 @@ def _of_lines(file: Path, text: str) -> list[ApiKey]:
         except ValueError as error:
             raise KeysUnreadable(f"{file}: line {number} is not `name key [priority] [quota=number ...]`") from error
         if len(plain) > 3:
-            raise KeysUnreadable(f"{file}: line {number} has more than name, key and priority")
+            raise KeysUnreadable(f"{file}: line {number} has more than name, key and priority; write quotas as quota=number")
         keys.append(ApiKey(name, key, priority, _quota_of(file, limits)))
     return keys

@@ -1,4 +1,4 @@
-"""Who asks: the request's id and API key, found before its body is read, and what they let the request be."""
+"""The caller of a request: its id and API key, read before the body, and what they permit."""
 
 import logging
 import re
@@ -10,12 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_frontend.ids import NAME_END, draw_id
+from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, draw_id
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
-"""What kubelets and scrapers read needs no key."""
+"""Paths that need no key: kubelets and scrapers read them."""
 PRIORITIES = range(-(2**31), 2**31)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SCOPE_KEY = "phalanx.caller"
@@ -23,49 +23,46 @@ _SCOPE_KEY = "phalanx.caller"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One request's sender. `has_keys`: whether the door knows keys at all; then `key` is the one that was proved.
-
-    `is_drawn`: the request's id is ours, of 128 random bits. `last_event_id`: the header of that name, "" without one.
-    """
+    """The sender of one request."""
 
     request_id: str
     key: ApiKey | None = None
-    has_keys: bool = False
-    is_drawn: bool = False
-    last_event_id: str = ""
+    has_keys: bool = False  # the server has keys, so `key` is the one that authenticated the request
+    is_drawn: bool = False  # the server drew `request_id`: 128 random bits
+    last_event_id: str = ""  # the header Last-Event-ID
 
     def stream_name(self, id: str) -> str:
-        """The name of a stream whose answer has this id: one that nobody can guess."""
-        return id if self.is_drawn else draw_id(id + NAME_END)
+        """Returns an unguessable stream name for an answer with this id."""
+        return id if self.is_drawn else draw_id(id + STREAM_NAME_SEPARATOR)
 
     def tenant(self, tenant: str | None, user: str | None) -> str:
-        """Whose the request is: the key's name; without keys the body's `tenant`, else its `user`, else nobody's."""
+        """Returns the tenant of the request: the key's name; without keys the body's `tenant`, else its `user`, else ""."""
         if self.has_keys:
             return self.key.name if self.key is not None else ""
         return tenant or user or ""
 
-    def priority(self, asked: int | None) -> int:
-        """The request's priority (lower goes first). Raises ApiError 403 for one that the key does not allow."""
+    def priority(self, requested: int | None) -> int:
+        """Returns the request's priority (lower is more urgent). Raises ApiError 403 if the key does not allow it."""
         bound = self.key.priority if self.key is not None else None
-        if asked is None:
+        if requested is None:
             return max(0, bound or 0)
-        if asked not in PRIORITIES:
+        if requested not in PRIORITIES:
             raise ApiError(400, f"priority must be between {PRIORITIES[0]} and {PRIORITIES[-1]}", "priority")
-        if bound is not None and asked < bound:
+        if bound is not None and requested < bound:
             raise ApiError(403, f"this API key allows no priority below {bound}", "priority", "priority_not_allowed")
-        return asked
+        return requested
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller of a request that came through the gate. For FastAPI's Depends."""
+    """Returns the caller that `CallerMiddleware` stored in the request. For FastAPI's Depends."""
     caller: Caller = request.scope[_SCOPE_KEY]
     return caller
 
 
-class Gate:
-    """ASGI middleware: every request has an id, which every answer carries; without a key nothing but health is served.
+class CallerMiddleware:
+    """ASGI middleware that gives every request an id, returned in every response, and refuses requests without a valid key.
 
-    An id that a client sent and that cannot be logged is replaced by one of ours.
+    A client's id that cannot be logged is replaced.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None = None) -> None:
@@ -73,15 +70,15 @@ class Gate:
         self._keys = keys or ApiKeys([])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves the request, or answers 401. Logs one line either way, of nothing that the body says."""
+        """Serves the request or returns 401. Logs one line in either case, without contents of the body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         began_s = time.perf_counter()
         headers = dict(scope["headers"])
-        asked = headers.get(b"x-request-id", b"").decode("latin-1")
-        is_drawn = not _REQUEST_ID.fullmatch(asked)
-        id = draw_id("") if is_drawn else asked
+        requested = headers.get(b"x-request-id", b"").decode("latin-1")
+        is_drawn = not _REQUEST_ID.fullmatch(requested)
+        id = draw_id("") if is_drawn else requested
         status = 0
 
         async def named(message: Message) -> None:
@@ -107,11 +104,11 @@ class Gate:
 
 
 def unauthorised(has_key: bool) -> ApiError:
-    """A 401 as OpenAI's clients know it."""
+    """Returns a 401 in OpenAI's form."""
     message = "Incorrect API key provided." if has_key else "You didn't provide an API key: send Authorization: Bearer <key>."
     return ApiError(401, message, code="invalid_api_key")
 
 
 def _path(scope: Scope) -> str:
-    """The route's own path where one was found: what a client writes into a path may be anything."""
+    """Returns the path of the matched route: a client's own path may contain anything."""
     return str(getattr(scope.get("route"), "path", "unknown"))

@@ -1,4 +1,4 @@
-"""Follows the file of API keys: a Secret that changes is read again, so that a key is rotated without a restart."""
+"""Follows the API key file: a changed Secret is read again, so that a key is rotated without a restart."""
 
 import asyncio
 import logging
@@ -10,8 +10,8 @@ from phalanx_frontend.auth.api_keys import ApiKeys, KeysUnreadable, gather_keys
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
-"""How often the file is looked at; a kubelet brings a changed Secret within about a minute."""
+POLL_INTERVAL_S = 2.0
+"""Polling interval; a kubelet updates a mounted Secret within about a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class KeyFile:
     given: Sequence[str]
     file: Path
 
-    async def follow(self, keys: ApiKeys, every_s: float = LOOK_EVERY_S) -> None:
-        """Replaces the keys whenever the file changes, until cancelled. A file that cannot be used leaves them as they are."""
+    async def follow(self, keys: ApiKeys, every_s: float = POLL_INTERVAL_S) -> None:
+        """Replaces the keys when the file changes, until cancelled. An unusable file changes nothing."""
         seen = self._stamp()
         while True:
             await asyncio.sleep(every_s)
@@ -34,10 +34,10 @@ class KeyFile:
                 keys.replace(gather_keys(self.given, self.file))
                 log.info("API keys read again", extra={"file": str(self.file)})
             except KeysUnreadable as error:
-                log.error("API keys stay as they were", extra={"why": str(error)})
+                log.error("API keys unchanged: the key file is unusable", extra={"why": str(error)})
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes when the file does: a mounted Secret is a link that is pointed elsewhere."""
+        """Returns values that change with the file: a mounted Secret is a link whose target changes."""
         try:
             status = self.file.stat()
         except OSError:

@@ -1,4 +1,4 @@
-"""Answers of our own API: one generation, streamed or whole, or all of a batch; each ends when its client leaves."""
+"""Responses of the native API: one generation, streamed or whole, or all of a batch; a disconnect of the client ends each."""
 
 import asyncio
 import logging
@@ -11,28 +11,36 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, KeepAlive
-from phalanx_frontend.errors import ApiError, error_body, error_detail, error_response, in_stream, internal_error, of_backend
+from phalanx_frontend.errors import (
+    ApiError,
+    api_error_of_backend,
+    error_body,
+    error_detail,
+    error_response,
+    internal_error,
+    with_resume_hint,
+)
 from phalanx_frontend.ids import EventIds
-from phalanx_frontend.metrics import Clock, DoorMetrics, RequestMeter
+from phalanx_frontend.metrics import ApiMetrics, Clock, RequestMeter
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, event
 from phalanx_frontend.stream.reply import Reply, StreamBroken
-from phalanx_frontend.stream.resume import Past, close, go_on
+from phalanx_frontend.stream.resume import DeliveredChoice, close, resume_answer
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[str, list[int]], Awaitable[None]]
-"""Takes a piece of text and the tokens that made it; both empty: the request only lives."""
+"""Receives a piece of text and its tokens; both are empty for a keep-alive."""
 
 
 class Generation:
-    """One accepted request. `run` is called at most once, and counts the request."""
+    """One accepted request. `run` may be called once; it records the request's metrics."""
 
     def __init__(
         self,
         id: str,
         request: wire.Request,
-        past: Past | None,
+        past: DeliveredChoice | None,
         reply: Reply,
         meter: Callable[[], RequestMeter],
         backend: Backend,
@@ -49,7 +57,7 @@ class Generation:
         self._clock = clock
 
     async def run(self, deliver: Deliver) -> dict[str, Any]:
-        """The whole answer, after each piece was delivered. Raises ApiError; cancelling it aborts the request."""
+        """Returns the whole document, after each piece was delivered. Raises ApiError. Cancellation aborts the request."""
         outcome = "abort"
         meter = self._open_meter()
         texts: list[str] = []
@@ -63,7 +71,7 @@ class Generation:
                 texts.append(text)
                 tokens.extend(had)
 
-            stream = go_on(self._backend, request, reply, skip, past)
+            stream = resume_answer(self._backend, request, reply, skip, past)
         try:
             async for item in stream:
                 if isinstance(item, KeepAlive):
@@ -83,7 +91,7 @@ class Generation:
             raise StreamBroken("the backend's stream ended without a reason")
         except BackendError as error:
             outcome = "error"
-            raise of_backend(error) from error
+            raise api_error_of_backend(error) from error
         except Exception as error:
             outcome = "error"
             log.exception("request failed", extra={"request_id": self.request.id})
@@ -106,28 +114,28 @@ class Generation:
         }
 
 
-Entry = Generation | ApiError
-"""One entry of a batch: what is run, or why it is not."""
+BatchEntry = Generation | ApiError
+"""One entry of a batch: a generation, or the error that refuses it."""
 
 
 async def _nowhere(text: str, tokens: list[int]) -> None:
-    """For answers that leave as a whole."""
+    """Delivers nothing, for responses that are not streamed."""
 
 
 class NativeAnswer(Response):
-    """The answer to /v1/generate. Streamed: an event per piece, then one with the whole answer's fields, then [DONE]."""
+    """Response of /v1/generate. Streamed: an event per piece, one with the whole document, then [DONE]."""
 
-    def __init__(self, generation: Generation, metrics: DoorMetrics, route: str, is_streamed: bool) -> None:
+    def __init__(self, generation: Generation, metrics: ApiMetrics, route: str, is_streamed: bool) -> None:
         super().__init__()
         self._generation = generation
         self._metrics = metrics
         self._route = route
         self._is_streamed = is_streamed
         self._has_started = False
-        self._ids = EventIds(generation.request.id, [0 if generation.past is None else generation.past.have])
+        self._ids = EventIds(generation.request.id, [0 if generation.past is None else generation.past.num_delivered])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole response, or stops when the client left."""
+        """Sends the whole response, or stops when the client disconnects."""
 
         async def work() -> None:
             try:
@@ -153,12 +161,12 @@ class NativeAnswer(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             piece = KEEP_ALIVE
             if text or tokens:
-                ids.sent(0, reply.num_whole)
-                piece = ids.mark(event(orjson.dumps({"request_id": id, "text": text, "token_ids": tokens})))
+                ids.record_sent(0, reply.num_whole)
+                piece = ids.prepend_to(event(orjson.dumps({"request_id": id, "text": text, "token_ids": tokens})))
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
         document = await self._generation.run(deliver)
-        body = ids.mark(event(orjson.dumps(document))) + DONE
+        body = ids.prepend_to(event(orjson.dumps(document))) + DONE
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,7 +174,7 @@ class NativeAnswer(Response):
             await send(
                 {
                     "type": "http.response.body",
-                    "body": self._ids.mark(event(error_body(in_stream(error, self._ids.now())))),
+                    "body": self._ids.prepend_to(event(error_body(with_resume_hint(error, self._ids.current())))),
                     "more_body": False,
                 }
             )
@@ -176,10 +184,10 @@ class NativeAnswer(Response):
 
 
 class BatchAnswer(Response):
-    """The answer to /v1/batch: every entry's own, in order. Entries run side by side; the engine bounds them."""
+    """Response of /v1/batch: the entries' documents, in order. Entries run concurrently; the engine bounds their number."""
 
     def __init__(
-        self, ids: list[str], entries: Sequence[Entry], metrics: DoorMetrics, route: str, arrived_s: float, clock: Clock
+        self, ids: list[str], entries: Sequence[BatchEntry], metrics: ApiMetrics, route: str, arrived_s: float, clock: Clock
     ) -> None:
         super().__init__()
         self._ids = ids
@@ -190,7 +198,7 @@ class BatchAnswer(Response):
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response once every entry has ended, or aborts them all when the client left."""
+        """Sends the response when every entry has ended; aborts all of them when the client disconnects."""
 
         async def work() -> None:
             responses = await asyncio.gather(*(_answer_of(id, entry) for id, entry in zip(self._ids, self._entries, strict=True)))
@@ -205,8 +213,8 @@ class BatchAnswer(Response):
         await run_while_connected(receive, work())
 
 
-async def _answer_of(id: str, entry: Entry) -> dict[str, Any]:
-    """The document of one entry: its answer, or its error with the status that it would have had alone."""
+async def _answer_of(id: str, entry: BatchEntry) -> dict[str, Any]:
+    """Returns the document of one entry, or its error with the status that it would have as a single request."""
     try:
         if isinstance(entry, ApiError):
             raise entry

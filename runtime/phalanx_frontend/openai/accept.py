@@ -1,4 +1,4 @@
-"""From a checked body to a job for the backend: prompts, sampling, and one choice of the answer for each sequence."""
+"""Converts a validated body to an answer job: prompts, sampling parameters, one backend request per choice."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from phalanx_api.wire.router import mix
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
-from phalanx_frontend.ids import NAME_END, EventId
+from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
-from phalanx_frontend.openai.context import Door
+from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.prompt import bad_word_ids, chat_prompts, completion_prompts
-from phalanx_frontend.openai.sampling import check_fields, output_tokens, sampling_of, wants_of
+from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, requested_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phalanx_frontend.openai.served_model import DoorModel
-from phalanx_frontend.openai.structured import Asked, grammar_of, only_one
+from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
 from phalanx_frontend.openai.tools import forced_calls
-from phalanx_frontend.stream.answer import Answer, Choice, Job
-from phalanx_frontend.stream.formats import AnswerFormat, Head
+from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
+from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
-from phalanx_frontend.stream.reply import Echo, Reply, Wants
-from phalanx_frontend.stream.resume import Past, begun_before, read_last_event_id, seed_of
+from phalanx_frontend.stream.reply import Echo, Reply, ShownFields
+from phalanx_frontend.stream.resume import DeliveredChoice, find_resumable, parse_last_event_id, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -36,12 +36,12 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """Where completions and chat differ: how prompts are made and how the answer is written."""
+    """What differs between completions and chat: how prompts are made and how the answer is written."""
 
     route: str
     id_prefix: str
-    prompts: Callable[[Body, DoorModel], Awaitable[list[list[int]]]]
-    format: Callable[[Head, Body, DoorModel], AnswerFormat]
+    prompts: Callable[[Body, ServedModel], Awaitable[list[list[int]]]]
+    format: Callable[[ChunkHeader, Body, ServedModel], AnswerFormat]
 
 
 COMPLETIONS: Endpoint[CompletionRequest] = Endpoint(
@@ -50,68 +50,77 @@ COMPLETIONS: Endpoint[CompletionRequest] = Endpoint(
 CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat_prompts, chat_format)
 
 
-async def accept(door: Door, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
-    """The answer to a request that can be served. Raises ApiError, BackendError."""
-    arrived_s = door.seconds()
-    model = await door.model()
+async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
+    """Returns the answer to a valid request. Raises ApiError, BackendError."""
+    arrived_s = server.seconds()
+    model = await server.model()
     name = model.name_for(body.model)
-    check_fields(body, door.limits)
+    check_fields(body, server.limits)
     prompts = await endpoint.prompts(body, model)
     per_prompt = body.n or 1
-    if len(prompts) * per_prompt > door.limits.max_choices:
-        raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {door.limits.max_choices} choices")
-    wants = wants_of(body)
-    id, stream, last = names_of(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
+    if len(prompts) * per_prompt > server.limits.max_choices:
+        raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {server.limits.max_choices} choices")
+    wants = requested_fields(body)
+    id, stream, last = stream_identity(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
-    draw_seed = partial(seed_of, stream) if body.stream else lambda prompt: door.draw_seed()
-    requests = await requests_of(draw_seed, body, caller, model, prompts, stream)
-    pasts: list[Past | None] = [None] * len(requests)
+    draw_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.draw_seed()
+    requests = await backend_requests(draw_seed, body, caller, model, prompts, id=stream)
+    pasts: list[DeliveredChoice | None] = [None] * len(requests)
     if last is not None:
-        resumed = await begun_before(door.backend, last, requests)
+        resumed = await find_resumable(server.backend, last, requests)
         requests, pasts = [request for request, _ in resumed], [past for _, past in resumed]
-    head = Head(id, int(door.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants)
+    head = ChunkHeader(id, int(server.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants=wants)
     format = endpoint.format(head, body, model)
-    echoes = echoes_of(body, model, prompts, wants)
+    echoes = prompt_echoes(body, model, prompts, wants)
     choices = []
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, wants)
-        meter = door.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, door.seconds)
+        meter = server.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, server.seconds)
         written = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
         choices.append(Choice(request, reply, written, meter, pasts[index]))
-    job = Job(id, stream, choices, per_prompt, format, bool(body.stream), has_usage, has_running_usage)
-    return Answer(job, door.backend, door.metrics, endpoint.route)
+    job = AnswerJob(
+        id=id,
+        stream=stream,
+        choices=choices,
+        per_prompt=per_prompt,
+        format=format,
+        is_streamed=bool(body.stream),
+        has_usage=has_usage,
+        has_running_usage=has_running_usage,
+    )
+    return Answer(job, server.backend, server.metrics, endpoint.route)
 
 
-def names_of(id: str, caller: Caller, is_streamed: bool) -> tuple[str, str, EventId | None]:
-    """The answer's id, its stream's name, and up to where the client has it. Those of a resumed stream are those it had.
+def stream_identity(id: str, caller: Caller, is_streamed: bool) -> tuple[str, str, EventId | None]:
+    """Returns the answer's id, its stream name, and the client's position; a resumed stream keeps its id and name.
 
-    Raises ApiError 404 for an id to resume from that is none.
+    Raises ApiError 404 for a malformed Last-Event-ID.
     """
     if not is_streamed:
         return id, id, None
     if not caller.last_event_id:
         return id, caller.stream_name(id), None
-    last = read_last_event_id(caller.last_event_id)
-    return last.request.partition(NAME_END)[0], last.request, last
+    last = parse_last_event_id(caller.last_event_id)
+    return last.request.partition(STREAM_NAME_SEPARATOR)[0], last.request, last
 
 
-async def requests_of(
+async def backend_requests(
     draw_seed: Callable[[int], int],
     body: GenerationRequest,
     caller: Caller,
-    model: DoorModel,
+    model: ServedModel,
     prompts: list[list[int]],
     id: str,
 ) -> list[wire.Request]:
-    """What the backend is asked: for each prompt its choices, which differ in their seeds. Raises ApiError."""
-    bad_words, grammar = await changed_scores(body, model)
-    wants, per_prompt = wants_of(body), body.n or 1
+    """Returns the backend requests: for each prompt its choices, which differ in their seeds. Raises ApiError."""
+    bad_words, grammar = await output_constraints(body, model)
+    wants, per_prompt = requested_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
-        max_tokens = output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
+        max_tokens = max_output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
         eos, seed = model.assets.eos_token_ids, draw_seed(position)
-        sampling = sampling_of(body, max_tokens, model.defaults, eos, seed, bad_words, grammar, wants)
+        sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, wants=wants)
         for choice in range(per_prompt):
             own = msgspec.structs.replace(sampling, seed=mix(sampling.seed, choice))
             name = id if len(prompts) * per_prompt == 1 else f"{id}-{len(requests)}"
@@ -119,18 +128,18 @@ async def requests_of(
     return requests
 
 
-async def changed_scores(body: GenerationRequest, model: DoorModel) -> tuple[list[list[int]], wire.Grammar | None]:
-    """Sequences of `bad_words` and the grammar, checked against the model, as are all token ids. Raises ApiError 400."""
+async def output_constraints(body: GenerationRequest, model: ServedModel) -> tuple[list[list[int]], wire.Grammar | None]:
+    """Checks all token ids and the grammar; returns the tokens of `bad_words` and the grammar. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
-    asked = only_one([grammar_of(body), forced_by_tools(body, model)])
-    if asked is not None:
-        await model.grammars.check(*asked)
-    return await bad_word_ids(body.bad_words or [], model), None if asked is None else asked[1]
+    requested = single_grammar([grammar_of(body), tool_choice_grammar(body, model)])
+    if requested is not None:
+        await model.grammars.check(*requested)
+    return await bad_word_ids(body.bad_words or [], model), None if requested is None else requested[1]
 
 
-def forced_by_tools(body: GenerationRequest, model: DoorModel) -> Asked | None:
-    """The grammar of calls that a chat must make."""
+def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGrammar | None:
+    """Returns the grammar that makes a chat call its tools, if `tool_choice` forces a call."""
     if not isinstance(body, ChatRequest) or not body.tools or isinstance(model.template, str):
         return None
     format, parallel = model.template.tool_format, body.parallel_tool_calls is not False
@@ -139,7 +148,7 @@ def forced_by_tools(body: GenerationRequest, model: DoorModel) -> Asked | None:
 
 
 def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
-    """What the backend is asked: with the caller's tenant and a priority that the caller may have."""
+    """Builds a backend request with the caller's tenant and a priority that its key allows."""
     return wire.Request(
         id,
         0,
@@ -158,38 +167,40 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
 
 
 def speculation_of(body: GenerationRequest) -> Speculation:
-    """What the request wants of speculation."""
-    asked = body.speculative
-    if asked is None:
+    """Returns the speculation settings of the request."""
+    requested = body.speculative
+    if requested is None:
         return Speculation()
-    tree = None if asked.tree is None else Tree(asked.tree.widths, asked.tree.shape)
-    return Speculation(asked.method, asked.num_tokens, tree)
+    tree = None if requested.tree is None else Tree(requested.tree.widths, requested.tree.shape)
+    return Speculation(requested.method, requested.num_tokens, tree)
 
 
-def make_reply(body: GenerationRequest, model: DoorModel, request: wire.Request, wants: Wants) -> Reply:
-    """An empty reply that ends where the request says. The text of a completion goes on from its prompt's."""
+def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Request, wants: ShownFields) -> Reply:
+    """Returns an empty reply with the request's stop conditions. The text of a completion continues that of its prompt."""
     is_completion = isinstance(body, CompletionRequest)
     return Reply(
         make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, request.prompt if is_completion else ()),
         request.sampling,
         body.stop,
         body.stop_token_ids or (),
-        bool(body.include_stop_str_in_output),
-        wants,
+        include_stop=bool(body.include_stop_str_in_output),
+        wants=wants,
         is_silent=body.max_tokens == 0,
     )
 
 
-def echoes_of(body: GenerationRequest, model: DoorModel, prompts: Sequence[list[int]], wants: Wants) -> list[Echo | None]:
-    """Each prompt as it is shown again before all its choices, or None where it is not."""
+def prompt_echoes(
+    body: GenerationRequest, model: ServedModel, prompts: Sequence[list[int]], wants: ShownFields
+) -> list[Echo | None]:
+    """Returns for each prompt the echo shown before its choices, or None without `echo`."""
     if not (isinstance(body, CompletionRequest) and body.echo):
         return [None] * len(prompts)
     skip = body.skip_special_tokens is not False
     return [_echo(written, prompt, model, skip, wants) for written, prompt in zip(body.prompt, prompts, strict=True)]
 
 
-def _echo(written: Prompt, prompt: list[int], model: DoorModel, skip_special_tokens: bool, wants: Wants) -> Echo:
-    """As it was written, or as its ids spell. Its pieces are made only where something of them is shown."""
+def _echo(written: Prompt, prompt: list[int], model: ServedModel, skip_special_tokens: bool, wants: ShownFields) -> Echo:
+    """Echoes the text as written, or the text of the token ids. Token positions are computed only for logprobs."""
     if isinstance(written, str) and wants.logprobs is None:
         return Echo(written)
     detokenizer = make_detokenizer(model.tokenizer, skip_special_tokens)

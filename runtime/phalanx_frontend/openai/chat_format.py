@@ -1,4 +1,4 @@
-"""Chat answers whose text has parts: reasoning, tool calls, content. Each goes into its own field of the message or delta."""
+"""Responses of /v1/chat/completions in OpenAI's form, with reasoning, tool calls and content in separate fields."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,30 +8,40 @@ import orjson
 
 from phalanx_frontend.ids import draw_id
 from phalanx_frontend.openai.schemas import ChatRequest
-from phalanx_frontend.openai.served_model import DoorModel
+from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import grammar_of
 from phalanx_frontend.openai.tools import NamedChoice
-from phalanx_frontend.stream.formats import AnswerFormat, ChoiceFormat, Envelope, Head, Piece, Usage, token_fields
+from phalanx_frontend.stream.formats import AnswerFormat, ChoiceFormat, ChunkHeader, Envelope, Piece, Usage, token_fields
 from phalanx_frontend.stream.logprobs import chat_logprobs, prompt_logprobs
 from phalanx_frontend.stream.reply import Echo, Reply, ShownToken
-from phalanx_frontend.text.parts import BEGIN, Arguments, Chain, Content, Part, PartParser, Reasoning, ReasoningParser, ToolCall
+from phalanx_frontend.text.parts import (
+    THINK_BEGIN,
+    Arguments,
+    Content,
+    ParserChain,
+    Part,
+    PartParser,
+    Reasoning,
+    ReasoningParser,
+    ToolCall,
+)
 from phalanx_frontend.text.tool_calls import PARSERS
 
-# Answers of /v1/chat/completions, as OpenAI spells them.
+# Format of text without parts.
 
 
-class MakeChoice(Protocol):
-    """Makes the format of one choice."""
+class ChoiceFactory(Protocol):
+    """Factory of choice formats."""
 
-    def __call__(self, head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
-        """The format of choice `index` of an answer to this prompt."""
+    def __call__(self, head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
+        """Returns the format of choice `index` of an answer to `prompt`."""
         ...
 
 
 class ChatFormat:
-    """One answer. Its choices have one prompt, so what is shown of that stands beside them."""
+    """Format of one response. All choices have the same prompt, so prompt fields are outside the choices."""
 
-    def __init__(self, head: Head, make_choice: MakeChoice) -> None:
+    def __init__(self, head: ChunkHeader, make_choice: ChoiceFactory) -> None:
         self._head = head
         self._make_choice = make_choice
         self._outer = Envelope(head, "chat.completion.chunk")
@@ -39,17 +49,17 @@ class ChatFormat:
         self._first: Reply | None = None
 
     def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> ChoiceFormat:
-        """The format of one choice. A chat echoes nothing."""
+        """Returns the format of one choice. A chat has no echo."""
         if self._first is None:
             self._prompt, self._first = prompt, reply
         return self._make_choice(self._head, self._outer, index, prompt, reply)
 
     def counts(self, usage: Usage) -> bytes:
-        """The event with the usage."""
+        """Returns the event with the usage."""
         return self._outer.counts(usage)
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """The document of an answer that is not streamed."""
+        """Returns the document of a response that is not streamed."""
         wants, more = self._head.wants, {}
         if wants.token_ids:
             more["prompt_token_ids"] = list(self._prompt)
@@ -60,9 +70,9 @@ class ChatFormat:
 
 
 class ChatChoice:
-    """One choice: the message, or its deltas."""
+    """Format of one choice: its message, or deltas."""
 
-    def __init__(self, head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> None:
+    def __init__(self, head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> None:
         self._head = head
         self._outer = outer
         self._index = index
@@ -70,41 +80,41 @@ class ChatChoice:
         self._reply = reply
         before = b'{"index":%d,"delta":{"content":' % index
         self._before, self._after = outer.around(before, b'},"logprobs":null,"finish_reason":null}')
-        self._is_plain = not head.wants.tokens
+        self._is_plain = not head.wants.has_tokens
 
     @property
     def is_holding(self) -> bool:
-        """Never: every piece is a chunk."""
+        """False: every piece becomes a chunk."""
         return False
 
     def skip(self, text: str) -> None:
-        """Takes text that the client has already."""
+        """Ignores text that the client already has."""
 
     def opening(self) -> bytes:
-        """The role, before any text."""
+        """Returns the event with the role, before any text."""
         shown = {"prompt_token_ids": list(self._prompt)} if self._head.wants.token_ids else {}
         delta = {"role": "assistant", "content": ""}
         return self._outer.chunk({"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None, **shown}, None)
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of a piece of text."""
+        """Returns the event of a piece of text."""
         if self._is_plain and usage is None:
             return self._before + orjson.dumps(piece.text) + self._after
         delta = {"content": piece.text}
         return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), "finish_reason": None}, usage)
 
     def ending(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of the last piece of text, with the reason."""
+        """Returns the event of the last piece of text, with the finish reason."""
         delta = {"content": piece.text} if piece.text else {}
         return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), **self._end()}, usage)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """The choice in an answer that is not streamed."""
+        """Returns the choice of a response that is not streamed."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": self._index, "message": message, **self.shown(piece.tokens), **self._end()}
 
     def shown(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-        """What is shown of these tokens."""
+        """Returns the requested token fields of `tokens`."""
         wants = self._head.wants
         logprobs = None
         if wants.logprobs is not None:
@@ -115,51 +125,50 @@ class ChatChoice:
         return {"finish_reason": self._reply.finish, "stop_reason": self._reply.stop_reason}
 
 
-PROMPT_END = 8
-"""Tokens of the prompt's end that are read to learn whether the answer begins within the reasoning."""
+PROMPT_TAIL_TOKENS = 8
+"""Last tokens of the prompt that are decoded to detect whether the answer begins within reasoning."""
 
 
-def chat_format(head: Head, body: ChatRequest, model: DoorModel) -> AnswerFormat:
-    """How this chat is answered: in parts where the model's template knows reasoning or the request has tools to call."""
+def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> AnswerFormat:
+    """Returns the format of a chat response: with parts if the template handles reasoning or the request has callable tools."""
     if isinstance(model.template, str):
         return ChatFormat(head, ChatChoice)
     has_form = grammar_of(body) is not None
     is_forced = body.tool_choice not in (None, "none", "auto")
-    # A grammar holds from the first token on: then nothing is thought first, and an answer of another form has no calls.
+    # A grammar applies from the first token on, so it excludes reasoning; a grammar other than that of calls excludes calls.
     can_reason = model.template.can_reason and not has_form and not is_forced
     calls = model.template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
     if not can_reason and calls is None:
         return ChatFormat(head, ChatChoice)
     names = frozenset(tool.function.name for tool in body.tools or ())
-    rules = CallRules(not isinstance(body.tool_choice, NamedChoice), body.parallel_tool_calls is not False)
+    rules = ToolCallRules(not isinstance(body.tool_choice, NamedChoice), body.parallel_tool_calls is not False)
 
-    def make_choice(head: Head, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
+    def make_choice(head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
         parsers: list[PartParser] = []
         if can_reason:
-            end = model.tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
-            parsers.append(ReasoningParser(inside=end.rstrip().endswith(BEGIN)))
+            end = model.tokenizer.decode(list(prompt[-PROMPT_TAIL_TOKENS:]), skip_special_tokens=False)
+            parsers.append(ReasoningParser(inside=end.rstrip().endswith(THINK_BEGIN)))
         if calls is not None:
             parsers.append(PARSERS[calls](names))
-        parser = parsers[0] if len(parsers) == 1 else Chain(*parsers)
-        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser, rules)
+        parser = parsers[0] if len(parsers) == 1 else ParserChain(*parsers)
+        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser=parser, rules=rules)
 
     return ChatFormat(head, make_choice)
 
 
 @dataclass(frozen=True, slots=True)
-class CallRules:
-    """Whether an answer that made calls ends for the reason "tool_calls" (one whose function was named does not, as at OpenAI),
-    and whether calls after the first are told: without `parallel_tool_calls` they are left out, as in vLLM."""
+class ToolCallRules:
+    """How tool calls appear in a response."""
 
-    ends_with_calls: bool
-    several: bool
+    ends_with_calls: bool  # finish_reason is "tool_calls" after calls; false if the function was named, as at OpenAI
+    several: bool  # shows calls after the first; false without `parallel_tool_calls`, as in vLLM
 
 
 class PartsChoice:
-    """One choice whose text goes through a parser."""
+    """Format of one choice with a parser that splits its text into parts."""
 
     def __init__(
-        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: CallRules
+        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: ToolCallRules
     ) -> None:
         self._plain = plain
         self._outer = outer
@@ -170,23 +179,23 @@ class PartsChoice:
         self._has_calls = False
         self._tokens: list[ShownToken] = []
         self._parts: list[Part] = []
-        """Parts of text that the parser still holds some of: a chunk holds whole pieces."""
+        """Parts of text that the parser partly holds back; a chunk contains only whole pieces."""
 
     @property
     def is_holding(self) -> bool:
-        """Whether the parser waits for more text."""
+        """Whether the parser holds text back."""
         return self._parser.is_holding
 
     def skip(self, text: str) -> None:
-        """Takes text that the client has already: the parser reads it."""
+        """Feeds text that the client already has to the parser."""
         self._delta(self._parser.feed(text))
 
     def opening(self) -> bytes:
-        """The role, before any text."""
+        """Returns the event with the role, before any text."""
         return self._plain.opening()
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of the parts that this piece makes certain; nothing while it is held back. Its tokens wait with it."""
+        """Returns the event of the certain parts; empty while the piece is held back, together with its tokens."""
         self._tokens += piece.tokens
         self._parts += self._parser.feed(piece.text)
         if self._parser.is_holding:
@@ -197,13 +206,13 @@ class PartsChoice:
         return self._chunk(delta, {"finish_reason": None}, usage)
 
     def ending(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of the last parts, with the reason."""
+        """Returns the event of the last parts, with the finish reason."""
         self._tokens += piece.tokens
         delta = self._delta([*self._take(), *self._parser.feed(piece.text), *self._parser.end()])
         return self._chunk(delta, self._end(), usage)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """The choice in an answer that is not streamed."""
+        """Returns the choice of a response that is not streamed."""
         message = self._delta([*self._parser.feed(piece.text), *self._parser.end()])
         for call in message.get("tool_calls", ()):
             del call["index"]
@@ -223,7 +232,7 @@ class PartsChoice:
         return self._outer.chunk({"index": self._index, "delta": delta, **self._plain.shown(tokens), **end}, usage)
 
     def _delta(self, parts: Iterable[Part]) -> dict[str, Any]:
-        """Fields of a delta or message that hold these parts. A call's id is drawn when it begins."""
+        """Returns the fields of a delta or message with these parts. Draws the id of a call at its first part."""
         delta: dict[str, Any] = {}
         for part in parts:
             match part:

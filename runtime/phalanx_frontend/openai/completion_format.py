@@ -1,39 +1,41 @@
-"""Answers of /v1/completions, as OpenAI spells them."""
+"""Responses of /v1/completions in OpenAI's form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from phalanx_frontend.stream.formats import Envelope, Head, Piece, Usage, token_fields
+from phalanx_frontend.stream.formats import ChunkHeader, Envelope, Piece, Usage, token_fields
 from phalanx_frontend.stream.logprobs import completion_logprobs, prompt_logprobs
 from phalanx_frontend.stream.reply import Echo, Reply
 
 
 class CompletionFormat:
-    """One answer."""
+    """Format of one response."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ChunkHeader) -> None:
         self._head = head
         self._outer = Envelope(head, "text_completion")
 
     def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> "CompletionChoice":
-        """The format of one choice. `echo` is shown before its own text."""
-        return CompletionChoice(self._head, self._outer, index, prompt, echo, reply)
+        """Returns the format of one choice. `echo` is shown before its text."""
+        return CompletionChoice(self._head, self._outer, index, prompt, echo=echo, reply=reply)
 
     def counts(self, usage: Usage) -> bytes:
-        """The event with the usage."""
+        """Returns the event with the usage."""
         return self._outer.counts(usage)
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """The document of an answer that is not streamed."""
+        """Returns the document of a response that is not streamed."""
         return self._outer.whole("text_completion", choices, usage)
 
 
 class CompletionChoice:
-    """One choice. With an echo its first piece is the prompt: text, and tokens where tokens are shown."""
+    """Format of one choice. An echo precedes its first piece: the prompt's text, and its tokens if logprobs are shown."""
 
-    def __init__(self, head: Head, outer: Envelope, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> None:
+    def __init__(
+        self, head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply
+    ) -> None:
         self._head = head
         self._outer = outer
         self._index = index
@@ -43,33 +45,33 @@ class CompletionChoice:
         self._has_begun = False
         before = b'{"index":%d,"text":' % index
         self._before, self._after = outer.around(before, b',"logprobs":null,"finish_reason":null}')
-        self._is_plain = not head.wants.tokens
+        self._is_plain = not head.wants.has_tokens
 
     @property
     def is_holding(self) -> bool:
-        """Never: every piece is a chunk."""
+        """False: every piece becomes a chunk."""
         return False
 
     def skip(self, text: str) -> None:
-        """Takes text that the client has already: what is shown once is not shown again."""
+        """Records text that the client already has, so that the echo is not repeated."""
         self._has_begun = self._has_begun or bool(text)
 
     def opening(self) -> bytes:
-        """Nothing: the first chunk has text."""
+        """Returns nothing: the first chunk has text."""
         return b""
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of a piece of text."""
+        """Returns the event of a piece of text."""
         if self._is_plain and usage is None and (self._has_begun or self._echo is None):
             return self._before + orjson.dumps(piece.text) + self._after
         return self._outer.chunk({**self._fields(piece), "finish_reason": None}, usage)
 
     def ending(self, piece: Piece, usage: Usage | None) -> bytes:
-        """The event of the last piece of text, with the reason."""
+        """Returns the event of the last piece of text, with the finish reason."""
         return self._outer.chunk(self.whole(piece), usage)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """The choice with its reason."""
+        """Returns the choice with its finish reason."""
         return {**self._fields(piece), "finish_reason": self._reply.finish, "stop_reason": self._reply.stop_reason}
 
     def _fields(self, piece: Piece) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Token ids of what a client asked: a prompt as text or ids, or messages through the model's chat template."""
+"""Token ids of a request: of a prompt as text or ids, or of messages rendered by the chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
-from phalanx_frontend.openai.served_model import DoorModel
+from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
 
 
-async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[list[int]]:
-    """Token ids of a completion's prompts. Text gets the special tokens that the tokenizer adds, ids get none."""
+async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
+    """Returns token ids per prompt. The tokenizer adds its special tokens to text, not to ids."""
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -24,8 +24,8 @@ async def completion_prompts(body: CompletionRequest, model: DoorModel) -> list[
     return prompts
 
 
-async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
-    """Token ids of a conversation: one prompt. The template writes the special tokens itself: none are added unless asked."""
+async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]:
+    """Returns the token ids of a conversation as one prompt. The template writes special tokens; more only on request."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -34,46 +34,46 @@ async def chat_prompts(body: ChatRequest, model: DoorModel) -> list[list[int]]:
     text = render(model, body.messages, body.add_generation_prompt is not False, options)
     ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
-        raise invalid("messages", "the chat template made an empty prompt of these messages")
+        raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
     return [ids]
 
 
-def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: DoorModel) -> dict[str, Any]:
-    """The variable by which templates learn of tools. Raises ApiError 400 for tools that cannot be called."""
+def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: ServedModel) -> dict[str, Any]:
+    """Returns the template variable `tools`. Raises ApiError 400 for tools that cannot be called."""
     check_tools(tools, choice)
     shown = shown_tools(tools, choice)
     if shown and not isinstance(model.template, str) and model.template.tool_format is None:
-        raise invalid("tools", "this model's chat template knows no tools, or a format of calls that is not supported")
+        raise invalid("tools", "this model's chat template has no tool calls, or an unsupported format; leave tools out")
     return {"tools": shown} if shown else {}
 
 
-async def tokenize_prompt(body: TokenizeRequest, model: DoorModel) -> list[int]:
-    """Token ids of a prompt or of messages, as a completion or a chat with them would have."""
+async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    """Returns token ids of a prompt or of messages, as a completion or a chat would use them."""
     if body.messages is not None and body.prompt is None:
         options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
         return await model.encode(text, bool(body.add_special_tokens), "messages")
     if body.prompt is None or body.messages is not None:
-        raise invalid("prompt", "either prompt or messages must be given, and not both")
+        raise invalid("prompt", "exactly one of prompt and messages must be given")
     if body.tools:
-        raise invalid("tools", "tools are part of messages, not of a prompt")
+        raise invalid("tools", "tools are only allowed with messages, not with prompt")
     return await model.encode(body.prompt, body.add_special_tokens is not False, "prompt")
 
 
-async def bad_word_ids(words: Sequence[str], model: DoorModel) -> list[list[int]]:
-    """Token sequences that spell these words: at the start of a text and, where that is another token, after a space."""
+async def bad_word_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
+    """Returns token sequences of `words`: at the start of a text and, if the token differs, after a space."""
     sequences: list[list[int]] = []
     for word in words:
         bare = await model.encode(word.lstrip() or word, False, "bad_words")
         spaced = await model.encode(" " + word.lstrip(), False, "bad_words")
-        # A space that is a token of its own would forbid the bare word's tokens again, only later.
+        # If the space is its own token, the spaced sequence would only repeat the bare one.
         is_other = len(spaced) == len(bare) and spaced[0] != bare[0] if bare and spaced else False
         sequences += [ids for ids in ([bare, spaced] if is_other else [bare]) if ids and ids not in sequences]
     return sequences
 
 
-def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
-    """The text of a conversation. Raises ApiError 400 without a template, or when it refuses."""
+def render(model: ServedModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    """Returns the text of a conversation. Raises ApiError 400 if there is no template or it fails."""
     if isinstance(model.template, str):
         raise invalid("messages", model.template, "no_chat_template")
     plain = [_plain(message, position) for position, message in enumerate(messages)]
@@ -84,7 +84,7 @@ def render(model: DoorModel, messages: Sequence[Message], add_generation_prompt:
 
 
 def _plain(message: Message, position: int) -> dict[str, object]:
-    """What the template sees: the fields that were given. Raises ApiError 400 for calls that cannot be shown."""
+    """Returns the message as the template receives it. Raises ApiError 400 for tool calls with invalid JSON."""
     if message.model_extra and message.model_extra.get("function_call"):
         raise invalid(
             f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"

@@ -1,4 +1,4 @@
-"""The OpenAI routes, and those that turn text into tokens and back."""
+"""The OpenAI routes, /tokenize and /detokenize."""
 
 from typing import Annotated, Any
 
@@ -9,48 +9,48 @@ from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller, caller_of
 from phalanx_frontend.fields import STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
-from phalanx_frontend.openai.context import Door
+from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.prompt import tokenize_prompt
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from phalanx_frontend.stream.held import HeldAnswer
 
-Asker = Annotated[Caller, Depends(caller_of)]
+CurrentCaller = Annotated[Caller, Depends(caller_of)]
 
 
-def openai_routes(door: Door) -> APIRouter:
-    """/v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize."""
+def openai_routes(server: ServerContext) -> APIRouter:
+    """Builds /v1/completions, /v1/chat/completions, /v1/models, /tokenize and /detokenize."""
     routes = APIRouter(tags=["openai"])
 
     @routes.post(COMPLETIONS.route, response_model=None, responses=STREAMED)
-    async def completions(body: CompletionRequest, caller: Asker) -> Response:
+    async def completions(body: CompletionRequest, caller: CurrentCaller) -> Response:
         """Completes a prompt."""
-        if body.stream and door.is_asleep():
-            return HeldAnswer(lambda: accept(door, COMPLETIONS, body, caller), door.keep_alive_s)
-        return await accept(door, COMPLETIONS, body, caller)
+        if body.stream and server.lacks_model():
+            return HeldAnswer(lambda: accept(server, COMPLETIONS, body, caller), server.keep_alive_s)
+        return await accept(server, COMPLETIONS, body, caller)
 
     @routes.post(CHAT.route, response_model=None, responses=STREAMED)
-    async def chat_completions(body: ChatRequest, caller: Asker) -> Response:
+    async def chat_completions(body: ChatRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation."""
-        if body.stream and door.is_asleep():
-            return HeldAnswer(lambda: accept(door, CHAT, body, caller), door.keep_alive_s)
-        return await accept(door, CHAT, body, caller)
+        if body.stream and server.lacks_model():
+            return HeldAnswer(lambda: accept(server, CHAT, body, caller), server.keep_alive_s)
+        return await accept(server, CHAT, body, caller)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The names that requests may use."""
-        assets = door.assets()
-        return {"object": "list", "data": [model_card(door, assets, name) for name in assets.served_names]}
+        """The model names that requests may use."""
+        assets = server.assets()
+        return {"object": "list", "data": [model_card(server, assets, name) for name in assets.served_names]}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One of these names."""
-        model = await door.model()
-        return model_card(door, model.assets, model.name_for(name))
+        """One model by name."""
+        model = await server.model()
+        return model_card(server, model.assets, model.name_for(name))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt or of messages."""
-        model = await door.model()
+        model = await server.model()
         model.name_for(body.model)
         ids = await tokenize_prompt(body, model)
         tokens = [model.tokenizer.token(id) for id in ids] if body.return_token_strs else None
@@ -59,19 +59,19 @@ def openai_routes(door: Door) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids, special tokens included."""
-        model = await door.model()
+        model = await server.model()
         model.name_for(body.model)
         return {"prompt": model.tokenizer.decode(model.checked_ids(body.tokens, "tokens"), skip_special_tokens=False)}
 
     return routes
 
 
-def model_card(door: Door, assets: wire.Assets, name: str) -> dict[str, Any]:
-    """One entry of /v1/models."""
+def model_card(server: ServerContext, assets: wire.Assets, name: str) -> dict[str, Any]:
+    """Returns one entry of /v1/models."""
     return {
         "id": name,
         "object": "model",
-        "created": int(door.known_s(assets)),
+        "created": int(server.first_served_s(assets)),
         "owned_by": "phalanx",
         "root": assets.served_names[0],
         "parent": None,

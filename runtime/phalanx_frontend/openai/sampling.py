@@ -1,7 +1,4 @@
-"""How a request is sampled and where it ends: the request's fields over the model's defaults, within its context.
-
-Order of precedence: the request, then generation_config.json, then OpenAI's defaults. Pure: the seed is drawn by the caller.
-"""
+"""Sampling parameters of a request: its own fields, else generation_config.json, else OpenAI's defaults."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,16 +10,16 @@ from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import INT64_MAX
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from phalanx_frontend.stream.reply import NOTHING, Wants
+from phalanx_frontend.stream.reply import TEXT_ONLY, ShownFields
 
-# Fields that OpenAI or vLLM define and this door does not implement yet, with the values that ask for nothing.
-# A field here with any other value is refused by name: a client must never believe that it was obeyed. Fields that are hints
-# or bookkeeping (`store`, `metadata`, `prompt_cache_key`, ...) and fields nobody defined are ignored, as vLLM does.
+# Fields that OpenAI or vLLM define and this server does not implement, with the values that have no effect.
+# Any other value is refused by name, since ignoring it would mislead the client. Hints and bookkeeping (`store`, `metadata`,
+# `prompt_cache_key`, ...) and undefined fields are ignored, as in vLLM.
 
 _OFF = (None, False)
 _EMPTY_LIST: tuple[object, ...] = (None, [])
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     # OpenAI, both endpoints
     "service_tier": (None, "auto", "default"),
     # OpenAI completions
@@ -50,25 +47,25 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def refuse_unsupported(extra: Mapping[str, object]) -> None:
-    """Raises ApiError 400 for the first field that would be disobeyed in silence."""
+    """Raises ApiError 400 for the first unsupported field whose value would have an effect."""
     for name, value in extra.items():
-        neutral = NEUTRAL.get(name)
+        neutral = NEUTRAL_VALUES.get(name)
         if neutral is not None and not any(_is_same(value, known) for known in neutral):
             raise invalid(name, f"{name} is not supported yet; leave it out", "unsupported_parameter")
 
 
 def _is_same(value: object, known: object) -> bool:
-    """Equal, and not merely as False equals 0: `logprobs: 0` asks for something that `false` does not."""
+    """Compares values, with False different from 0: `logprobs: 0` requests logprobs and `false` does not."""
     return isinstance(value, bool) == isinstance(known, bool) and value == known
 
 
 COMPLETION_TOKENS = 16
-"""Default `max_tokens` of a completion. A chat may use the rest of the context."""
+"""Default `max_tokens` of a completion. The default of a chat is the rest of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What generation_config.json says for requests that say nothing. `max_tokens` None is no bound of its own."""
+    """Defaults from generation_config.json. `max_tokens=None`: no bound except the context."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -79,7 +76,7 @@ class Defaults:
 
 
 def read_defaults(generation_config: bytes | None) -> Defaults:
-    """Defaults from the bytes of a generation_config.json. Absent and null fields keep OpenAI's values."""
+    """Reads defaults from generation_config.json. Absent and null fields keep OpenAI's values."""
     config: Mapping[str, Any] = json.loads(generation_config) if generation_config else {}
     plain = Defaults()
     return Defaults(
@@ -93,14 +90,14 @@ def read_defaults(generation_config: bytes | None) -> Defaults:
 
 
 def check_fields(body: GenerationRequest, limits: Limits) -> None:
-    """Raises ApiError 400 for fields that contradict one another, are too many, or are not implemented."""
+    """Raises ApiError 400 for fields that are contradictory, too many or not implemented."""
     refuse_unsupported(body.model_extra or {})
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not available when stream is true")
     if isinstance(body, CompletionRequest) and body.max_tokens == 0 and not body.echo:
-        raise invalid("max_tokens", "max_tokens may only be 0 with echo: nothing would be answered")
+        raise invalid("max_tokens", "max_tokens may only be 0 with echo; set echo or at least 1")
     if isinstance(body, ChatRequest) and body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     if len(body.stop) > limits.max_stops:
@@ -109,25 +106,25 @@ def check_fields(body: GenerationRequest, limits: Limits) -> None:
         raise invalid("stop", f"a stop string may have at most {limits.max_stop_chars} characters")
 
 
-def output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, defaults: Defaults) -> int:
-    """How many tokens may be generated. Raises ApiError 400 when prompt and request do not fit the context."""
+def max_output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, defaults: Defaults) -> int:
+    """Returns the maximum number of output tokens. Raises ApiError 400 if prompt and output do not fit the context."""
     room = max_model_len - num_prompt_tokens
     is_chat = isinstance(body, ChatRequest)
-    asked = body.max_tokens
+    requested = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
-    if room < 1 or (asked is not None and asked > room):
-        raise context_exceeded(max_model_len, num_prompt_tokens, asked, "messages" if is_chat else "prompt")
-    if asked is not None:
-        return max(asked, 1)  # of an echo alone, whose one token nobody sees
+        requested = body.max_completion_tokens
+    if room < 1 or (requested is not None and requested > room):
+        raise context_exceeded(max_model_len, num_prompt_tokens, requested, "messages" if is_chat else "prompt")
+    if requested is not None:
+        return max(requested, 1)  # an echo with max_tokens 0 generates one token, which is not shown
     bound = room if is_chat else min(room, COMPLETION_TOKENS)
     return bound if defaults.max_tokens is None else min(bound, defaults.max_tokens)
 
 
-def context_exceeded(max_model_len: int, num_prompt_tokens: int, asked: int | None, param: str) -> ApiError:
-    """The 400 that clients know by its code."""
-    request = f"{num_prompt_tokens} in the {param}, {asked or 'at least 1'} in the completion"
-    wanted = num_prompt_tokens + (asked or 1)
+def context_exceeded(max_model_len: int, num_prompt_tokens: int, requested: int | None, param: str) -> ApiError:
+    """Returns the 400 with the code `context_length_exceeded`, which clients recognise."""
+    request = f"{num_prompt_tokens} in the {param}, {requested or 'at least 1'} in the completion"
+    wanted = num_prompt_tokens + (requested or 1)
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens ({request})."
         f" Please reduce the length of the {param} or the completion."
@@ -135,7 +132,7 @@ def context_exceeded(max_model_len: int, num_prompt_tokens: int, asked: int | No
     return invalid(param, message, "context_length_exceeded")
 
 
-def sampling_of(
+def build_sampling(
     body: GenerationRequest,
     max_tokens: int,
     defaults: Defaults,
@@ -143,9 +140,9 @@ def sampling_of(
     drawn_seed: int,
     bad_words: Sequence[list[int]] = (),
     grammar: wire.Grammar | None = None,
-    wants: Wants = NOTHING,
+    wants: ShownFields = TEXT_ONLY,
 ) -> wire.Sampling:
-    """What the backend needs to know. `drawn_seed` is used when the request brings none."""
+    """Builds the backend's sampling parameters. `drawn_seed` is used if the request has no seed."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens may be generated")
@@ -154,7 +151,7 @@ def sampling_of(
         stop_token_ids += [id for id in eos_token_ids if id not in stop_token_ids]
     return wire.Sampling(
         max_tokens=max_tokens,
-        # The wire has no negative seeds; any 64-bit number stays as good as another.
+        # The wire has no negative seeds; the mask keeps 63 bits.
         seed=drawn_seed if body.seed is None else body.seed & INT64_MAX,
         temperature=_first(body.temperature, defaults.temperature),
         top_p=_first(body.top_p, defaults.top_p),
@@ -170,19 +167,19 @@ def sampling_of(
         bad_words=list(bad_words),
         grammar=grammar,
         logprobs=0 if wants.logprobs is None and wants.gaps else wants.logprobs,
-        prompt_logprobs=asked_of_prompt(body, wants),
+        prompt_logprobs=num_prompt_logprobs(body, wants),
         return_gaps=wants.gaps,
     )
 
 
-def wants_of(body: GenerationRequest) -> Wants:
-    """What the client asked to see of tokens."""
+def requested_fields(body: GenerationRequest) -> ShownFields:
+    """Returns the token fields that the request shows."""
     logprobs = None
     if isinstance(body, CompletionRequest):
         logprobs = body.logprobs
     elif isinstance(body, ChatRequest) and body.logprobs:
         logprobs = body.top_logprobs or 0
-    return Wants(
+    return ShownFields(
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         gaps=bool(body.return_gaps),
@@ -191,11 +188,11 @@ def wants_of(body: GenerationRequest) -> Wants:
     )
 
 
-def asked_of_prompt(body: GenerationRequest, wants: Wants) -> int | None:
-    """How many of the most probable tokens the backend tells of each prompt token: an echo shows them like the output's."""
+def num_prompt_logprobs(body: GenerationRequest, wants: ShownFields) -> int | None:
+    """Returns the number of logprobs that the backend returns per prompt token: an echo shows as many as the output."""
     echoed = wants.logprobs if isinstance(body, CompletionRequest) and body.echo else None
-    asked = [count for count in (echoed, wants.prompt_logprobs) if count is not None]
-    return max(asked, default=None)
+    requested = [count for count in (echoed, wants.prompt_logprobs) if count is not None]
+    return max(requested, default=None)
 
 
 def _first(value: float | None, otherwise: float) -> float:
@@ -203,5 +200,5 @@ def _first(value: float | None, otherwise: float) -> float:
 
 
 def _top_k(value: int | None) -> int | None:
-    """vLLM spells "keep every token" as -1 or 0."""
+    """Maps vLLM's -1 and 0, which keep every token, to None."""
     return value if value is not None and value > 0 else None

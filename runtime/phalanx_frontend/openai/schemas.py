@@ -1,6 +1,6 @@
-"""Requests of the HTTP API, as pydantic checks them. Types are strict: "10" is no number, 1 is no truth value.
+"""Pydantic schemas of requests. Types are strict: "10" is not a number, 1 is not a boolean.
 
-None means the default everywhere, as OpenAI's clients send it. Unknown fields are kept in `model_extra` for `unsupported`.
+None means the default, as OpenAI's clients send it. Unknown fields are in `model_extra` for `sampling.refuse_unsupported`.
 """
 
 from typing import Annotated, Any, Literal
@@ -36,14 +36,14 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a streamed answer. `continuous_usage_stats` puts the counts so far into every chunk."""
+    """Options of a streamed answer. `continuous_usage_stats` adds the token counts so far to each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(_Strict):
-    """The `json_schema` of a response_format. Every schema is followed strictly, whatever `strict` says."""
+    """The `json_schema` of a response_format. Every schema is enforced strictly, whatever `strict` is."""
 
     name: ShortText
     description: Text | None = None
@@ -52,14 +52,14 @@ class JsonSchemaFormat(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """What the text must be."""
+    """The form that the output must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(_Strict):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`; exactly one field may be set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: Text | None = None
@@ -69,7 +69,7 @@ class StructuredOutputs(_Strict):
 
 
 class SpeculativeTree(BaseModel):
-    """How proposed tokens may branch: the most for each place, level by level, and who chooses which."""
+    """Shape of the draft token tree: `widths` is the maximum number of branches per level, `shape` how branches are chosen."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -78,7 +78,7 @@ class SpeculativeTree(BaseModel):
 
 
 class Speculative(BaseModel):
-    """How tokens of a request may be proposed: by which method, and how many at once at most. It changes times, never tokens."""
+    """Speculation of a request: method and maximum draft tokens per step. It changes latency, never tokens."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -88,7 +88,7 @@ class Speculative(BaseModel):
 
 
 class CommonRequest(_Strict):
-    """What every call that generates has in common, our own API's included. `deadline_ms` counts from the request's arrival."""
+    """Fields of every generating request, including the native API. `deadline_ms` counts from the request's arrival."""
 
     model: Text | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -109,7 +109,7 @@ class CommonRequest(_Strict):
 
 
 class GenerationRequest(CommonRequest):
-    """What completions and chat have in common: sampling, what the output must match, urgency, shape of the answer."""
+    """Fields of completions and chat: sampling, output constraints, latency targets, form of the answer."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
@@ -138,7 +138,7 @@ class GenerationRequest(CommonRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. `max_tokens` may be 0 with `echo`: then only the prompt is of interest."""
+    """POST /v1/completions. `max_tokens` may be 0 with `echo`, to return only the prompt."""
 
     prompt: Prompts
     max_tokens: int | None = Field(default=None, ge=0)
@@ -148,7 +148,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Message(_Strict):
-    """One message of a conversation. Fields beside these reach no template."""
+    """One message of a conversation. Other fields do not reach the template."""
 
     role: Text = Field(min_length=1)
     content: Content = None
@@ -159,7 +159,7 @@ class Message(_Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions. `chat_template_kwargs` are more variables for the template, as in vLLM."""
+    """POST /v1/chat/completions. `chat_template_kwargs` are further variables of the template, as in vLLM."""
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
@@ -175,7 +175,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Strict):
-    """POST /tokenize: a prompt, or messages through the chat template."""
+    """POST /tokenize: a prompt, or messages rendered by the chat template."""
 
     model: Text | None = None
     prompt: Text | None = None

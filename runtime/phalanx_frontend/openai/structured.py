@@ -1,7 +1,7 @@
-"""What the output must match: from the fields that ask for it to one grammar, which is compiled before any rank sees it.
+"""Structured outputs: converts the request's constraint to one grammar and compiles it, before a rank receives the request.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` mean the same; at most one may be given.
-A grammar that llguidance cannot read, or that costs more than its limits to start, is the client's 400.
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` are equivalent; at most one may be set. A grammar
+that llguidance cannot parse, or whose start exceeds its limits, is a 400.
 """
 
 import asyncio
@@ -13,42 +13,44 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
-from phalanx_frontend.fields import whole_text
+from phalanx_frontend.fields import valid_text
 from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
 from phalanx_frontend.text.grammar import GrammarError, grammar_source
 
 MAX_GRAMMAR_CHARS = 100_000
-"""Characters of a grammar's text. A schema of this size takes about a second to compile; larger ones are refused unread."""
+"""Bound of a grammar's text. A schema of this size takes about a second to compile; larger ones are refused without parsing."""
 JSON_OBJECT = '{"type":"object"}'
 """The schema of `json_object`."""
 
-Asked = tuple[str, wire.Grammar]
-"""The field that asks, and for what."""
+FieldGrammar = tuple[str, wire.Grammar]
+"""The field that sets a grammar, and the grammar."""
 
 
-def grammar_of(body: GenerationRequest) -> Asked | None:
-    """The one grammar that a request asks for, with the field's name. Raises ApiError 400 for several, or a malformed one."""
-    return only_one(list(_asked(body)))
+def grammar_of(body: GenerationRequest) -> FieldGrammar | None:
+    """Returns the grammar of a request and its field. Raises ApiError 400 for several grammars or a malformed one."""
+    return single_grammar(list(_requested_grammars(body)))
 
 
-def only_one(found: Sequence[Asked | None]) -> Asked | None:
-    """The one that is there. Raises ApiError 400 for several, or one that is too large to be read or no Unicode."""
-    asked = [one for one in found if one is not None]
-    if len(asked) > 1:
-        raise invalid(asked[1][0], f"{asked[1][0]} cannot be used with {asked[0][0]}: the output can only have one form")
-    if not asked:
+def single_grammar(found: Sequence[FieldGrammar | None]) -> FieldGrammar | None:
+    """Returns the single grammar, or None. Raises ApiError 400 for several, a too large one, or invalid Unicode."""
+    requested = [one for one in found if one is not None]
+    if len(requested) > 1:
+        raise invalid(
+            requested[1][0], f"{requested[1][0]} cannot be used with {requested[0][0]}: the output can only have one form"
+        )
+    if not requested:
         return None
-    param, grammar = asked[0]
+    param, grammar = requested[0]
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise invalid(param, f"{param} has more than {MAX_GRAMMAR_CHARS} characters")
+        raise invalid(param, f"{param} has more than {MAX_GRAMMAR_CHARS} characters; simplify it")
     try:
-        whole_text(grammar.text)
+        valid_text(grammar.text)
     except ValueError as error:
         raise invalid(param, f"{param} {error}") from error
     return param, grammar
 
 
-def _asked(body: GenerationRequest) -> Iterator[Asked]:
+def _requested_grammars(body: GenerationRequest) -> Iterator[FieldGrammar]:
     if body.response_format is not None:
         yield from _of_response_format(body.response_format)
     if body.structured_outputs is not None:
@@ -56,26 +58,26 @@ def _asked(body: GenerationRequest) -> Iterator[Asked]:
     yield from _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
-def _of_response_format(asked: ResponseFormat) -> Iterator[Asked]:
-    match asked.type:
+def _of_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:
+    match requested.type:
         case "json_object":
             yield "response_format", wire.Grammar("json_schema", JSON_OBJECT)
         case "json_schema":
-            if asked.json_schema is None:
+            if requested.json_schema is None:
                 raise invalid("response_format.json_schema", "response_format.json_schema: is required")
-            schema = asked.json_schema.schema_
+            schema = requested.json_schema.schema_
             param = "response_format.json_schema.schema"
             yield param, _json_schema(param, JSON_OBJECT if schema is None else schema)
         case "text":
             pass
 
 
-def _of_structured_outputs(asked: StructuredOutputs) -> Iterator[Asked]:
-    for name, value in (asked.model_extra or {}).items():
+def _of_structured_outputs(requested: StructuredOutputs) -> Iterator[FieldGrammar]:
+    for name, value in (requested.model_extra or {}).items():
         if value not in (None, False):
             raise invalid(f"structured_outputs.{name}", f"{name} is not supported yet; leave it out", "unsupported_parameter")
-    found = list(_of_parts("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar))
-    if asked.json_object:
+    found = list(_of_parts("structured_outputs.", requested.json_, requested.regex, requested.choice, requested.grammar))
+    if requested.json_object:
         found.append(("structured_outputs.json_object", wire.Grammar("json_schema", JSON_OBJECT)))
     if not found:
         raise invalid("structured_outputs", "structured_outputs needs one of json, regex, choice, grammar, json_object")
@@ -84,7 +86,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Iterator[Asked]:
 
 def _of_parts(
     prefix: str, schema: dict[str, object] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Iterator[Asked]:
+) -> Iterator[FieldGrammar]:
     if schema is not None:
         yield f"{prefix}json", _json_schema(f"{prefix}json", schema)
     if regex is not None:
@@ -97,40 +99,40 @@ def _of_parts(
 
 
 def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
-    """A schema as compact JSON, whether it came as an object or as text."""
+    """Returns a grammar with the schema as compact JSON. `schema`: an object, or its text."""
     try:
         document = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
-        raise invalid(param, f"{param} is no JSON document: {error}") from error
+        raise invalid(param, f"{param} must be a JSON document: {error}") from error
     return wire.Grammar("json_schema", text)
 
 
 def _lark(param: str, grammar: str) -> str:
-    """A grammar as llguidance's Lark. One in GBNF, as llama.cpp writes them, is translated."""
+    """Returns a grammar in llguidance's Lark; GBNF, the format of llama.cpp, is translated."""
     if "::=" not in grammar:
         return grammar
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # whatever the library's reader stumbles over, the text is the client's
+    except Exception as error:  # the library raises various types, each caused by the client's text
         raise invalid(param, f"{param} cannot be read as GBNF: {error}") from error
 
 
 class GrammarCheck:
-    """Compiles grammars against one model's tokenizer, beside the event loop."""
+    """Compiles grammars against one model's tokenizer, in a thread."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         self._tokenizer_json = tokenizer_json
         self._tokenizer: LLTokenizer | None = None
 
     async def check(self, param: str, grammar: wire.Grammar) -> None:
-        """Returns when a rank could follow the grammar from its first token on. Raises ApiError 400 naming the field."""
+        """Checks that a rank can apply the grammar from the first token on. Raises ApiError 400 that names the field."""
         problem = await asyncio.to_thread(self._problem, grammar)
         if problem:
             raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
 
     def _problem(self, grammar: wire.Grammar) -> str:
-        """Why not, or nothing. Includes the first step's mask: that is where a costly expression shows."""
+        """Returns the problem, or "". Computes the first step's mask, because that is where a costly expression shows."""
         if self._tokenizer is None:
             try:
                 self._tokenizer = LLTokenizer(self._tokenizer_json.decode())

@@ -1,7 +1,7 @@
-"""Tools of a chat: what a request may say of them, what the template sees, what the answer must look like when a call is forced.
+"""Tools of a chat: their schemas, what the template receives, and the grammar of a forced call.
 
-tool_choice   none: no calls, the template sees no tools · auto: calls are read where the model writes them
-              required, or one function by name: a grammar lets the model write nothing but calls, in its own format
+`tool_choice`: "none" hides the tools from the template; "auto" parses calls that the model writes; "required", or one function by
+name, applies a grammar that allows only calls in the model's own format.
 """
 
 import json
@@ -19,16 +19,16 @@ MAX_TOOLS = 128
 """OpenAI's bound."""
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
-"""OpenAI's names of functions, and the dot that MCP servers use."""
+"""OpenAI's pattern of function names, plus the dot that MCP servers use."""
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
-class Function(_Strict):
+class Function(_StrictModel):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: FunctionName
@@ -37,28 +37,28 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
-    """One tool. OpenAI's API has other types; a model only knows functions."""
+class Tool(_StrictModel):
+    """One tool. Only functions are supported, not OpenAI's other tool types."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(_StrictModel):
     """A function by its name."""
 
     name: FunctionName
 
 
-class NamedChoice(_Strict):
-    """This function must be called."""
+class NamedChoice(_StrictModel):
+    """A `tool_choice` that forces a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def parse_choice(value: object) -> str | NamedChoice:
-    """One of three words, or a function by name."""
+    """Parses `tool_choice`: "none", "auto", "required", or a function by name."""
     if value in ("none", "auto", "required"):
         return str(value)
     try:
@@ -78,15 +78,15 @@ ToolChoice = Annotated[str | NamedChoice, PlainValidator(parse_choice), WithJson
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
-class CalledFunction(_Strict):
-    """A call that the model made earlier; `arguments` is JSON text."""
+class CalledFunction(_StrictModel):
+    """Function and arguments of an earlier call; `arguments` is JSON text."""
 
     name: FunctionName
     arguments: Text
 
 
-class PastCall(_Strict):
-    """A call in an assistant's message."""
+class PastCall(_StrictModel):
+    """A tool call in an assistant's message."""
 
     id: Text
     type: Literal["function"] = "function"
@@ -94,19 +94,19 @@ class PastCall(_Strict):
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises ApiError 400 for a choice without tools, a function that is not among them, or one that is there twice."""
+    """Raises ApiError 400 for a choice without tools, an unknown function, or a duplicate one."""
     names = [tool.function.name for tool in tools]
     for position, name in enumerate(names):
         if name in names[:position]:
             raise invalid(f"tools[{position}].function.name", f"the function {name} is given twice")
     if not tools and choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "tool_choice needs tools")
+        raise invalid("tool_choice", "tool_choice needs tools; set tools")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         raise invalid("tool_choice.function.name", f"there is no function {choice.function.name} in tools")
 
 
 def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[str, Any]]:
-    """What the chat template sees of the tools: all of them, the chosen one, or none."""
+    """Returns the tools for the chat template: all, only the chosen one, or an empty list."""
     if choice == "none":
         return []
     wanted = choice.function.name if isinstance(choice, NamedChoice) else None
@@ -114,16 +114,16 @@ def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[s
 
 
 def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> wire.Grammar | None:
-    """The grammar of answers that are calls and nothing else; None when no call is forced.
+    """Returns the grammar of an answer that consists of calls only; None if no call is forced.
 
-    One call when a function was named or `parallel_tool_calls` is false, else one or more. In each the name comes first.
+    It allows one call if a function was named or `parallel` is false, else one or more. In each call the name is first.
     """
     if choice in (None, "none", "auto"):
         return None
     called = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
     key = "parameters" if format == "llama" else "arguments"
     calls = [_call_schema(tool.function.name, key) for tool in called]
-    # Each function's schema stands whole under its name; what points to its root then points there.
+    # Each function's schema is stored under its name; references to the schema's root are redirected there.
     own = {tool.function.name: _moved(tool.function.parameters or {"type": "object"}, tool.function.name) for tool in called}
     bounded = {"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}}
     schema = json.dumps({**bounded, "anyOf": calls, "$defs": own}, ensure_ascii=False)
@@ -142,7 +142,7 @@ def _call_schema(name: str, key: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, name: str) -> Any:
-    """A schema whose references to its own parts find them under `#/$defs/name`."""
+    """Returns the schema with its internal references redirected to `#/$defs/name`."""
     if isinstance(schema, list):
         return [_moved(part, name) for part in schema]
     if not isinstance(schema, dict):
@@ -154,12 +154,12 @@ def _moved(schema: Any, name: str) -> Any:
 
 
 def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:
-    """Earlier calls as templates read them: arguments as an object, not as text. Raises ApiError 400 for broken JSON."""
+    """Returns earlier calls with arguments as objects, as templates read them. Raises ApiError 400 for invalid JSON."""
     shown = []
     for position, call in enumerate(calls):
         try:
             arguments = json.loads(call.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise invalid(f"{param}[{position}].function.arguments", f"arguments are no JSON: {error}") from error
+            raise invalid(f"{param}[{position}].function.arguments", f"arguments must be valid JSON: {error}") from error
         shown.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
     return shown

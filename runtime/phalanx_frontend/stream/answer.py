@@ -1,7 +1,7 @@
-"""The answer to one request of the OpenAI routes, streamed or whole: bare ASGI, a frame less per token than a framework's.
+"""Response to one request of the OpenAI routes, streamed or whole. Plain ASGI: one call per token less than a framework's.
 
-Each delta leaves as one chunk, however many tokens it holds. Whenever the client goes away the backend's iterators are closed,
-which aborts their requests; the same for a stop string, an error, a server that shuts down. A failure of one choice ends all.
+Each delta becomes one chunk, whatever its number of tokens. A disconnect of the client, a stop string, an error and a shutdown
+close the backend's iterators, which aborts their requests. A failure of one choice ends all.
 """
 
 import asyncio
@@ -15,42 +15,38 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
-from phalanx_frontend.errors import ApiError, error_body, error_headers, in_stream, internal_error, of_backend
+from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body, error_headers, internal_error, with_resume_hint
 from phalanx_frontend.ids import EventIds
-from phalanx_frontend.metrics import DoorMetrics, RequestMeter
+from phalanx_frontend.metrics import ApiMetrics, RequestMeter
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
-from phalanx_frontend.stream.resume import Item, Past, Siblings, go_on
+from phalanx_frontend.stream.resume import DeliveredChoice, Item, SiblingStreams, resume_answer
 
 # One accepted request of the OpenAI routes: the choices to generate, and how to write them.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice: what the backend is asked, its answer so far, how that is written and what is measured of it."""
+    """One choice of an answer."""
 
     request: wire.Request
     reply: Reply
     format: ChoiceFormat
     meter: RequestMeter
-    past: Past | None = None
-    """What the client has of it, when it is resumed."""
+    past: DeliveredChoice | None = None  # tokens that the client already has, if the stream is resumed
 
     @property
-    def have(self) -> int:
-        """How many of its tokens the client had before."""
-        return 0 if self.past is None else self.past.have
+    def num_delivered(self) -> int:
+        """Number of tokens that the client already has."""
+        return 0 if self.past is None else self.past.num_delivered
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """All choices of one answer: those of the first prompt, then those of the next. Each prompt has `per_prompt` of them.
-
-    `stream`: the name in the ids of its events.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerJob:
+    """All choices of one answer, those of the first prompt first; each prompt has `per_prompt` choices."""
 
     id: str
-    stream: str
+    stream: str  # stream name in the event ids
     choices: Sequence[Choice]
     per_prompt: int
     format: AnswerFormat
@@ -59,7 +55,7 @@ class Job:
     has_running_usage: bool
 
     def usage(self) -> dict[str, Any]:
-        """Token counts: each prompt once, whatever its number of choices, and the output of all choices."""
+        """Returns token counts: each prompt once, whatever its number of choices, and the output of all choices."""
         firsts = self.choices[:: self.per_prompt]
         prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
         completion_tokens = sum(choice.reply.completion_tokens for choice in self.choices)
@@ -75,9 +71,9 @@ log = logging.getLogger(__name__)
 
 
 class Answer(Response):
-    """Runs a job against the backend while the client is there."""
+    """Runs a job against the backend while the client is connected."""
 
-    def __init__(self, job: Job, backend: Backend, metrics: DoorMetrics, route: str) -> None:
+    def __init__(self, job: AnswerJob, backend: Backend, metrics: ApiMetrics, route: str) -> None:
         super().__init__()
         self._job = job
         self._backend = backend
@@ -85,10 +81,10 @@ class Answer(Response):
         self._route = route
         self._has_started = False
         self._outcome = "abort"
-        self._ids = EventIds(job.stream, [choice.have for choice in job.choices])
+        self._ids = EventIds(job.stream, [choice.num_delivered for choice in job.choices])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole response, or stops when the client left."""
+        """Sends the whole response, or stops when the client disconnects."""
         try:
             await run_while_connected(receive, self._send_answer(send))
         finally:
@@ -96,13 +92,13 @@ class Answer(Response):
                 choice.meter.end(choice.reply.finish or self._outcome, choice.reply.cached_tokens)
 
     async def _send_answer(self, send: Send) -> None:
-        siblings = Siblings([self._stream_of(choice) for choice in self._job.choices])
+        siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
         try:
             await (self._send_stream if self._job.is_streamed else self._send_whole)(siblings, send)
         except BackendError as error:
-            await self._send_error(of_backend(error), send)
+            await self._send_error(api_error_of_backend(error), send)
         except Exception:
-            # Unforeseen: a bug of ours or of the backend. The client gets an end, the log gets the cause.
+            # A bug in this server or the backend: the client gets an error, the log the cause.
             log.exception("request failed", extra={"request_id": self._job.id})
             await self._send_error(internal_error(), send)
         finally:
@@ -111,11 +107,13 @@ class Answer(Response):
     def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
         if choice.past is None:
             return self._backend.generate(choice.request)
-        return go_on(self._backend, choice.request, choice.reply, lambda text, had: choice.format.skip(text), choice.past)
+        return resume_answer(
+            self._backend, choice.request, choice.reply, lambda text, skipped: choice.format.skip(text), choice.past
+        )
 
-    async def _send_stream(self, siblings: Siblings, send: Send) -> None:
+    async def _send_stream(self, siblings: SiblingStreams, send: Send) -> None:
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
-        openings = [b"" if choice.have else choice.format.opening() for choice in choices]
+        openings = [b"" if choice.num_delivered else choice.format.opening() for choice in choices]
         left, ids = len(openings), self._ids
         async for index, item in siblings:
             if not self._has_started:
@@ -133,12 +131,12 @@ class Answer(Response):
             else:
                 body = choice.format.ending(piece, usage)
                 left -= 1
-                # Before the last byte: once it is out, the server reports the client as gone and this task is cancelled.
+                # Before the last byte: after it the server reports a disconnect, which cancels this task.
                 await siblings.end(index)
             if body:
                 if reply.finish is not None or not choice.format.is_holding:
-                    ids.sent(index, reply.num_whole)
-                body = ids.mark(body)
+                    ids.record_sent(index, reply.num_whole)
+                body = ids.prepend_to(body)
                 if openings[index]:
                     body, openings[index] = openings[index] + body, b""
             if not left:
@@ -146,7 +144,7 @@ class Answer(Response):
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
-    async def _send_whole(self, siblings: Siblings, send: Send) -> None:
+    async def _send_whole(self, siblings: SiblingStreams, send: Send) -> None:
         choices = self._job.choices
         texts: list[list[str]] = [[] for _ in choices]
         async for index, item in siblings:
@@ -165,7 +163,7 @@ class Answer(Response):
     async def _send_error(self, error: ApiError, send: Send) -> None:
         self._outcome = "error"
         if self._has_started:
-            body = self._ids.mark(event(error_body(in_stream(error, self._ids.now()))))
+            body = self._ids.prepend_to(event(error_body(with_resume_hint(error, self._ids.current()))))
         else:
             body = error_body(error)
             headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
@@ -180,7 +178,7 @@ class Answer(Response):
 
 
 def _take(choice: Choice, delta: Delta) -> str:
-    """The text that a delta adds to a choice."""
+    """Returns the text that a delta adds to a choice."""
     reply = choice.reply
     before = reply.completion_tokens
     text = reply.feed(delta)
@@ -190,7 +188,7 @@ def _take(choice: Choice, delta: Delta) -> str:
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs the work to its end, or cancels it as soon as the client is gone. Leaves nothing running behind."""
+    """Runs `work` to its end, or cancels it when the client disconnects. Leaves no task running."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

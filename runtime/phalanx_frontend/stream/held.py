@@ -1,6 +1,6 @@
-"""The answer to a streamed request that came while no model was known: comments keep it alive until it can be accepted.
+"""Response to a streamed request that arrives while no model is known: comments keep the connection open until it is accepted.
 
-The response has begun by then, so whatever goes wrong afterwards is an error event, as later in a stream.
+The response has then started, so a later error becomes an error event.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.errors import ApiError, error_body, of_backend
+from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 
 
 class HeldAnswer(Response):
-    """Waits for the answer that `make` gives, then is that answer. A client that leaves ends the wait."""
+    """Waits for the response that `make` returns, then sends it. A disconnect of the client ends the wait."""
 
     def __init__(self, make: Callable[[], Awaitable[Response]], keep_alive_s: float) -> None:
         super().__init__()
@@ -26,17 +26,17 @@ class HeldAnswer(Response):
         self._made: Response | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole response, or stops when the client left."""
+        """Sends the whole response, or stops when the client disconnects."""
         try:
             await run_while_connected(receive, self._hold(send))
         except (ApiError, BackendError) as error:
             if not self._has_started:
                 raise
-            told = of_backend(error) if isinstance(error, BackendError) else error
-            await send({"type": "http.response.body", "body": event(error_body(told)), "more_body": False})
+            api_error = api_error_of_backend(error) if isinstance(error, BackendError) else error
+            await send({"type": "http.response.body", "body": event(error_body(api_error)), "more_body": False})
             return
         if self._made is not None:
-            await self._made(scope, receive, self._going_on(send) if self._has_started else send)
+            await self._made(scope, receive, self._continued_send(send) if self._has_started else send)
 
     async def _hold(self, send: Send) -> None:
         making = asyncio.ensure_future(self._make())
@@ -54,11 +54,11 @@ class HeldAnswer(Response):
         finally:
             making.cancel()
 
-    def _going_on(self, send: Send) -> Send:
-        """Takes the parts of the answer as parts of the response that has begun; an error's document becomes an event."""
+    def _continued_send(self, send: Send) -> Send:
+        """Returns a `send` that continues the started response with the parts of another; an error document becomes an event."""
         is_error = False
 
-        async def go_on(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal is_error
             if message["type"] == "http.response.start":
                 is_error = message["status"] != 200
@@ -67,4 +67,4 @@ class HeldAnswer(Response):
             else:
                 await send(message)
 
-        return go_on
+        return forward

@@ -1,38 +1,38 @@
-"""Logprobs as OpenAI and vLLM spell them: of completions, of chats, and of prompts."""
+"""Logprobs of completions, chats and prompts in the forms of OpenAI and vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx_api import wire
-from phalanx_frontend.stream.reply import ShownToken, Wants
+from phalanx_frontend.stream.reply import ShownFields, ShownToken
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
-LOWEST = -9999.0
-"""Stands for the logprob of a token that cannot be: JSON has no infinity."""
+MIN_LOGPROB = -9999.0
+"""Replaces the logprob of an impossible token, since JSON has no infinity."""
 
 
 class Spelling:
-    """How tokens are written. Those that are no whole characters are escaped, each endpoint in OpenAI's own way."""
+    """Spelling of tokens. Incomplete characters are escaped, at each endpoint as OpenAI does."""
 
     def __init__(self, tokenizer: TextTokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def completion(self, id: int) -> str:
-        """A token in the logprobs of a completion: its text, or `bytes:\\xf0\\x9f`."""
+        """Returns a token in the logprobs of a completion: its text, or `bytes:\\xf0\\x9f`."""
         return self._spell(id, "bytes:")
 
     def chat(self, id: int) -> str:
-        """A token in the logprobs of a chat: its text, or `\\xf0\\x9f`."""
+        """Returns a token in the logprobs of a chat: its text, or `\\xf0\\x9f`."""
         return self._spell(id, "")
 
     def bytes(self, id: int) -> list[int] | None:
-        """The UTF-8 bytes of a token, or None when it has no text."""
+        """Returns the UTF-8 bytes of a token, or None if it has no text."""
         raw = self._tokenizer.token_bytes(id)
         return None if raw is None else list(raw)
 
     def text(self, id: int) -> str:
-        """A token's text as far as it has one, with U+FFFD for what is no character."""
+        """Returns a token's text, with U+FFFD for incomplete characters."""
         return (self._tokenizer.token_bytes(id) or b"").decode(errors="replace")
 
     def _spell(self, id: int, escaped: str) -> str:
@@ -45,8 +45,8 @@ class Spelling:
             return escaped + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def completion_logprobs(tokens: Sequence[ShownToken], wants: Wants, spelling: Spelling, offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice. `offset`: characters of the choice's text before these tokens' own output."""
+def completion_logprobs(tokens: Sequence[ShownToken], wants: ShownFields, spelling: Spelling, offset: int) -> dict[str, Any]:
+    """Returns `logprobs` of a completion's choice. `offset`: characters of the choice's text before its own output."""
     return {
         "text_offset": [offset + token.start for token in tokens],
         "token_logprobs": [None if token.detail is None else _finite(token.detail.logprob) for token in tokens],
@@ -55,8 +55,8 @@ def completion_logprobs(tokens: Sequence[ShownToken], wants: Wants, spelling: Sp
     }
 
 
-def _by_text(id: int, detail: wire.TokenDetail, wants: Wants, spelling: Spelling) -> dict[str, float]:
-    """The most probable tokens, and the token itself where it is none of them. Of two with one text the more probable stays."""
+def _by_text(id: int, detail: wire.TokenDetail, wants: ShownFields, spelling: Spelling) -> dict[str, float]:
+    """Returns the most probable tokens and the token itself. Of two with the same text the more probable remains."""
     found: dict[str, float] = {}
     for top, logprob in _tops(detail, wants.logprobs):
         found.setdefault(spelling.completion(top), _finite(logprob))
@@ -64,8 +64,8 @@ def _by_text(id: int, detail: wire.TokenDetail, wants: Wants, spelling: Spelling
     return found
 
 
-def chat_logprobs(tokens: Sequence[ShownToken], wants: Wants, spelling: Spelling) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice."""
+def chat_logprobs(tokens: Sequence[ShownToken], wants: ShownFields, spelling: Spelling) -> dict[str, Any]:
+    """Returns `logprobs` of a chat's choice."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         return {"token": spelling.chat(id), "logprob": _finite(logprob), "bytes": spelling.bytes(id)}
@@ -79,21 +79,21 @@ def chat_logprobs(tokens: Sequence[ShownToken], wants: Wants, spelling: Spelling
 
 
 def prompt_logprobs(prompt: Sequence[int], details: Sequence[wire.TokenDetail], k: int, spelling: Spelling) -> list[Any]:
-    """vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each. Ranks count from 1."""
-    told: list[Any] = [None]
+    """Returns vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each. Ranks count from 1."""
+    entries_by_token: list[Any] = [None]
     for id, detail in zip(prompt[1:], details, strict=True):
         entries: dict[str, Any] = {}
         for rank, (top, logprob) in enumerate(_tops(detail, k), 1):
             entries[str(top)] = {"logprob": _finite(logprob), "rank": rank, "decoded_token": spelling.text(top)}
         own = {"logprob": _finite(detail.logprob), "rank": detail.rank + 1, "decoded_token": spelling.text(id)}
-        told.append({str(id): own, **entries} if str(id) not in entries else entries)
-    return told
+        entries_by_token.append({str(id): own, **entries} if str(id) not in entries else entries)
+    return entries_by_token
 
 
 def _tops(detail: wire.TokenDetail, k: int | None) -> list[tuple[int, float]]:
-    """At most k of the most probable tokens with their logprobs: another field may have asked for more."""
+    """Returns at most `k` of the most probable tokens with their logprobs; `detail` may have more for another field."""
     return list(zip(detail.top_ids, detail.top_logprobs, strict=True))[: k or 0]
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)

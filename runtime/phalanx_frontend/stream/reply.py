@@ -1,9 +1,9 @@
-"""The text of one request from its tokens, and why it ended. The same for streamed and whole answers.
+"""Text and finish reason of one choice, from its tokens; the same for streamed and whole responses.
 
-A token that ends the request (end of sequence, a stop token) is counted but adds no text; a stop string is cut from the
-text unless it was asked to stay, and tokens after the one that completed it are neither counted nor shown.
-Text leaves in whole tokens: while anything of a token is held back, so is the rest of it and what follows. So text that was
-sent is the text of the first `num_whole` tokens, which is where a stream may be taken up again.
+A token that ends the request (EOS, a stop token) is counted but adds no text. A stop string is removed from the text unless
+`include_stop_str_in_output` is set; tokens after the one that completes it are neither counted nor shown. Text is sent in whole
+tokens: while a part of a token's text is held back, so are its rest and all that follows. So sent text is the text of the first
+`num_whole` tokens, from which a stream can be resumed.
 """
 
 from collections import deque
@@ -15,51 +15,48 @@ from phalanx_frontend.backend import Delta
 from phalanx_frontend.text.detokenize import Detokenizer
 from phalanx_frontend.text.stop import StopStrings
 
-# What a client asked to see of tokens beside the text, and the tokens themselves, each leaving with the text that it made.
+# Token fields that a client requested in addition to the text; each token is shown with its text.
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """What is shown of each token. `logprobs` k: its own and those of the k most probable ones; None shows none.
+class ShownFields:
+    """Fields shown of each token."""
 
-    `as_ids` writes a token as `token_id:7` where it would be text. `prompt_logprobs` is the same k for tokens of the prompt.
-    """
-
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # number of top logprobs in addition to the token's own; None shows no logprobs
+    prompt_logprobs: int | None = None  # the same for prompt tokens
     gaps: bool = False
     token_ids: bool = False
-    as_ids: bool = False
+    as_ids: bool = False  # writes a token as `token_id:7` in place of its text
 
     @property
-    def details(self) -> bool:
-        """Whether the backend has to tell something of each token."""
+    def needs_details(self) -> bool:
+        """Whether the backend must return details of each token."""
         return self.logprobs is not None or self.gaps
 
     @property
-    def tokens(self) -> bool:
-        """Whether anything but text is shown at all."""
-        return self.details or self.token_ids
+    def has_tokens(self) -> bool:
+        """Whether any token field is shown."""
+        return self.needs_details or self.token_ids
 
 
-NOTHING = Wants()
-"""Text alone."""
+TEXT_ONLY = ShownFields()
+"""Text only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """One token: where its text starts, in characters of its choice's output, and what the backend told of it."""
+    """One token with its fields."""
 
     id: int
-    start: int
-    detail: wire.TokenDetail | None = None
+    start: int  # start of its text, in characters of its choice's output
+    detail: wire.TokenDetail | None = None  # from the backend
 
 
 class ShownTokens:
     """Tokens of one choice that were counted and not yet shown.
 
-    A token leaves with the text it made: one whose text is held back (half a character, what may become a stop string) waits for
-    it. So every counted token is shown exactly once, in order.
+    A token is shown with its text. If its text is held back (an incomplete character, a possible stop string), so is the token:
+    every counted token is shown exactly once, in order.
     """
 
     def __init__(self) -> None:
@@ -68,17 +65,17 @@ class ShownTokens:
         self._taken = 0
 
     def add(self, token: int, detail: wire.TokenDetail | None, num_chars: int) -> None:
-        """One more token, which made this many characters certain."""
+        """Adds a token that made `num_chars` more characters certain."""
         self._waiting.append(ShownToken(token, self._made, detail))
         self._made += num_chars
 
     def skip(self, num_tokens: int, num_chars: int) -> None:
-        """Counts tokens that were shown before, and their characters."""
+        """Counts tokens that were shown before the stream was resumed, and their characters."""
         self._taken += num_tokens
         self._made += num_chars
 
     def take(self, num_tokens: int) -> list[ShownToken]:
-        """Those of the choice's first `num_tokens` tokens that have not left yet."""
+        """Returns the tokens among the choice's first `num_tokens` that were not shown yet."""
         taken = [self._waiting.popleft() for _ in range(num_tokens - self._taken)]
         self._taken = num_tokens
         return taken
@@ -86,26 +83,26 @@ class ShownTokens:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is shown before the output: its text, and where its tokens start in it, if tokens are shown."""
+    """A prompt shown before the output. `starts`: start of each token in `text`; empty if no tokens are shown."""
 
     text: str
     starts: Sequence[int] = ()
 
     def tokens(self, prompt: Sequence[int], details: Sequence[wire.TokenDetail]) -> list[ShownToken]:
-        """The prompt's tokens, their starts before that of the output. The first has no detail: nothing comes before it."""
-        told = zip(prompt, self.starts, [None, *details], strict=True)
-        return [ShownToken(id, start - len(self.text), detail) for id, start, detail in told]
+        """Returns the prompt's tokens, with starts below that of the output. The first has no detail: no token precedes it."""
+        rows = zip(prompt, self.starts, [None, *details], strict=True)
+        return [ShownToken(id, start - len(self.text), detail) for id, start, detail in rows]
 
 
 class StreamBroken(Exception):
-    """The backend broke its promise: indices not in order, or an end without a reason."""
+    """The backend violated its protocol: indices out of order, or an end without a finish reason."""
 
 
 class Reply:
-    """One request's answer so far. `finish` is None while it goes on; `stop_reason` is the stop string or stop token.
+    """State of one choice.
 
-    `num_whole`: how many tokens had left with all their text after the last `feed`.
-    A silent one (`max_tokens` 0: only the prompt was of interest) ends at the first token and shows none.
+    `finish`: None while it is in progress. `stop_reason`: stop string or stop token. `num_whole`: number of tokens whose text was
+    returned completely by the last `feed`. With `is_silent` (`max_tokens` 0) it ends at the first token and shows no token.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class Reply:
         stops: Sequence[str] = (),
         named_stop_ids: Sequence[int] = (),
         include_stop: bool = False,
-        wants: Wants = NOTHING,
+        wants: ShownFields = TEXT_ONLY,
         is_silent: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
@@ -124,11 +121,11 @@ class Reply:
         self._min_tokens = sampling.min_tokens
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._include_stop = include_stop
-        self._shown = ShownTokens() if wants.tokens else None
-        self._needs_details = wants.details
+        self._shown = ShownTokens() if wants.has_tokens else None
+        self._needs_details = wants.needs_details
         self._is_silent = is_silent
         self._kept = ""
-        """Text of tokens after the whole ones, as far as it is certain."""
+        """Certain text of tokens after the whole ones."""
         self.num_whole = 0
         self.prompt_details: list[wire.TokenDetail] = []
         self.finish: wire.FinishReason | None = None
@@ -137,7 +134,7 @@ class Reply:
         self.cached_tokens = 0
 
     def feed(self, delta: Delta) -> str:
-        """The text that these tokens make certain. Raises StreamBroken."""
+        """Returns the text that these tokens make certain. Raises StreamBroken."""
         if delta.prompt_details:
             self.prompt_details.extend(delta.prompt_details)
         if delta.cached_tokens > self.cached_tokens:
@@ -146,7 +143,7 @@ class Reply:
             self.finish = "length" if delta.tokens or delta.finish is not None else None
             return ""
         if delta.tokens and delta.index != self.completion_tokens:
-            raise StreamBroken(f"token {delta.index} came where {self.completion_tokens} was next")
+            raise StreamBroken(f"the backend sent token {delta.index}; expected {self.completion_tokens}")
         detokenizer, stops, text, whole = self._detokenizer, self._stops, self._kept, 0
         for position, token in enumerate(delta.tokens):
             made = self._feed_token(token)
@@ -166,8 +163,8 @@ class Reply:
         self._kept, self.num_whole = "", self.completion_tokens
         return text
 
-    def go_on(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that the client has already: the reply goes on after them, or has ended with them."""
+    def skip_delivered(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens that the client already has; the reply continues after them, or ended with them."""
         wanted, shown = self._needs_details, self._shown
         self._needs_details, self._shown = False, None
         text = self.feed(Delta(self.completion_tokens, list(tokens)))
@@ -177,7 +174,7 @@ class Reply:
         return text
 
     def shown(self) -> Sequence[ShownToken]:
-        """The tokens that leave with the text of the last `feed`, if any are to be shown."""
+        """Returns the tokens shown with the text of the last `feed`; empty if no token fields are requested."""
         return () if self._shown is None else self._shown.take(self.num_whole)
 
     def _detail(self, delta: Delta, position: int) -> wire.TokenDetail | None:
@@ -185,11 +182,11 @@ class Reply:
             return None
         detail = delta.details[position] if position < len(delta.details) else None
         if detail is None:
-            raise StreamBroken(f"nothing was told of token {delta.index + position}, though it was asked for")
+            raise StreamBroken(f"the backend sent no logprobs of token {delta.index + position}, which were requested")
         return detail
 
     def _feed_token(self, token: int) -> str:
-        """The text that this token makes certain, before any stop string is looked for."""
+        """Returns the text that this token makes certain, before the stop string search."""
         self.completion_tokens += 1
         if token in self._stop_ids and self.completion_tokens >= self._min_tokens:
             self.stop_reason = token if token in self._named_stop_ids else None
@@ -198,7 +195,7 @@ class Reply:
         return self._detokenizer.feed(token)
 
     def _end(self) -> str:
-        """What was held back, once the backend has said that no more comes."""
+        """Returns the text held back, after the backend's last delta."""
         text = self._through_stops(self._detokenizer.end())
         if self._stops is not None and self._stops.found is None:
             text += self._stops.end()

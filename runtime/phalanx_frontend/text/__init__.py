@@ -1,1 +1,1 @@
-"""Text at the edge: tokenizer, chat template, incremental detokenizer, stop strings. Pure but for the tokenizer library."""
+"""Text: tokenizer, chat template, incremental detokenizer, stop strings, tool call parsers. No I/O."""

@@ -1,7 +1,7 @@
-"""One call in JSON, `{"name": ..., "arguments": {...}}`, read character by character: its name, then its arguments as they come.
+"""Reads one JSON tool call, `{"name": ..., "arguments": {...}}`, character by character, and streams its arguments.
 
-The text of arguments that are an object is passed on as it is written, unread: nothing is lost by reading and writing it again,
-and what a model writes wrong inside stays wrong. Arguments written as a string hold an object's text. Keys may come in any order,
+Arguments that are an object are passed on as the model wrote them, without parsing: re-encoding could lose text, and a mistake of
+the model inside them stays visible. Arguments written as a string must contain the text of an object. Keys may come in any order,
 once each; other keys are skipped.
 """
 
@@ -10,17 +10,20 @@ from collections.abc import Callable
 from typing import Final
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
-"""Hermes and Qwen say arguments, Llama 3 says parameters."""
+"""Hermes and Qwen write arguments, Llama 3 writes parameters."""
 _SPACE: Final = " \t\r\n"
 
 
 class _NotACallError(Exception):
-    """The text is no such object."""
+    """The text is not a call."""
 
 
 class CallScanner:
-    """Reads one object that calls one of `names`. `is_certain` once it is known to: its name is, and its arguments begin as an
-    object or there are none. `is_done` after the closing brace; `is_broken` at what is no call."""
+    """Reads one object that calls one of `names`.
+
+    `is_certain`: the name is one of them, and the arguments are an object or absent. `is_done`: the closing brace was read.
+    `is_broken`: the text is not a call.
+    """
 
     def __init__(self, names: frozenset[str]) -> None:
         self.name: str | None = None
@@ -34,12 +37,12 @@ class CallScanner:
         self._value: list[str] = []
         self._depth = 0
         self._in_string = self._is_escaped = False
-        self._untold: list[str] = []
+        self._unsent: list[str] = []
 
     def feed(self, text: str) -> tuple[int, str]:
-        """How many characters were taken, and the arguments' text that may be told now: none before the call is certain.
+        """Returns the number of characters taken, and argument text to send; that is empty until the call is certain.
 
-        Fewer than all are taken when the object is done, or broken: then the first one that is not taken breaks it.
+        Takes fewer than all characters if the object is done or broken; the first character not taken then breaks it.
         """
         taken = 0
         try:
@@ -50,18 +53,18 @@ class CallScanner:
                     break
         except _NotACallError:
             self.is_broken = True
-        self.is_certain = self.is_certain or (self.name is not None and (self.is_done or bool(self._untold)))
+        self.is_certain = self.is_certain or (self.name is not None and (self.is_done or bool(self._unsent)))
         if not self.is_certain:
             return taken, ""
-        told = "".join(self._untold)
-        self._untold.clear()
-        return taken, told
+        ready = "".join(self._unsent)
+        self._unsent.clear()
+        return taken, ready
 
     def _open(self, letter: str) -> None:
         if letter == "{":
             self._step = self._key_or_end
         elif letter not in _SPACE:
-            raise _NotACallError(f"{letter!r} where an object was to begin")
+            raise _NotACallError(f"{letter!r} where an object must begin")
 
     def _key_or_end(self, letter: str) -> None:
         if letter == '"':
@@ -70,10 +73,10 @@ class CallScanner:
         elif letter == "}":
             self._finish()
         elif letter not in _SPACE and letter != ",":
-            raise _NotACallError(f"{letter!r} where a key was to begin")
+            raise _NotACallError(f"{letter!r} where a key must begin")
 
     def _in_key(self, letter: str) -> None:
-        if self._string_goes_on(letter):
+        if self._key_continues(letter):
             return
         self._key = _read_string("".join(self._value))
         self._step = self._colon
@@ -90,17 +93,17 @@ class CallScanner:
             return
         kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
         if kind in self._seen and kind in ("name", "arguments"):
-            raise _NotACallError(f"{kind} is there twice")
+            raise _NotACallError(f"{kind} is given twice")
         self._seen.add(kind)
         self._is_text = kind == "arguments" and letter != "{"
         if (kind == "name" and letter != '"') or (self._is_text and letter not in '"n') or letter in ",}]:":
-            raise _NotACallError(f"{letter!r} where the value of {self._key} was to begin")
+            raise _NotACallError(f"{letter!r} where the value of {self._key} must begin")
         self._step = self._in_value
         self._in_string = False
         self._in_value(letter)
 
     def _in_value(self, letter: str) -> None:
-        """One character of a value, or the one after it."""
+        """Reads one character of a value, or the one after it."""
         if self._in_string:
             self._take(letter)
             self._in_string = self._is_escaped or letter != '"'
@@ -123,16 +126,16 @@ class CallScanner:
     def _take(self, letter: str) -> None:
         self._value.append(letter)
         if self._key in ARGUMENT_KEYS and not self._is_text:
-            self._untold.append(letter)
+            self._unsent.append(letter)
 
     def _end_value(self) -> None:
         if self._key == "name":
             name = _read_string("".join(self._value))
             if name not in self._names:
-                raise _NotACallError(f"there is no function {name}")
+                raise _NotACallError(f"no such function: {name}")
             self.name = name
         elif self._is_text:
-            self._untold.append(_read_object("".join(self._value)))
+            self._unsent.append(_read_object("".join(self._value)))
             self._is_text = False
         self._value = []
         self._step = self._key_or_end
@@ -142,8 +145,8 @@ class CallScanner:
             raise _NotACallError("the object has no name")
         self.is_done = True
 
-    def _string_goes_on(self, letter: str) -> bool:
-        """Adds a character to a key; whether the key goes on after it."""
+    def _key_continues(self, letter: str) -> bool:
+        """Adds a character to a key; returns whether the key continues after it."""
         self._value.append(letter)
         ends = letter == '"' and not self._is_escaped
         self._is_escaped = letter == "\\" and not self._is_escaped
@@ -154,19 +157,19 @@ def _read_string(text: str) -> str:
     try:
         read = json.loads(text)
     except ValueError as error:
-        raise _NotACallError(f"{text} is no JSON string") from error
+        raise _NotACallError(f"{text} is not a JSON string") from error
     if not isinstance(read, str):
-        raise _NotACallError(f"{text} is no JSON string")
+        raise _NotACallError(f"{text} is not a JSON string")
     return read
 
 
 def _read_object(text: str) -> str:
-    """The text of an object that arguments hold as a string; null is an empty one."""
+    """Returns the text of an object that arguments contain as a string; null means an empty object."""
     inner = "{}" if text == "null" else _read_string(text)
     try:
         is_object = isinstance(json.loads(inner), dict)
     except (ValueError, RecursionError) as error:
-        raise _NotACallError("the arguments are no JSON") from error
+        raise _NotACallError("the arguments are not JSON") from error
     if not is_object:
-        raise _NotACallError("the arguments are no object")
+        raise _NotACallError("the arguments are not an object")
     return inner

@@ -1,7 +1,7 @@
-"""The prompt of a conversation, by the model's own chat template.
+"""Renders the prompt of a conversation with the model's own chat template.
 
-Templates are Jinja programs that come with the model: they run in a sandbox, in the environment that they are written for
-(block trimming, loop controls, `raise_exception`, `strftime_now`, a `tojson` that leaves non-ASCII alone, `generation` blocks).
+Templates are Jinja programs shipped with the model. They run in a sandbox with the environment that Transformers gives them:
+block trimming, loop controls, `raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII characters, `generation` blocks.
 """
 
 import json
@@ -15,8 +15,8 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from phalanx_frontend.text.parts import END
-from phalanx_frontend.text.tool_calls import format_of
+from phalanx_frontend.text.parts import THINK_END
+from phalanx_frontend.text.tool_calls import detect_tool_format
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -26,12 +26,12 @@ class ChatTemplateError(Exception):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the assistant's part for training: here just its content."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's part for training; renders its content."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes inside the block."""
+        """Returns the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -45,13 +45,16 @@ def _tojson(value: object, indent: int | None = None, ensure_ascii: bool = False
 
 
 def utc_now() -> datetime:
-    """The time now, in UTC."""
+    """Returns the current time in UTC."""
     return datetime.now(UTC)
 
 
 class ChatTemplate:
-    """One model's template, compiled once. `tool_format` is the format of tool calls that it asks for, `can_reason` whether it
-    knows of reasoning between `<think>` and `</think>`."""
+    """One model's template, compiled once.
+
+    `tool_format`: format of tool calls that it requests from the model. `can_reason`: it handles reasoning between `<think>` and
+    `</think>`.
+    """
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = utc_now) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -61,25 +64,25 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._tokens = dict(tokens)
-        self.tool_format = format_of(source)
-        self.can_reason = END in source
+        self.tool_format = detect_tool_format(source)
+        self.can_reason = THINK_END in source
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
+            raise ChatTemplateError(f"the model's chat template is broken: {error}; fix chat_template") from error
 
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
-        """The prompt. `options` are more variables for the template. Raises ChatTemplateError."""
+        """Returns the prompt. `options` are further variables of the template. Raises ChatTemplateError."""
         variables = {**self._tokens, **options, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        # A template is a program over the client's messages: whatever it trips on is about them.
+        # A template is a program over the client's messages, so its failures are errors of the request.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
 
 def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """The template among a model's files, or None when it has none: chat_template.jinja, else in tokenizer_config.json."""
+    """Reads the template from a model's files: chat_template.jinja, else tokenizer_config.json. None if there is none."""
     config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
     source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
     if isinstance(source, list):
@@ -91,7 +94,7 @@ def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the named special tokens in a tokenizer_config.json."""
+    """Returns the texts of the named special tokens in a tokenizer_config.json."""
     found: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         token = config.get(name)

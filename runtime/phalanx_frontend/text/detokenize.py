@@ -1,8 +1,8 @@
-"""Text of a token stream, piece by piece, never half a character.
+"""Incremental detokenizer: text of a token stream, never half a character.
 
-The pieces of all tokens joined are the text of the whole: equal to the tokenizer's own decode for byte-level decoders
-always, for byte-fallback decoders whenever every run of bytes is valid UTF-8. (The library turns a whole run into U+FFFD
-when one byte of it is wrong; a stream cannot take back what it sent, so here the valid characters of such a run stay.)
+The joined pieces equal the tokenizer's own decode: always for byte-level decoders, and for byte-fallback decoders if every run of
+bytes is valid UTF-8. For a run with one invalid byte the library returns U+FFFD for the whole run; a stream cannot withdraw text
+that it sent, so the valid characters of the run remain here.
 """
 
 import codecs
@@ -12,31 +12,31 @@ from typing import Protocol
 from phalanx_frontend.text.tokenizer import PieceRule, TextTokenizer
 
 CONTEXT_TOKENS = 8
-"""Tokens of the text before that are decoded again as context: enough for any character and word start."""
+"""Preceding tokens decoded again as context: enough for any character and word start."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one request into text as they come."""
+    """Turns the tokens of one request into text incrementally."""
 
     @property
     def is_holding(self) -> bool:
-        """Whether some of the text of the tokens fed so far is still to come."""
+        """Whether some text of the tokens fed so far is held back."""
         ...
 
     def feed(self, token: int) -> str:
-        """The text that is now certain. Empty while a character is incomplete."""
+        """Returns the text that is now certain; empty while a character is incomplete."""
         ...
 
     def end(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character."""
+        """Returns the text held back, with U+FFFD for incomplete characters."""
         ...
 
 
 def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
-    """A detokenizer for one request, the fastest that this tokenizer allows.
+    """Returns the fastest detokenizer that this tokenizer allows, for one request.
 
-    `after` are tokens whose text was told before: what a decoder drops at the start of a text it then keeps.
+    `after`: tokens whose text precedes. With them the decoder keeps what it drops only at the start of a text.
     """
     if tokenizer.rule is None:
         return WindowDetokenizer(tokenizer, skip_special_tokens, after)
@@ -56,7 +56,7 @@ class PieceDetokenizer:
         self._bare_first = rule.bare_first and not is_continued
 
     def feed(self, token: int) -> str:
-        """The text that is now certain. Empty while a character is incomplete."""
+        """Returns the text that is now certain; empty while a character is incomplete."""
         if token in self._skipped:
             return ""
         piece = self._tokenizer.piece(token, self._rule)
@@ -68,11 +68,11 @@ class PieceDetokenizer:
         return piece
 
     def end(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character."""
+        """Returns the text held back, with U+FFFD for incomplete characters."""
         return self._utf8.decode(b"", final=True)
 
     def _start(self, text: str) -> str:
-        """The first characters of the text, without what the rule drops there."""
+        """Returns `text` at the start of the output without what the rule drops there."""
         if self._bare_first:
             self._bare_first = False
             return text.replace(" ", "")
@@ -86,22 +86,22 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the tokens since the last certain text, with those before it as context. For decoders without a piece rule."""
+    """Decodes the tokens since the last certain text, with preceding tokens as context. For decoders without a piece rule."""
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # [context, certain) was sent and is decoded again as context · [certain, ...) is not sent yet.
+        # _context was sent and is decoded again as context; _fresh is not sent yet.
         self._context: list[int] = list(after[-CONTEXT_TOKENS:])
         self._fresh: list[int] = []
 
     @property
     def is_holding(self) -> bool:
-        """Whether a token waits for those that follow it."""
+        """Whether a token is held back until the following tokens."""
         return bool(self._fresh)
 
     def feed(self, token: int) -> str:
-        """The text that is now certain. Empty while a character is incomplete."""
+        """Returns the text that is now certain; empty while a character is incomplete."""
         self._fresh.append(token)
         text = self._fresh_text()
         if not text or text.endswith(REPLACEMENT):
@@ -110,7 +110,7 @@ class WindowDetokenizer:
         return text
 
     def end(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character."""
+        """Returns the text held back, with U+FFFD for incomplete characters."""
         return self._fresh_text()
 
     def _fresh_text(self) -> str:

@@ -1,7 +1,6 @@
-"""Grammars as llguidance reads them: the door checks them, the rank that draws masks with them, both from the same words here.
+"""llguidance source of a grammar. The API server checks grammars and the sampling rank masks logits with the same source.
 
-Between the tokens of JSON one space or one line end with its indentation is allowed, so that a model cannot fill its answer with
-blanks.
+Between JSON tokens one space, or one newline with indentation, is allowed, so that a model cannot fill its output with blanks.
 """
 
 from typing import assert_never
@@ -11,17 +10,17 @@ from llguidance import LLMatcher
 from phalanx_api import wire
 
 INDENTATION = 40
-"""Spaces after a line end: ten levels by four."""
+"""Maximum number of spaces after a newline: ten levels of four."""
 BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"
-"""What may stand between the tokens of JSON."""
+"""Pattern of the white space between JSON tokens."""
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled, or cannot go on: the message says why, for the client."""
+    """A grammar cannot be compiled or continued; the message gives the reason for the client."""
 
 
 def grammar_source(grammar: wire.Grammar) -> str:
-    """What llguidance compiles. Raises GrammarError for a JSON schema that is no JSON object."""
+    """Returns the source that llguidance compiles. Raises GrammarError for an invalid JSON schema."""
     match grammar.kind:
         case "json_schema":
             try:

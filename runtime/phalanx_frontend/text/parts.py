@@ -1,6 +1,6 @@
-"""What the text of a chat answer is made of: content, reasoning, tool calls. Parts come piece by piece, in order.
+"""Parts of the text of a chat answer: content, reasoning, tool calls.
 
-Parsers take text as it comes and give parts as soon as they are certain; how the text was cut never changes what they add up to.
+Parsers receive text in pieces and return parts as soon as they are certain. How the text is split never changes the joined parts.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,21 +10,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer itself."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thought before its answer."""
+    """Reasoning text, before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of the function `name` begins; calls of one answer are numbered from 0."""
+    """Start of a call of the function `name`. `index` numbers the calls of one answer from 0."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the JSON text of this call's arguments, as the model wrote it."""
+    """More JSON text of the arguments of call `index`, as the model wrote it."""
 
     index: int
     text: str
@@ -46,20 +46,20 @@ class PartParser(Protocol):
 
     @property
     def is_holding(self) -> bool:
-        """Whether some of the text fed so far may still become a part."""
+        """Whether some text fed so far is held back."""
         ...
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this text makes certain."""
+        """Returns the parts that `text` makes certain."""
         ...
 
     def end(self) -> list[Part]:
-        """The parts of what was held back, once no more text comes."""
+        """Returns the parts of the text held back, at the end of the text."""
         ...
 
 
-class Chain:
-    """A parser whose content goes through a second one: reasoning first, then tool calls."""
+class ParserChain:
+    """Feeds the content of a first parser to a second one: reasoning first, then tool calls."""
 
     def __init__(self, first: PartParser, second: PartParser) -> None:
         self._first = first
@@ -71,11 +71,11 @@ class Chain:
         return self._first.is_holding or self._second.is_holding
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this text makes certain."""
+        """Returns the parts that `text` makes certain."""
         return self._through(self._first.feed(text))
 
     def end(self) -> list[Part]:
-        """The parts of what was held back."""
+        """Returns the parts of the text held back."""
         return [*self._through(self._first.end()), *self._second.end()]
 
     def _through(self, parts: Iterable[Part]) -> list[Part]:
@@ -85,8 +85,8 @@ class Chain:
         return through
 
 
-class Marker:
-    """Looks for one marker in a text that comes in pieces. Holds back no more than what may become the marker."""
+class MarkerScanner:
+    """Searches for one marker in text that arrives in pieces. Holds back only what may become the marker."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
@@ -94,11 +94,11 @@ class Marker:
 
     @property
     def is_holding(self) -> bool:
-        """Whether the text ends with what may become the marker."""
+        """Whether the text ends with a beginning of the marker."""
         return bool(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text before the marker that is certain, and what follows the marker; None while it was not seen."""
+        """Returns certain text before the marker, and the text after it; None while the marker was not found."""
         text = self._held + text
         at = text.find(self._marker)
         if at >= 0:
@@ -109,68 +109,69 @@ class Marker:
         return text[: len(text) - held], None
 
     def end(self) -> str:
-        """What was held back."""
+        """Returns the text held back."""
         held, self._held = self._held, ""
         return held
 
 
-def said(make: Callable[[str], Part], text: str) -> list[Part]:
-    """One part of this text, or none when there is no text."""
+def text_part(make: Callable[[str], Part], text: str) -> list[Part]:
+    """Returns one part made of `text`, or an empty list if `text` is empty."""
     return [make(text)] if text else []
 
 
-# Reasoning between `<think>` and `</think>`, as Qwen3 and DeepSeek-R1 write it, apart from the answer.
-# Line ends next to the marks are layout and belong to neither side. Text before `<think>` that is more than white space means
-# that the model does not think: all of it is content. Without `</think>` everything after `<think>` is reasoning.
+# Reasoning between `<think>` and `</think>`, as Qwen3 and DeepSeek-R1 write it.
+# Newlines next to the marks belong to neither part. If text other than white space precedes `<think>`, the whole answer is
+# content.
+# Without `</think>` everything after `<think>` is reasoning.
 
-BEGIN, END = "<think>", "</think>"
+THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Splits one answer. `inside` says that the prompt ended with `<think>`, so the answer begins within the reasoning."""
+    """Splits reasoning from content. `inside`: the prompt ended with `<think>`, so the answer begins with reasoning."""
 
     def __init__(self, inside: bool = False) -> None:
         self._is_inside = inside
         self._is_over = False
         self._before = ""
-        self._marker = Marker(END)
+        self._marker = MarkerScanner(THINK_END)
         self._gap = ""
         self._at_start = True
 
     @property
     def is_holding(self) -> bool:
-        """Whether a mark may have begun, or line ends wait for what follows them."""
+        """Whether a mark may have begun, or newlines are held back."""
         if self._is_over:
             return False
         return bool(self._gap) or self._marker.is_holding if self._is_inside else bool(self._before)
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this text makes certain."""
+        """Returns the parts that `text` makes certain."""
         if self._is_over:
-            return said(Content, self._without_lead(text))
+            return text_part(Content, self._without_lead(text))
         return self._think(text) if self._is_inside else self._look(text)
 
     def end(self) -> list[Part]:
-        """The parts of what was held back."""
+        """Returns the parts of the text held back."""
         if self._is_over:
             return []
         if not self._is_inside:
             held, self._before = self._before, ""
-            return said(Content, held)
+            return text_part(Content, held)
         return self._reason(self._marker.end(), last=True)
 
     def _look(self, text: str) -> list[Part]:
-        """Before it is known whether the model thinks."""
+        """Decides whether the answer begins with `<think>`."""
         self._before += text
         bare = self._before.lstrip()
-        if bare.startswith(BEGIN):
+        if bare.startswith(THINK_BEGIN):
             self._is_inside = True
-            return self._think(bare[len(BEGIN) :])
-        if BEGIN.startswith(bare):
+            return self._think(bare[len(THINK_BEGIN) :])
+        if THINK_BEGIN.startswith(bare):
             return []
         self._is_over, self._at_start = True, False
         held, self._before = self._before, ""
-        return said(Content, held)
+        return text_part(Content, held)
 
     def _think(self, text: str) -> list[Part]:
         before, after = self._marker.feed(text)
@@ -178,17 +179,17 @@ class ReasoningParser:
         if after is None:
             return parts
         self._is_over, self._at_start = True, True
-        return [*parts, *said(Content, self._without_lead(after))]
+        return [*parts, *text_part(Content, self._without_lead(after))]
 
     def _reason(self, text: str, last: bool) -> list[Part]:
-        """Reasoning without the line ends at its two sides, which are held back until more than line ends follows."""
+        """Returns reasoning without outer newlines; trailing ones are held back until other text follows."""
         text = self._gap + self._without_lead(text)
         bare = text.rstrip("\n")
         self._gap = "" if last else text[len(bare) :]
-        return said(Reasoning, bare)
+        return text_part(Reasoning, bare)
 
     def _without_lead(self, text: str) -> str:
-        """The text without line ends at the start of a side."""
+        """Returns `text` without newlines at the start of a part."""
         if self._at_start:
             text = text.lstrip("\n")
             self._at_start = not text

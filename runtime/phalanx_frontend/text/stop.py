@@ -1,14 +1,14 @@
-"""Where a stream of text ends because of stop strings, across any boundaries.
+"""Finds stop strings in a text stream, across any boundaries.
 
-The stop string that is complete first wins, the longest of those that are complete at once; so the answer does not depend
-on how the text was cut into tokens. Held back is the longest end of the text that may still become a stop string.
+The stop string that is complete first wins, and the longest of those complete at the same position, so the result does not depend
+on how the text is split into tokens. The longest suffix that may become a stop string is held back.
 """
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Searches one request's text. `found` is the stop string that ended it, None while it goes on."""
+    """Stop string search of one request. `found`: the stop string that ended the text, or None."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -18,11 +18,11 @@ class StopStrings:
 
     @property
     def is_holding(self) -> bool:
-        """Whether some of the text may become a stop string."""
+        """Whether some text is held back because it may become a stop string."""
         return bool(self._held)
 
     def feed(self, text: str) -> str:
-        """The text that may be sent now. Nothing may be fed after `found` is set."""
+        """Returns the text to send. Must not be called after `found` is set."""
         text = self._held + text
         end = self._earliest_end(text)
         if self.found is None:
@@ -33,12 +33,12 @@ class StopStrings:
         return text[:end] if self._include else text[: end - len(self.found)]
 
     def end(self) -> str:
-        """What was held back, once no more text comes."""
+        """Returns the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _earliest_end(self, text: str) -> int:
-        """Where the winning stop string ends; sets `found`. Meaningless while `found` is None."""
+        """Returns the end position of the winning stop string and sets `found`; meaningless while `found` is None."""
         best = len(text) + 1
         for stop in self._stops:
             start = text.find(stop)
@@ -50,7 +50,7 @@ class StopStrings:
         return best
 
     def _longest_beginning(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Returns the length of the longest suffix that begins a stop string."""
         longest = 0
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -1,4 +1,4 @@
-"""Tokens of a text and the text that each token adds, from the bytes of a tokenizer.json."""
+"""Tokenizer: token ids of a text, and the text that each token adds, from a tokenizer.json."""
 
 import json
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# What one token adds to the text, read from the `decoder` of a tokenizer.json.
-# A decoder is understood here when the text is the concatenation of pieces that depend on one token each: byte-level BPE
-# (GPT-2, Llama 3, Qwen), sentencepiece with byte fallback (Llama 2, Mistral, Gemma) and Metaspace. Then a stream costs one
-# look-up per token. Other decoders give None, and the detokenizer decodes windows of tokens instead.
+# Piece rules, read from the `decoder` of a tokenizer.json.
+# A rule exists if the text is the concatenation of pieces that depend on one token each: byte-level BPE (GPT-2, Llama 3, Qwen),
+# sentencepiece with byte fallback (Llama 2, Mistral, Gemma) and Metaspace. A stream then costs one look-up per token. Other
+# decoders
+# give None, and the detokenizer decodes windows of tokens.
 
 WORD_START = "▁"
 """The character that sentencepiece writes for a space."""
@@ -18,20 +19,16 @@ WORD_START = "▁"
 
 @dataclass(frozen=True, slots=True)
 class PieceRule:
-    """How tokens become text. `piece` gives the bytes of a token; the rest says what happens to the start of the text.
+    """How tokens become text."""
 
-    At most `strip_left` leading characters equal to `strip_char` are dropped. `bare_first` drops every space that stands
-    for WORD_START in the first token.
-    """
-
-    piece: Callable[[str], bytes]
+    piece: Callable[[str], bytes]  # returns the bytes of a token
     strip_char: str = " "
-    strip_left: int = 0
-    bare_first: bool = False
+    strip_left: int = 0  # maximum number of leading `strip_char` to drop from the text
+    bare_first: bool = False  # drop every space that replaces WORD_START in the first token
 
 
 def byte_of_character() -> dict[str, int]:
-    """The byte behind each character of byte-level BPE: printable Latin-1 is itself, the others follow from U+0100 on."""
+    """Returns the byte of each character of byte-level BPE: printable Latin-1 is itself, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(0x100) if byte not in table.values()]
@@ -42,7 +39,7 @@ _BYTE_OF_CHARACTER = byte_of_character()
 
 
 def byte_level_piece(token: str) -> bytes:
-    """Bytes of a byte-level token. One with a character outside the alphabet (an added token) is plain text."""
+    """Returns the bytes of a byte-level token. A token with a character outside the alphabet (an added token) is plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -50,7 +47,7 @@ def byte_level_piece(token: str) -> bytes:
 
 
 def fallback_byte(token: str) -> bytes | None:
-    """The byte of a token spelled `<0xNN>`, or None for any other token."""
+    """Returns the byte of a token spelled `<0xNN>`, or None for any other token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -60,7 +57,7 @@ def fallback_byte(token: str) -> bytes | None:
 
 
 def replacing_piece(replacements: list[tuple[str, str]], byte_fallback: bool) -> Callable[[str], bytes]:
-    """A piece function that replaces strings in order, then reads `<0xNN>` as a byte when `byte_fallback`."""
+    """Returns a piece function that replaces strings in order, then reads `<0xNN>` as a byte if `byte_fallback`."""
 
     def piece(token: str) -> bytes:
         for old, new in replacements:
@@ -73,7 +70,7 @@ def replacing_piece(replacements: list[tuple[str, str]], byte_fallback: bool) ->
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
-    """The rule of a tokenizer.json's `decoder`, or None when its text is no concatenation of pieces."""
+    """Returns the rule of a tokenizer.json's `decoder`, or None if the text is not a concatenation of pieces."""
     if decoder is None:
         return None
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -87,7 +84,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
 
 
 def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceRule | None:
-    """Replace... ByteFallback? Fuse Strip? in this order, the strip only on the left; anything else is None."""
+    """Accepts the steps Replace... ByteFallback? Fuse Strip? in this order, stripping only on the left; else returns None."""
     replacements: list[tuple[str, str]] = []
     position = 0
     while position < len(names) and names[position] == "Replace":
@@ -109,11 +106,11 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
 
 
 class TextTokenizer:
-    """A model's tokenizer. Encoding is thread-safe; pieces are remembered by id as they are first asked for."""
+    """A model's tokenizer. Encoding is thread-safe; pieces are cached by id on first use."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         document: dict[str, Any] = json.loads(tokenizer_json)
-        # A tokenizer saved after training may still cut or pad its input: a prompt never is.
+        # A tokenizer saved after training may truncate or pad its input, which is wrong for prompts.
         document["truncation"] = None
         document["padding"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(document))
@@ -124,24 +121,24 @@ class TextTokenizer:
         self._pieces: dict[int, str | bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens written out in it are recognised. Raises UnicodeEncodeError on lone surrogates."""
-        text.encode()  # the library answers half a surrogate pair with a TypeError
-        # The batch call lets other threads run meanwhile, the single one does not.
+        """Returns token ids of `text`; special tokens in it are recognised. Raises UnicodeEncodeError on lone surrogates."""
+        text.encode()  # the library raises TypeError for a lone surrogate
+        # The batch call releases the GIL, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of tokens by the library's own decoder: the twin of the incremental one, and its fallback."""
+        """Decodes with the library's own decoder: the incremental detokenizer's reference implementation and fallback."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token(self, id: int) -> str | None:
-        """A token as the vocabulary spells it, or None for an id that has none."""
+        """Returns a token as spelled in the vocabulary, or None for an unknown id."""
         token: str | None = self._tokenizer.id_to_token(id)
         return token
 
     def piece(self, id: int, rule: PieceRule) -> str | bytes:
-        """What a token adds: text when it is whole characters, else bytes. An id without a token adds nothing."""
+        """Returns what a token adds to the text: a string if it is whole characters, else bytes; empty for an unknown id."""
         piece = self._pieces.get(id)
         if piece is None:
             token = self.token(id)
@@ -154,7 +151,7 @@ class TextTokenizer:
         return piece
 
     def token_bytes(self, id: int) -> bytes | None:
-        """What a token alone spells, special ones as they are written; None for an id that has no token."""
+        """Returns the bytes of one token, special tokens as they are written; None for an unknown id."""
         token = self.token(id)
         if token is None:
             return None

@@ -1,1 +1,2 @@
-"""Which groups are in trouble and which running requests go elsewhere: pure, time is an argument. Effects are the router's."""
+"""Pure balancing decisions: hotspots, moves of running requests, shedding. Time is an argument; the router applies the
+effects."""

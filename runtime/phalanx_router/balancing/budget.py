@@ -1,22 +1,22 @@
-"""What may still be moved now: moves at once per group, bytes of a group's transfers, tokens of the whole fleet.
+"""Limits on moves: concurrent moves and transfer bytes per group, moved tokens of the fleet.
 
-Bytes and tokens are buckets that fill at a rate, up to 1 s of bytes and 4 s of tokens. A bucket that is not empty lets one move
-pass whatever its size, and then owes: in any T seconds at most rate * (T + burst) and one move go through.
-Rescue and emptying may use `URGENT` times the bytes, and are not counted as tokens.
+Bytes and tokens are token buckets with a burst of 1 s and 4 s. A bucket that is not empty admits one move of any size and goes
+into debt: in T seconds at most rate * (T + burst) plus one move pass. Rescue and evacuation get `URGENT` times the bytes and do
+not count as tokens.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 
 from phalanx_api.summary import Budgets
-from phalanx_router.balancing.records import FOR_BALANCE, Proposal, RefusalCode, Rung
+from phalanx_router.balancing.records import OPTIONAL_RUNGS, PlannedMove, RefusalCode, Rung
 
 TOKENS_BURST_S, BYTES_BURST_S = 4.0, 1.0
 URGENT = 2.5
 
 
 class Bucket:
-    """Fills at a rate that may change, up to so many seconds of it; full at first."""
+    """A token bucket with a variable rate and a capacity of `burst_s` seconds; it starts full."""
 
     def __init__(self, burst_s: float) -> None:
         self._burst_s = burst_s
@@ -24,23 +24,23 @@ class Bucket:
         self._at = 0.0
 
     def fill(self, rate: float, now: float) -> None:
-        """Lets time pass at this rate."""
+        """Refills at `rate` per second since the last call."""
         full = rate * self._burst_s
         self._level = full if self._level is None else min(full, self._level + rate * max(0.0, now - self._at))
         self._at = now
 
     @property
     def is_open(self) -> bool:
-        """Whether something may be taken."""
+        """Whether the level is positive."""
         return self._level is not None and self._level > 0
 
     def take(self, amount: float) -> None:
-        """Takes, if need be on credit."""
+        """Subtracts `amount`; the level may become negative."""
         self._level = (self._level or 0.0) - amount
 
 
 class MoveBudget:
-    """Grants and counts the moves of one router. Groups are named by the keys of their views."""
+    """Grants and counts the moves of one router. Groups are given by the keys of their views."""
 
     def __init__(self) -> None:
         self._budgets = Budgets()
@@ -50,7 +50,7 @@ class MoveBudget:
         self._coming: Counter[str] = Counter()
 
     def begin(self, budgets: Budgets, live_tokens: int, groups: Iterable[str], now: float) -> None:
-        """Starts a tick: what may be done in it follows from these. Groups that are gone are forgotten."""
+        """Starts a tick: refills the buckets from the current grant and drops groups that no longer exist."""
         self._budgets = budgets
         self._tokens.fill(budgets.tokens_share_per_s * live_tokens, now)
         named = [(key, is_urgent) for key in groups for is_urgent in (False, True)]
@@ -59,43 +59,43 @@ class MoveBudget:
             bucket.fill(self.bytes_per_s(is_urgent) or 0.0, now)
 
     def bytes_per_s(self, is_urgent: bool) -> float | None:
-        """Bound of a group's transfers; None is no bound."""
+        """Returns the cap of a group's transfers; `None` is unlimited."""
         bound = self._budgets.bytes_per_s
         return bound * URGENT if bound is not None and is_urgent else bound
 
     def out_slots(self, source: str) -> int:
-        """How many more moves out of this group may begin."""
+        """Returns the number of further moves that may start out of this group."""
         return max(0, self._budgets.moves_per_group - self._leaving[source])
 
     def in_slots(self, target: str) -> int:
-        """How many more moves into this group may begin."""
+        """Returns the number of further moves that may start into this group."""
         return max(0, self._budgets.moves_per_group - self._coming[target])
 
     def forbids(self, source: str, target: str, rung: Rung) -> RefusalCode | None:
-        """What stands against one more move, if something does."""
+        """Returns the limit that forbids one more move, or `None`."""
         if not (self.out_slots(source) and self.in_slots(target)):
             return "slots"
-        if rung in FOR_BALANCE and not self._tokens.is_open:
+        if rung in OPTIONAL_RUNGS and not self._tokens.is_open:
             return "tokens"
         if self._budgets.bytes_per_s is not None and not all(self._is_open(key, rung) for key in (source, target)):
             return "bytes"
         return None
 
     def _is_open(self, key: str, rung: Rung) -> bool:
-        bucket = self._bytes.get((key, rung not in FOR_BALANCE))
+        bucket = self._bytes.get((key, rung not in OPTIONAL_RUNGS))
         return bucket is not None and bucket.is_open
 
-    def spend(self, proposal: Proposal, num_bytes: float) -> None:
-        """Counts a move that begins."""
+    def spend(self, proposal: PlannedMove, num_bytes: float) -> None:
+        """Counts a move that starts."""
         self._leaving[proposal.source] += 1
         self._coming[proposal.target] += 1
-        if proposal.rung in FOR_BALANCE:
+        if proposal.rung in OPTIONAL_RUNGS:
             self._tokens.take(proposal.context)
         for key in (proposal.source, proposal.target):
-            if proposal.way != "recompute" and (bucket := self._bytes.get((key, proposal.rung not in FOR_BALANCE))):
+            if proposal.way != "recompute" and (bucket := self._bytes.get((key, proposal.rung not in OPTIONAL_RUNGS))):
                 bucket.take(num_bytes)
 
-    def end(self, proposal: Proposal) -> None:
-        """Counts a move that ended, however it did."""
+    def end(self, proposal: PlannedMove) -> None:
+        """Counts a move that ended, with any outcome."""
         self._leaving -= Counter([proposal.source])  # counts that reach 0 are dropped
         self._coming -= Counter([proposal.target])

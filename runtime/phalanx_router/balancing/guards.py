@@ -1,7 +1,7 @@
-"""The guard against attraction: a group that just gave requests away does not look free at once.
+"""Guards against oscillation: the attraction guard and the ping-pong alarm.
 
-For 2 s what left is added to the group again when a newcomer's cost is reckoned, less and less. Without it a group that was
-relieved draws new prompts, becomes hot again, and gives more away (balancing.md 3.4).
+Attraction guard: for `FADE_S` after a request leaves a group, routing adds a linearly falling share of its load to that group.
+Without it a relieved group attracts new prompts, becomes hot again and moves more requests away (balancing.md 3.4).
 """
 
 from collections import deque
@@ -10,36 +10,36 @@ from dataclasses import dataclass, replace
 from phalanx_router.balancing.projection import pages_of
 from phalanx_router.routing.view import GroupView
 
-FADES_S = 2.0
+FADE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class _DepartedStream:
     context: int
     at: float
 
 
 class AttractionGuard:
-    """What left each group (by key) lately."""
+    """Requests that left each group (by key) within `FADE_S`."""
 
     def __init__(self) -> None:
-        self._gone: dict[str, list[_Gone]] = {}
+        self._departed: dict[str, list[_DepartedStream]] = {}
 
     def left(self, key: str, context: int, now: float) -> None:
-        """Notes a request that has left this group."""
-        self._gone.setdefault(key, []).append(_Gone(context, now))
+        """Records that a request left this group."""
+        self._departed.setdefault(key, []).append(_DepartedStream(context, now))
 
-    def burdened(self, view: GroupView, now: float) -> GroupView:
-        """The group as it should look to newcomers."""
-        gone = self._gone.get(view.key)
-        if gone is None:
+    def with_departed_load(self, view: GroupView, now: float) -> GroupView:
+        """Returns the group with the load that routing should assume."""
+        departed = self._departed.get(view.key)
+        if departed is None:
             return view
-        gone = self._gone[view.key] = [entry for entry in gone if now - entry.at < FADES_S]
-        if not gone:
-            del self._gone[view.key]
+        departed = self._departed[view.key] = [entry for entry in departed if now - entry.at < FADE_S]
+        if not departed:
+            del self._departed[view.key]
             return view
-        shares = [1 - max(0.0, now - entry.at) / FADES_S for entry in gone]
-        context = round(sum(share * entry.context for share, entry in zip(shares, gone, strict=True)))
+        shares = [1 - max(0.0, now - entry.at) / FADE_S for entry in departed]
+        context = round(sum(share * entry.context for share, entry in zip(shares, departed, strict=True)))
         return replace(
             view,
             running=view.running + round(sum(shares)),
@@ -48,18 +48,18 @@ class AttractionGuard:
         )
 
 
-# The alarm for requests that go back and forth: a return to a group that was left less than 10 s ago.
-# More than 1 % of the last minute's moves (and more than one of them) turn balancing moves off for a minute.
+# Ping-pong alarm: a return is a move to a group that the stream left less than `RETURN_S` ago. If more than `MAX_RETURN_SHARE` of
+# the moves of the last `WINDOW_S`, and at least `MIN_RETURNS`, are returns, balancing moves are off for `OFF_S`.
 
 RETURN_S = 10.0
 WINDOW_S = 60.0
 OFF_S = 60.0
-SHARE = 0.01
-AT_LEAST = 2
+MAX_RETURN_SHARE = 0.01
+MIN_RETURNS = 2
 
 
-class PingPong:
-    """Counts moves and returns, by streams and keys of groups."""
+class PingPongGuard:
+    """Counts moves and returns, by stream and group key."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -69,7 +69,7 @@ class PingPong:
         self._off_until: float | None = None
 
     def moved(self, stream: str, source: str, target: str, now: float) -> bool:
-        """Notes a move that happened; whether it is a return."""
+        """Records a completed move; returns whether it is a return."""
         is_return = target in self.left(stream, now)
         self._left.append((now, stream, source))
         self._by_stream.setdefault(stream, []).append(source)
@@ -79,20 +79,20 @@ class PingPong:
         return is_return
 
     def left(self, stream: str, now: float) -> frozenset[str]:
-        """The groups that this stream left less than 10 s ago."""
+        """Returns the keys of the groups that this stream left less than `RETURN_S` ago."""
         while self._left and now - self._left[0][0] >= RETURN_S:
-            _, who, _ = self._left.popleft()
-            groups = self._by_stream[who]
+            _, left_by, _ = self._left.popleft()
+            groups = self._by_stream[left_by]
             del groups[0]
             if not groups:
-                del self._by_stream[who]
+                del self._by_stream[left_by]
         return frozenset(self._by_stream.get(stream, ()))
 
     def _judge(self, now: float) -> None:
         while self._moves and now - self._moves[0][0] >= WINDOW_S:
             self._moves.popleft()
         returns = sum(is_return for _, is_return in self._moves)
-        if returns >= AT_LEAST and returns > SHARE * len(self._moves):
+        if returns >= MIN_RETURNS and returns > MAX_RETURN_SHARE * len(self._moves):
             self._off_until = now + OFF_S
             self._moves.clear()
 

@@ -1,12 +1,12 @@
-"""Which groups are hotspots: signals against thresholds and against the other groups, with hysteresis.
+"""Finds hotspots: compares signals with thresholds and with the other groups, with hysteresis.
 
     enter  z >= high  and  z >= median + max(delta, 3 * 1.4826 * MAD)      in 2 of the last 3 ticks
     exit   z < low    or   z < median + delta / 2                          in 4 ticks in a row
 
-With three groups or fewer the distance is that from the least one. `full` enters at once, a straggler after 10 s and 50 steps.
-Most groups above `high` for one load, or none that keeps its target: the fleet is saturated, and moves help nobody.
-Groups without a fresh report keep the state they had; so does a straggler that has nothing to do, for it shows no speed.
-Source: balancing.md 3.3.
+With up to three groups the minimum replaces median and spread. `full` enters at once, a straggler after 10 s and 50 steps.
+The fleet is saturated if most groups exceed `high` for one load or all miss the TTFT target; moves between groups do not help
+then. A group without a fresh report keeps its state. So does an idle straggler, because its speed is not measured. Source:
+balancing.md 3.3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,21 @@ from phalanx_api.summary import Cause
 from phalanx_router.balancing.targets import copy_s
 from phalanx_router.routing.view import GroupView
 
-# The six causes of a hotspot: the signal of each, and from where on it counts.
-#     kv         pressure, or a preemption in the last second     prefill    backlog_s / target of the time to the first token
-# decode     itl_s / target of the time between tokens     prefix     share of the heaviest prefix, when the group also has
-# much of one of the above     straggler  measured speed     full       time that a copy needs, twice, over time until no page
-# is free
-# A cause whose target nobody set has signal 0. Source: balancing.md 3.3.
+# Signal of each cause; 0 if its target is not set:
+#     kv         page pressure, or 1 after a preemption in the last second
+#     prefill    backlog_s / TTFT target
+#     decode     itl_s / ITL target
+#     prefix     share of the heaviest prefix, if one of the above reaches its `low`
+#     straggler  measured slowness
+#     full       twice the copy time of a mean request, over the time until the page pool is exhausted
+# Source: balancing.md 3.3.
 
 RESCUE_SLACK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A signal from `high` on is trouble, below `low` it is over; `delta` is the least distance from the other groups."""
+    """Hysteresis of a signal: enters at `high`, leaves below `low`; `delta` is the minimum distance from the other groups."""
 
     high: float
     low: float
@@ -45,23 +47,23 @@ THRESHOLDS: Mapping[Cause, Threshold] = {
     "full": Threshold(1.0, 1.0, 0.0),
 }
 LOADS: tuple[Cause, ...] = ("kv", "prefill", "decode")
-"""Causes that say how much a group has to do. When most groups have one, the fleet is saturated."""
-EXPLAIN: tuple[Cause, ...] = ("straggler", "prefix", "full")
-"""Causes that come before all others, in this order: the first two are the reason for the others, the last one is urgent."""
+"""Causes that measure load. The fleet is saturated when most groups have one of them."""
+PRECEDENCE: tuple[Cause, ...] = ("straggler", "prefix", "full")
+"""Causes that take precedence, in this order: the first two explain other causes, the last one is urgent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """What clients are promised; None is nothing."""
+class HotspotTargets:
+    """Latency targets; `None` is no target."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
 
-def signals(view: GroupView, targets: Targets) -> dict[Cause, float]:
-    """The signal of each cause in this group."""
+def signals(view: GroupView, targets: HotspotTargets) -> dict[Cause, float]:
+    """Returns the signal of each cause in this group."""
     found: dict[Cause, float] = {
-        "kv": max(view.pressure, 1.0 if view.preempted_lately else 0.0),
+        "kv": max(view.pressure, 1.0 if view.recently_preempted else 0.0),
         "prefill": view.backlog_s / targets.ttft_s if targets.ttft_s else 0.0,
         "decode": view.itl_s / targets.itl_s if targets.itl_s and view.running else 0.0,
         "straggler": view.speed,
@@ -72,16 +74,16 @@ def signals(view: GroupView, targets: Targets) -> dict[Cause, float]:
 
 
 def _urgency(view: GroupView) -> float:
-    """From 1 on there is just time left to copy a request of mean length elsewhere before the pages run out."""
+    """Returns 1 or more if there is just time left to move a mean request before the page pool is exhausted."""
     if view.steps_to_full is None or not view.running:
         return 0.0
     needed_s = 2 * copy_s(view.context_tokens / view.running, view, view.copy_bytes_per_s) + RESCUE_SLACK_S
     return needed_s / max(view.steps_to_full * view.itl_s, 1e-6)
 
 
-def primary(found: Mapping[Cause, float]) -> Cause:
-    """The main one of these causes. Raises ValueError without any."""
-    for cause in EXPLAIN:
+def select_primary(found: Mapping[Cause, float]) -> Cause:
+    """Returns the main cause in `found`. Raises ValueError if it is empty."""
+    for cause in PRECEDENCE:
         if cause in found:
             return cause
     return max(found, key=lambda cause: (found[cause] - THRESHOLDS[cause].high) / (1 - THRESHOLDS[cause].low))
@@ -89,14 +91,14 @@ def primary(found: Mapping[Cause, float]) -> Cause:
 
 ENTER, OF_LAST, EXIT = 2, 3, 4
 SIGMAS = 3 * 1.4826
-FEW = 3
+SMALL_FLEET = 3
 SLOW_S, SLOW_STEPS = 10.0, 50
 RISING = 0.15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HotGroup:
-    """A hotspot. `causes`: the signal of each cause that holds. `speed_rises`: it is slower than when it became a straggler."""
+    """A hotspot. `causes`: signal of each active cause. `speed_rises`: slower than when it became a straggler."""
 
     key: str
     group: str
@@ -109,7 +111,7 @@ class HotGroup:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A group became a hotspot, is one for another cause, or no longer (None)."""
+    """A group became a hotspot, changed its cause, or is no longer a hotspot (`cause=None`)."""
 
     group: str
     cause: Cause | None
@@ -117,8 +119,8 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one tick found."""
+class HotspotReport:
+    """The result of one tick."""
 
     hot: dict[str, HotGroup]
     transitions: list[Transition]
@@ -126,8 +128,8 @@ class Seen:
 
 
 @dataclass(slots=True)
-class _Watch:
-    """One cause in one group. `over_since`: since when the signal has been high without a pause."""
+class _CauseTimer:
+    """The state of one cause in one group. `over_since`: start of the current uninterrupted excess of the signal."""
 
     recent: list[bool] = field(default_factory=list)
     calm: int = 0
@@ -136,7 +138,7 @@ class _Watch:
     first: float = 0.0
 
     def see(self, is_over: bool, is_calm: bool, now: float, is_urgent: bool = False) -> None:
-        """Takes one tick in."""
+        """Records one tick."""
         self.recent = [*self.recent[1 - OF_LAST :], is_over]
         self.calm = self.calm + 1 if is_calm else 0
         self.over_since = (self.over_since if self.over_since is not None else now) if is_over else None
@@ -147,58 +149,60 @@ class _Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
-    """How one signal is spread over the groups that are judged: what is far from the others, and what is close."""
+class _SignalSpread:
+    """The distribution of one signal over the groups: values from `far` on are outliers, values below `close` are normal."""
 
     centre: float
     far: float
     close: float
 
     @staticmethod
-    def of(values: Sequence[float], threshold: Threshold) -> "_Field":
-        """Of these values."""
-        if len(values) <= FEW:
+    def of(values: Sequence[float], threshold: Threshold) -> "_SignalSpread":
+        """Returns the distribution of `values`, which must not be empty."""
+        if len(values) <= SMALL_FLEET:
             least = min(values)
-            return _Field(median(values), least + threshold.delta, least + threshold.delta / 2)
+            return _SignalSpread(median(values), least + threshold.delta, least + threshold.delta / 2)
         middle = median(values)
         spread = median(abs(value - middle) for value in values)
-        return _Field(middle, middle + max(threshold.delta, SIGMAS * spread), middle + threshold.delta / 2)
+        return _SignalSpread(middle, middle + max(threshold.delta, SIGMAS * spread), middle + threshold.delta / 2)
 
 
 class HotspotBook:
-    """Follows all groups from tick to tick. Groups are known by the keys of their views."""
+    """Tracks all groups, by the keys of their views, from tick to tick."""
 
     def __init__(self) -> None:
-        self._watches: dict[str, dict[Cause, _Watch]] = {}
+        self._watches: dict[str, dict[Cause, _CauseTimer]] = {}
         self._shown: dict[str, HotGroup] = {}
-        self._saturation = _Watch()
+        self._saturation = _CauseTimer()
 
-    def tick(self, views: Sequence[GroupView], targets: Targets, now: float) -> Seen:
-        """One look, every 250 ms. Leave groups out that are being emptied: they are no hotspots."""
+    def tick(self, views: Sequence[GroupView], targets: HotspotTargets, now: float) -> HotspotReport:
+        """Evaluates all groups, every 250 ms. `views` must not contain groups that are being emptied."""
         fresh = [view for view in views if view.state == "fresh"]
         found = {view.key: signals(view, targets) for view in fresh}
         fields = (
-            {cause: _Field.of([z[cause] for z in found.values()], THRESHOLDS[cause]) for cause in THRESHOLDS} if found else {}
+            {cause: _SignalSpread.of([z[cause] for z in found.values()], THRESHOLDS[cause]) for cause in THRESHOLDS}
+            if found
+            else {}
         )
         self._watches = {view.key: self._watches.get(view.key) or _watches() for view in views}
         for view in fresh:
             for cause, watch in self._watches[view.key].items():
-                _see(view, cause, watch, found[view.key][cause], fields[cause], now)
+                _see(view, cause, watch, found[view.key][cause], spread=fields[cause], now=now)
         self._see_saturation(fresh, found, targets, now)
         hot = {view.key: group for view in views if (group := self._hot(view, found, fields)) is not None}
         transitions = self._changes(hot)
         self._shown = hot
-        return Seen(hot, transitions, self._saturation.since is not None)
+        return HotspotReport(hot, transitions, self._saturation.since is not None)
 
     def _see_saturation(
-        self, fresh: Sequence[GroupView], found: dict[str, dict[Cause, float]], targets: Targets, now: float
+        self, fresh: Sequence[GroupView], found: dict[str, dict[Cause, float]], targets: HotspotTargets, now: float
     ) -> None:
         most = max((sum(z[cause] >= THRESHOLDS[cause].high for z in found.values()) for cause in LOADS), default=0)
         all_late = bool(targets.ttft_s) and all(view.backlog_s > (targets.ttft_s or 0.0) for view in fresh)
         is_over = bool(fresh) and (2 * most > len(fresh) or all_late)
         self._saturation.see(is_over, not is_over, now)
 
-    def _hot(self, view: GroupView, found: dict[str, dict[Cause, float]], fields: dict[Cause, _Field]) -> HotGroup | None:
+    def _hot(self, view: GroupView, found: dict[str, dict[Cause, float]], fields: dict[Cause, _SignalSpread]) -> HotGroup | None:
         watches = self._watches[view.key]
         before = self._shown.get(view.key)
         if view.key not in found:
@@ -206,31 +210,39 @@ class HotspotBook:
         causes = {cause: found[view.key][cause] for cause, watch in watches.items() if watch.since is not None}
         if not causes:
             return None
-        cause = primary(causes)
+        cause = select_primary(causes)
         since = min(watch.since for watch in watches.values() if watch.since is not None)
         slow = watches["straggler"]
         rises = slow.since is not None and view.speed >= slow.first + RISING
-        return HotGroup(view.key, view.group or view.key, cause, causes, fields[cause].centre, since, rises)
+        return HotGroup(
+            key=view.key,
+            group=view.group or view.key,
+            cause=cause,
+            causes=causes,
+            median=fields[cause].centre,
+            since=since,
+            speed_rises=rises,
+        )
 
     def _changes(self, hot: dict[str, HotGroup]) -> list[Transition]:
-        told = []
+        transitions = []
         for key, group in hot.items():
             before = self._shown.get(key)
             if before is None or before.cause != group.cause:
                 signal = group.causes[group.cause]
-                told.append(Transition(group.group, group.cause, f"{group.cause} {signal:.2f}, median {group.median:.2f}"))
+                transitions.append(Transition(group.group, group.cause, f"{group.cause} {signal:.2f}, median {group.median:.2f}"))
         for key, group in self._shown.items():
             if key not in hot:
-                left = "is back with the others" if key in self._watches else "is no longer there, or is being emptied"
-                told.append(Transition(group.group, None, f"the group {left}"))
-        return told
+                left = "has left the hotspot range" if key in self._watches else "was removed or is being emptied"
+                transitions.append(Transition(group.group, None, f"the group {left}"))
+        return transitions
 
 
-def _watches() -> dict[Cause, _Watch]:
-    return {cause: _Watch() for cause in THRESHOLDS}
+def _watches() -> dict[Cause, _CauseTimer]:
+    return {cause: _CauseTimer() for cause in THRESHOLDS}
 
 
-def _see(view: GroupView, cause: Cause, watch: _Watch, signal: float, spread: _Field, now: float) -> None:
+def _see(view: GroupView, cause: Cause, watch: _CauseTimer, signal: float, spread: _SignalSpread, now: float) -> None:
     threshold = THRESHOLDS[cause]
     if cause == "full":
         watch.see(signal >= threshold.high, signal < threshold.low, now, is_urgent=True)

@@ -1,12 +1,12 @@
-"""How a group would stand with or without a request, and the one number by which moves are judged.
+"""Projects a group's load after a move and decides whether the move helps.
 
     strain = max(pressure, itl_s / itl_scale_s)
-    a move (or several at once) helps  iff  the larger strain of the two groups falls by EPSILON or more,
-                                            the target stays at most as strained as the source,
-                                            and the sum of squares falls
+    one or several moves help  iff  the larger strain of the two groups falls by EPSILON or more,
+                                    the target's strain does not exceed the source's,
+                                    and the sum of squares falls by EPSILON^2 or more
 
-So between arrivals only so many moves happen: each lowers the sum of squares over all groups, which is never negative, by at
-least EPSILON^2, and an error of the measured strains below EPSILON / 2 makes no move undo the one before it.
+The number of moves between arrivals is therefore finite: each lowers the sum of squares over all groups, which is at least 0, by
+EPSILON^2. A measurement error below EPSILON / 2 cannot make one move undo the previous one.
 Source: balancing.md 3.4 rung 5 and stability (ii).
 """
 
@@ -15,23 +15,23 @@ from dataclasses import replace
 from statistics import median
 
 from phalanx_api.cost import StepWork
-from phalanx_router.balancing.records import Proposal
+from phalanx_router.balancing.records import PlannedMove
 from phalanx_router.routing.view import GroupView
 
 EPSILON = 0.03
-LASTS_S = 2.0
-"""Prompts that take so long to compute count wholly in the time of a step; of those that are done sooner, their part."""
+FULL_BACKLOG_S = 2.0
+"""A prefill backlog of this duration counts fully in the step time; a shorter one counts proportionally."""
 STEP_WEIGHT = 0.3
-"""How much the time of a step counts beside the pages when a target is chosen."""
+"""Weight of the step time relative to page pressure in the choice of a target."""
 
 
 def pages_of(context: int, view: GroupView) -> int:
-    """Pages that so many tokens fill there."""
+    """Returns the pages that `context` tokens fill in this group."""
     return -(-context // view.page_size)
 
 
-def without(view: GroupView, context: int) -> GroupView:
-    """The group after a request of this context left."""
+def without_request(view: GroupView, context: int) -> GroupView:
+    """Returns the group after a request with `context` tokens has left."""
     return replace(
         view,
         running=max(0, view.running - 1),
@@ -40,8 +40,8 @@ def without(view: GroupView, context: int) -> GroupView:
     )
 
 
-def joined(view: GroupView, context: int) -> GroupView:
-    """The group after a request of this context came."""
+def with_request(view: GroupView, context: int) -> GroupView:
+    """Returns the group after a request with `context` tokens has joined."""
     return replace(
         view,
         running=view.running + 1,
@@ -51,18 +51,18 @@ def joined(view: GroupView, context: int) -> GroupView:
 
 
 def strain(view: GroupView, itl_scale_s: float | None) -> float:
-    """How much a group has to bear. Without a scale the time of a step does not count."""
+    """Returns the load of a group. Without `itl_scale_s` the step time does not count."""
     return max(view.pressure, lasting_itl_s(view) / itl_scale_s if itl_scale_s else 0.0)
 
 
 def lasting_itl_s(view: GroupView) -> float:
-    """The time between tokens as it stays: a prompt that is nearly computed makes no group worth leaving."""
-    lasting = min(1.0, view.backlog_s / LASTS_S) * view.prompt_tokens_per_step
+    """Returns the lasting time between tokens: a prefill that is almost done does not justify a move."""
+    lasting = min(1.0, view.backlog_s / FULL_BACKLOG_S) * view.prompt_tokens_per_step
     return view.speed * view.model.predict(StepWork(int(lasting), view.running, view.context_tokens)) / view.speedup
 
 
-def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:
-    """Whether strains of (source, target) become better: no overshoot, and enough to be worth it."""
+def is_improvement(before: tuple[float, float], after: tuple[float, float]) -> bool:
+    """Whether the strains of (source, target) improve enough and the target does not become the more strained one."""
     return (
         after[1] <= after[0]
         and max(after) <= max(before) - EPSILON
@@ -71,50 +71,51 @@ def does_help(before: tuple[float, float], after: tuple[float, float]) -> bool:
 
 
 def median_itl_s(views: Sequence[GroupView]) -> float:
-    """The median time of a step; 0 without groups."""
+    """Returns the median step time; 0 without groups."""
     return median(lasting_itl_s(view) for view in views) if views else 0.0
 
 
-def appeal(view: GroupView, itl_s: float) -> float:
-    """By which targets are ordered, the least first: pages, and the time of a step over the median one."""
+def target_cost(view: GroupView, itl_s: float) -> float:
+    """Returns the cost of a target, lower is better. `itl_s`: median step time of the groups."""
     return view.pressure + (STEP_WEIGHT * view.itl_s / itl_s if itl_s > 0 else 0.0)
 
 
-# Moves that are under way, and the groups as they will be when those have ended. A stream whose move failed rests a while.
+# Moves under way
 
-REST_S = 1.0
+RETRY_DELAY_S = 1.0
+"""Seconds before a stream whose move failed may move again."""
 
 
-class Moving:
-    """Proposals that were made and have not ended, by stream."""
+class MovesInProgress:
+    """Moves under way, by stream."""
 
     def __init__(self) -> None:
-        self._proposals: dict[str, Proposal] = {}
+        self._proposals: dict[str, PlannedMove] = {}
         self._resting: dict[str, float] = {}
 
     def keeps(self, stream: str, now: float) -> bool:
-        """Whether this stream is moving, or rests."""
+        """Whether the stream is moving or its last move failed less than `RETRY_DELAY_S` ago."""
         return stream in self._proposals or now < self._resting.get(stream, now)
 
-    def begin(self, proposal: Proposal) -> None:
-        """Notes a move."""
+    def begin(self, proposal: PlannedMove) -> None:
+        """Records the start of a move."""
         self._proposals[proposal.stream] = proposal
 
-    def end(self, stream: str, is_moved: bool, now: float) -> Proposal | None:
-        """Forgets a move, and gives it back; None when there was none."""
+    def end(self, stream: str, is_moved: bool, now: float) -> PlannedMove | None:
+        """Removes the move of a stream and returns it; `None` if there was no move."""
         proposal = self._proposals.pop(stream, None)
         if proposal is not None and not is_moved:
             self._resting = {name: until for name, until in self._resting.items() if until > now}
-            self._resting[stream] = now + REST_S
+            self._resting[stream] = now + RETRY_DELAY_S
         return proposal
 
-    def settled(self, views: Sequence[GroupView]) -> dict[str, GroupView]:
-        """The groups by key, as if all moves had succeeded. What a target says it reserved is not counted twice."""
+    def projected(self, views: Sequence[GroupView]) -> dict[str, GroupView]:
+        """Returns the groups by key as if all moves had succeeded. Pages that a target reports as reserved count once."""
         after = {view.key: view for view in views}
         coming: dict[str, int] = {}
         for proposal in self._proposals.values():
             if (source := after.get(proposal.source)) is not None:
-                after[source.key] = without(source, proposal.context)
+                after[source.key] = without_request(source, proposal.context)
             if (target := after.get(proposal.target)) is not None:
                 coming[target.key] = coming.get(target.key, 0) + pages_of(proposal.context, target)
                 after[target.key] = replace(

@@ -1,4 +1,4 @@
-"""What balancing looks at beside `route.view`, and what it answers: streams, proposals, and why there is none."""
+"""Inputs and outputs of balancing beside `routing.view`: streams, proposed moves, refusals."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,56 +6,47 @@ from typing import Literal
 from phalanx_api.moves import MoveMode
 
 Rung = Literal["rescue", "replicate", "migrate", "evacuate"]
-"""A group that is about to preempt, one prefix that many ask for, a hotspot, a group that is to be emptied."""
-FOR_BALANCE: tuple[Rung, ...] = ("replicate", "migrate")
-"""Moves that nobody needs to make: they are counted against the tokens that may move, and against those of a stream."""
-Way = MoveMode | Literal["recompute"]
-"""How a request gets there: with its pages, as `phalanx_api.moves` has it, or its tokens only, computed anew."""
+"""Reasons for a move: an imminent preemption, a hot prefix, a hotspot, a group that is being emptied."""
+OPTIONAL_RUNGS: tuple[Rung, ...] = ("replicate", "migrate")
+"""Optional moves, limited by the token budget and by the moves of a stream."""
+TransferMode = MoveMode | Literal["recompute"]
+"""Transfer of a request: with its pages (`phalanx_api.moves.MoveMode`), or recomputed from its tokens."""
 RefusalCode = Literal["mode", "saturated", "pingpong", "slots", "bytes", "tokens", "no_target", "no_victim", "stale"]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """One stream of this router as of now.
+    """A snapshot of one stream of this router."""
 
-    stream: names it for ever. key: of the group that has it. context: tokens in pages, prompt and output. generated: output
-    tokens; 0 has not begun. moves: how often balancing has moved it. moved_s, left: when it was last moved, and the key of the
-    group that it left then. is_pinned: it stays, because it is moving. barred: keys of groups where it may not go.
-    has_prefix: its prompt begins with the heaviest prefix of its group.
-    """
-
-    stream: str
-    key: str
-    context: int
-    generated: int
-    moves: int = 0
-    moved_s: float | None = None
-    left: str = ""
-    is_pinned: bool = False
-    barred: frozenset[str] = frozenset()
-    has_prefix: bool = False
+    stream: str  # unique for the lifetime of the router
+    key: str  # of the current group
+    context: int  # tokens in pages, prompt and output
+    generated: int  # output tokens; 0 before the first
+    moves: int = 0  # by balancing
+    moved_s: float | None = None  # time of the last move
+    left: str = ""  # key of the source of the last move
+    is_pinned: bool = False  # must not move, for example because a move is under way
+    barred: frozenset[str] = frozenset()  # keys of groups that must not be its target
+    has_prefix: bool = False  # whether the prompt begins with the heaviest prefix of its group
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """Move this stream from one group to another. `source` and `target` are keys of views.
-
-    bytes_per_s: bound of its transfer; None is no bound.
-    """
+class PlannedMove:
+    """Move one stream between groups. `source` and `target` are keys of views."""
 
     stream: str
     source: str
     target: str
-    way: Way
+    way: TransferMode
     rung: Rung
     context: int
-    bytes_per_s: float | None
+    bytes_per_s: float | None  # transfer cap; `None` is unlimited
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why nothing (more) leaves this group now. `code` is machine-readable, `why` a sentence."""
+class NoMove:
+    """The reason for no (further) moves from a group. `code` is machine-readable, `why` a sentence."""
 
     source: str
     rung: Rung

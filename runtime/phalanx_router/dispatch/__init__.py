@@ -1,1 +1,1 @@
-"""Dispatching queued requests to groups: the dispatcher, holds during a cold start, and tenant quotas."""
+"""Dispatching of queued requests to groups, holds during a cold start, and tenant quotas."""

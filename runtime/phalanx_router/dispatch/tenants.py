@@ -1,6 +1,6 @@
-"""The quotas of tenants, kept by this router: whoever exceeds one gets 429 with the time to wait.
+"""Enforces tenant quotas in this router; a request over quota gets 429 with the time to wait.
 
-Names and quotas come with API keys; without keys nobody has a quota. A stream that began elsewhere is not counted again.
+Names and quotas come from API keys; without keys there are no quotas. An adopted stream is not charged a second time.
 """
 
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from phalanx_frontend.auth.api_keys import Quota
 from phalanx_frontend.backend import BackendError
 from phalanx_router.metrics import RouterMetrics
-from phalanx_router.routing.quota import Exceeded, Quotas
-from phalanx_router.session import Run
+from phalanx_router.routing.quota import QuotaExceeded, Quotas
+from phalanx_router.session import StreamSession
 
 
-class Tenants:
-    """What tenants have taken. `quota_of` knows their quotas; `routers` is how many share each."""
+class TenantQuotas:
+    """Quota usage of tenants. `quota_of` returns a tenant's quota; `routers` is the number of routers that share it."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
         self.quota_of: Callable[[str], Quota | None] = lambda name: None
@@ -22,24 +22,22 @@ class Tenants:
         self._metrics = metrics
         self._clock = clock
 
-    def begin(self, run: Run) -> None:
-        """Takes what a new stream needs of its tenant's quota. Raises BackendError 429."""
+    def begin(self, run: StreamSession) -> None:
+        """Charges a new stream to its tenant's quota. Raises BackendError 429 if it exceeds the quota."""
         journal = run.stream.journal
         quota = self.quota_of(journal.tenant)
         if quota is None:
             return
-        newcomer, now = journal.newcomer(), self._clock()
-        found = self._quotas.take(
-            journal.tenant, quota, newcomer.prompt_tokens, newcomer.output_tokens, now, share=1 / self.routers
-        )
-        if isinstance(found, Exceeded):
+        demand, now = journal.demand(), self._clock()
+        found = self._quotas.take(journal.tenant, quota, demand.prompt_tokens, demand.output_tokens, now, share=1 / self.routers)
+        if isinstance(found, QuotaExceeded):
             self._metrics.shed(f"quota_{found.limit}")
             why = f"Rate limit reached for {journal.tenant}: {found.why}."
             raise BackendError(429, "rate_limit_exceeded", why, found.retry_after_s)
         run.granted, run.granted_at = found, now
 
-    def end(self, run: Run) -> None:
-        """Settles what a stream took, when it ends."""
+    def end(self, run: StreamSession) -> None:
+        """Settles the charge of a stream at its end."""
         if run.granted is not None:
             journal, lasted_s = run.stream.journal, self._clock() - run.granted_at
             self._quotas.end(journal.tenant, run.granted, journal.num_prompt + len(journal.delivered), lasted_s)

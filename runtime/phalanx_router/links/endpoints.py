@@ -1,7 +1,7 @@
-"""Who the leaders are: from the pods of the service, or from a fixed list for one machine and tests.
+"""Leaders of a service, read from its pods, or from a fixed list for tests and a single machine.
 
-A leader is keyed by its pod's UID: a pod that comes back under the same name and address is another leader. The watch
-that brings the pods is in `watch`; this module only reads them.
+The key of a leader is the UID of its pod: a recreated pod with the same name and address is another leader. `links.leader_watch`
+lists and watches the pods.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from phalanx_api import labels
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One leader. `created` orders leaders by age (RFC 3339; "" where nobody knows).
-
-    A leaving one gets no new requests: its pod is being deleted, or the operator has its group emptied.
-    """
+    """Address of one leader."""
 
     key: str
+    # host:port.
     address: str
     group: str
+    # Creation time (RFC 3339), which orders leaders by age; "" when unknown.
     created: str = ""
+    # Gets no new requests: its pod is being deleted or its group is draining.
     leaving: bool = False
 
 
@@ -33,27 +33,27 @@ Leaders = Mapping[str, Endpoint]
 
 
 class LeaderSource(Protocol):
-    """Where leaders come from."""
+    """Source of the list of leaders."""
 
     async def run(self, found: Callable[[Leaders], None]) -> None:
-        """Calls `found` with the first list and after each change, for ever."""
+        """Calls `found` with the first list and after each change, until cancelled."""
         ...
 
 
 class StaticLeaders:
-    """A fixed list of `host:port`."""
+    """Fixed list of `host:port` addresses."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._leaders = {address: Endpoint(address, address, address) for address in addresses}
 
     async def run(self, found: Callable[[Leaders], None]) -> None:
-        """Tells the list once, and waits until it is cancelled."""
+        """Calls `found` once and waits until cancelled."""
         found(self._leaders)
         await asyncio.Event().wait()
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """The part of a pod's metadata that a router reads; fields are Kubernetes' own."""
+    """Fields of a pod's `metadata` that the router reads."""
 
     uid: str = ""
     name: str = ""
@@ -65,26 +65,26 @@ class Metadata(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class PodStatus(msgspec.Struct, frozen=True):
-    """The part of a pod's status that a router reads."""
+    """Fields of a pod's `status` that the router reads."""
 
     phase: str = ""
     pod_ip: str = msgspec.field(default="", name="podIP")
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """The part of a pod that a router reads."""
+    """Fields of a pod that the router reads."""
 
     metadata: Metadata = Metadata()
     status: PodStatus = PodStatus()
 
 
-def selector(service: str) -> str:
-    """The label selector of the service's leader pods."""
+def leader_selector(service: str) -> str:
+    """Returns the label selector of the service's leader pods."""
     return _selector({labels.SERVICE: service, labels.POD_INDEX: "0", labels.COMPONENT: "group"})
 
 
 def router_selector(service: str) -> str:
-    """The label selector of the service's routers."""
+    """Returns the label selector of the service's router pods."""
     return _selector({labels.SERVICE: service, labels.COMPONENT: "router"})
 
 
@@ -93,7 +93,7 @@ def _selector(wanted: Mapping[str, str]) -> str:
 
 
 def leaders_of(pods: Iterable[Pod]) -> dict[str, Endpoint]:
-    """The leaders among these pods: those with an address that have not ended."""
+    """Returns the leaders by pod UID: pods that have an IP and have not terminated."""
     return {
         pod.metadata.uid: Endpoint(
             key=pod.metadata.uid,

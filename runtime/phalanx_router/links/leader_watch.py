@@ -1,7 +1,7 @@
-"""The leader pods of one service, from the Kubernetes API: list, then watch, again and again.
+"""Watches the leader pods of one service through the Kubernetes API.
 
-A list replaces all that was known; a watch goes on from there, asks for bookmarks, and is given up when the server keeps
-it longer than it was asked to. While the API server is away the last list stands, so streams and new requests go on.
+A list replaces all known pods; a watch with bookmarks continues from its resource version and is cancelled when the server keeps
+it open too long. While the API server is unavailable, the last list remains in use.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from phalanx_router.links.endpoints import Leaders, Metadata, Pod, leaders_of
 log = logging.getLogger(__name__)
 
 PAGE = 500
-"""Pods per page of a list."""
+"""Pods per list page."""
 
 
 class Gone(Exception):
-    """The server no longer has the resource version: list again."""
+    """The server no longer has the resource version (HTTP 410): list again."""
 
 
 class ApiError(Exception):
-    """The API server said no: status and the beginning of its answer."""
+    """The API server returned an error: its status and the beginning of the body."""
 
 
 class NoCluster(Exception):
-    """This process is neither in a cluster nor has it a kubeconfig."""
+    """No in-cluster service account and no kubeconfig was found."""
 
 
 class _ListMetadata(msgspec.Struct, frozen=True, rename="camel"):
@@ -59,7 +59,7 @@ class _Bookmark(msgspec.Struct, frozen=True):
 
 
 async def make_api() -> client.CoreV1Api:
-    """An API client: of the pod's service account inside a cluster, else of the kubeconfig. Raises NoCluster."""
+    """Returns an API client from the pod's service account, else from the kubeconfig. Raises NoCluster."""
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
@@ -67,15 +67,15 @@ async def make_api() -> client.CoreV1Api:
         try:
             await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except config.ConfigException as error:
-            raise NoCluster(f"leaders cannot be watched: {outside} {error}") from error
+            raise NoCluster(f"cannot watch leader pods, provide a service account or a kubeconfig: {outside} {error}") from error
     return client.CoreV1Api(client.ApiClient(settings))
 
 
 class WatchedLeaders:
-    """Implements `phalanx_router.links.endpoints.LeaderSource` with the pods that a label selector finds.
+    """Implements `phalanx_router.links.endpoints.LeaderSource` with the pods that match a label selector.
 
-    watch_s: how long the server is asked to keep one watch; one that lives `slack_s` longer is taken for dead.
-    first_retry_s, last_retry_s: jittered wait after an error.
+    `watch_s`: timeout requested for one watch; a watch open `slack_s` longer is cancelled.
+    `first_retry_s`, `last_retry_s`: bounds of the jittered exponential backoff after an error.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class WatchedLeaders:
                         async with asyncio.timeout(self._watch_s + self._slack_s):
                             version = await self._watch(version, found)
                 except Gone:
-                    log.info("pods are listed again", extra={"why": "the server no longer has our version"})
-                except Exception as error:  # the client library raises what it likes, and the last list must stand whatever it is
+                    log.info("listing pods again", extra={"why": "the server no longer has the resource version"})
+                except Exception as error:  # the client library raises many types, and the last list must survive all of them
                     expected = isinstance(error, ApiError | aiohttp.ClientError | OSError | msgspec.DecodeError)
                     why = {"why": str(error) or type(error).__name__}
-                    log.warning("no view of the pods; the last list stands", extra=why, exc_info=None if expected else error)
+                    log.warning("cannot list or watch pods; using the last list", extra=why, exc_info=None if expected else error)
                     wait_s = min(self._last_retry_s, self._first_retry_s * 2.0 ** min(failures, 16))
                     failures += 1
                     await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))
@@ -130,7 +130,7 @@ class WatchedLeaders:
             found(leaders)
 
     async def _list(self) -> str:
-        """Replaces all known pods; the version that a watch starts from."""
+        """Replaces all known pods; returns the resource version from which to watch."""
         pods: list[Pod] = []
         continue_: str | None = None
         while True:
@@ -144,7 +144,7 @@ class WatchedLeaders:
                 return page.metadata.resource_version
 
     async def _watch(self, version: str, found: Callable[[Leaders], None]) -> str:
-        """Follows changes until the server ends the watch; the version that the next one starts from."""
+        """Applies changes until the server ends the watch; returns the resource version for the next one."""
         response = await self._get(
             watch=True, resource_version=version, allow_watch_bookmarks=True, timeout_seconds=self._watch_s
         )
@@ -168,7 +168,7 @@ class WatchedLeaders:
         return version
 
     async def _get(self, **parameters: Any) -> aiohttp.ClientResponse:
-        """The raw answer to a list or watch: the client's own objects cost milliseconds per pod."""
+        """Returns the raw response of a list or watch: the client's own objects cost milliseconds per pod."""
         response: aiohttp.ClientResponse = await self._api.list_namespaced_pod_without_preload_content(
             **self._query, **parameters
         )
@@ -181,7 +181,7 @@ class WatchedLeaders:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The lines of an answer, however long one is."""
+    """Yields the lines of a response, of any length."""
     rest = b""
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,1 +1,1 @@
-"""Moves as the router that owns the stream decides them: pure machines, no clock and no effects."""
+"""Moves of streams between groups as pure state machines of the router that owns the stream."""

@@ -1,7 +1,6 @@
-"""All moves of one router: frames and events find their move by name, by link, or by stream; each stream has at most one.
+"""Registry of all moves of one router: finds the move of a frame or event. Each stream has at most one open move.
 
-Actions come back with the move that they are of, for whoever carries them out. A move that is over is known for a while, so that
-who says something about it late gets the right answer: Thaw or Cancel when it was given up, Release when it was committed.
+An ended move is remembered for `linger_s` to answer late frames: Thaw or Cancel if it was given up, Release if it was committed.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,56 +8,56 @@ from dataclasses import dataclass
 
 from phalanx_api import moves, wire
 from phalanx_router.moves.machine import Move
-from phalanx_router.moves.records import Action, MoveSettings, Proposal, StreamAt
+from phalanx_router.moves.records import Action, MoveRequest, MoveSettings, StreamPosition
 
 Frame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Todo:
-    """What is to be done for one move."""
+class MoveStep:
+    """One action to execute for a move."""
 
-    proposal: Proposal
+    proposal: MoveRequest
     action: Action
 
 
-class Board:
-    """Moves by name. `make` gives the machine of one; tests give worse ones."""
+class MoveBoard:
+    """Moves by name. `make` creates the state machine of a move; tests replace it."""
 
-    def __init__(self, settings: MoveSettings | None = None, make: Callable[[Proposal, MoveSettings], Move] = Move) -> None:
+    def __init__(self, settings: MoveSettings | None = None, make: Callable[[MoveRequest, MoveSettings], Move] = Move) -> None:
         self.settings = settings or MoveSettings()
         self._make = make
         self._moves: dict[str, Move] = {}
 
-    def open(self) -> list[Proposal]:
-        """The moves that are not over."""
+    def open(self) -> list[MoveRequest]:
+        """Returns the moves that have not ended."""
         return [move.proposal for move in self._moves.values() if not move.is_over]
 
     def is_committed(self, name: str) -> bool:
-        """Whether the target of this move has the stream."""
+        """Whether the move is committed: the target has the stream."""
         return name in self._moves and self._moves[name].is_committed
 
     def num_out(self, key: str) -> int:
-        """How many streams are on their way out of this group."""
+        """Returns the number of open moves out of this group."""
         return sum(proposal.at.key == key for proposal in self.open())
 
     def num_in(self, key: str) -> int:
-        """How many streams are on their way into this group."""
+        """Returns the number of open moves into this group."""
         return sum(proposal.target == key for proposal in self.open())
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do at the latest."""
+        """Time of the next necessary `tick`."""
         return min((move.deadline for move in self._moves.values() if move.deadline is not None), default=None)
 
-    def start(self, proposal: Proposal, request: wire.Request, now: float) -> list[Todo]:
-        """Begins a move. Its name is new, and no other move of its stream is open: the caller looked."""
+    def start(self, proposal: MoveRequest, request: wire.Request, now: float) -> list[MoveStep]:
+        """Starts a move. Its name must be new and its stream must have no open move."""
         assert proposal.move not in self._moves, f"{proposal.move} is in use"
         move = self._moves[proposal.move] = self._make(proposal, self.settings)
         return _todo(move, move.start(request, now))
 
-    def take(self, key: str, frame: Frame, at: StreamAt | None, now: float) -> list[Todo]:
-        """A frame of the leader with this link. `at`: where the stream of that move is now; None when it is nowhere."""
+    def take(self, key: str, frame: Frame, at: StreamPosition | None, now: float) -> list[MoveStep]:
+        """Handles a frame from the leader on link `key`. `at`: current location of the stream; `None` if it has ended."""
         move = self._moves.get(frame.move)
         if move is None:
             return []
@@ -75,36 +74,36 @@ class Board:
             case moves.MoveFailed() if is_source:
                 return _todo(move, move.refused_by_source(frame.code, frame.why, now))
             case _:
-                return []  # a leader that speaks of another's move changes nothing
+                return []  # not a frame that this leader may send about this move
 
-    def warmed(self, name: str, why: str, at: StreamAt | None, now: float) -> list[Todo]:
-        """The target has computed ahead, or does not."""
+    def warmed(self, name: str, why: str, at: StreamPosition | None, now: float) -> list[MoveStep]:
+        """Handles the end of the target's prefix computation."""
         move = self._moves.get(name)
         return [] if move is None else _todo(move, move.warmed(why, at, now))
 
-    def refused(self, name: str, code: str, why: str, now: float) -> list[Todo]:
-        """The target does not compute ahead: it has no room."""
+    def refused(self, name: str, code: str, why: str, now: float) -> list[MoveStep]:
+        """Handles the target's refusal to compute the prefix."""
         move = self._moves.get(name)
         return [] if move is None else _todo(move, move.refused_by_target(code, why, now))
 
     def submitted(self, name: str, handle: int) -> None:
-        """The commit was carried out; the target knows the stream by this handle."""
+        """Records the handle of the committed stream at the target."""
         self._moves[name].submitted(handle)
 
-    def first_token(self, name: str, now: float) -> list[Todo]:
-        """The target's first token was delivered."""
+    def first_token(self, name: str, now: float) -> list[MoveStep]:
+        """Handles the delivery of the target's first token."""
         move = self._moves.get(name)
         return [] if move is None else _todo(move, move.first_token(now))
 
     def reported(self, key: str, last_handle: int, now: float) -> None:
-        """A load report of this group."""
+        """Handles a load report of the group `key`."""
         for move in self._moves.values():
             if move.is_committed and move.proposal.target == key:
                 move.reported(last_handle, now)
 
-    def link_lost(self, key: str, why: str, now: float) -> list[Todo]:
-        """The link, or the incarnation behind it, is gone."""
-        todo: list[Todo] = []
+    def link_lost(self, key: str, why: str, now: float) -> list[MoveStep]:
+        """Handles the loss of a link or of the incarnation at its other end."""
+        todo: list[MoveStep] = []
         for move in self._moves.values():
             if move.proposal.target == key:
                 todo += _todo(move, move.target_lost(why, now))
@@ -112,20 +111,20 @@ class Board:
                 todo += _todo(move, move.source_lost(why, now))
         return todo
 
-    def target_lost(self, move: str, why: str, now: float) -> list[Todo]:
-        """The target of this one move takes no requests any more; moves away from it go on."""
+    def target_lost(self, move: str, why: str, now: float) -> list[MoveStep]:
+        """Handles a target that accepts no more requests; moves out of that group continue."""
         one = self._moves.get(move)
         return [] if one is None else _todo(one, one.target_lost(why, now))
 
-    def stream_over(self, name: str, why: str, now: float) -> list[Todo]:
-        """The stream of this move ended, or left its group otherwise."""
+    def stream_over(self, name: str, why: str, now: float) -> list[MoveStep]:
+        """Handles a stream that ended or left its group for another reason."""
         move = self._moves.get(name)
         return [] if move is None else _todo(move, move.stream_over(why, now))
 
-    def tick(self, now: float) -> list[Todo]:
-        """What is due; forgets moves that have long been over."""
+    def tick(self, now: float) -> list[MoveStep]:
+        """Handles expired deadlines and removes ended moves after `linger_s`."""
         due = [move for move in self._moves.values() if move.deadline is not None and move.deadline <= now]
-        todo: list[Todo] = []
+        todo: list[MoveStep] = []
         for move in due:
             if move.is_over:
                 del self._moves[move.proposal.move]
@@ -134,5 +133,5 @@ class Board:
         return todo
 
 
-def _todo(move: Move, actions: Iterable[Action]) -> list[Todo]:
-    return [Todo(move.proposal, action) for action in actions]
+def _todo(move: Move, actions: Iterable[Action]) -> list[MoveStep]:
+    return [MoveStep(move.proposal, action) for action in actions]

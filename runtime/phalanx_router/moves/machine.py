@@ -1,14 +1,15 @@
-"""One move, as the router decides it. It is the commit authority: until it says so the source has the stream, then the target.
+"""State machine of one move. The router is the commit authority: the source owns the stream before the commit, the target after
+it.
 
-    PREPARING -> COPYING -> FROZEN -> COMMITTED -> over           with pages
-    WARMING -----------------------> COMMITTED -> over            without: the target computes them first, then the stream follows
+    PREPARING -> COPYING -> FROZEN -> COMMITTED -> OVER           with pages
+    WARMING -----------------------> COMMITTED -> OVER            without pages: the target first computes the prefix
 
-    commit  iff  Frozen and Arrived came, and the stream is where it was when the move was proposed: same group, same handle, same
-                 epoch, and no token beyond those that the source had when it froze
+    commit  iff  Frozen and Arrived were received, and the stream is unchanged since the proposal: same group, handle and epoch,
+                 and no delivered token that the source had not computed when it froze
 
-Everything else before the commit gives the move up: Thaw to the source, Cancel to the target, and the stream goes on where it is.
-After the commit a lost target is a loss like any other, and the journal is replayed. Frames that come late or twice do nothing,
-but a source that says after the commit that it goes on is told again to let go.
+Any other event before the commit gives the move up: Thaw to the source, Cancel to the target; the source continues. A target lost
+after the commit causes a replay of the journal. Late and repeated frames have no effect, but a source that resumes after the
+commit gets another Release.
 """
 
 from enum import Enum
@@ -18,20 +19,20 @@ from phalanx_router.moves.records import (
     Action,
     Commit,
     EndSource,
+    MoveEnded,
+    MoveRequest,
     MoveSettings,
     Outcome,
-    Over,
-    Proposal,
-    StreamAt,
+    StreamPosition,
+    TargetLost,
     ToSource,
     ToTarget,
-    Unheard,
     Warm,
 )
 
 
-class State(Enum):
-    """Where a move is."""
+class MoveState(Enum):
+    """State of a move."""
 
     NEW = "new"
     PREPARING = "preparing"
@@ -43,11 +44,11 @@ class State(Enum):
 
 
 class Move:
-    """One move of one stream. All times are arguments."""
+    """One move of one stream. Times are arguments."""
 
-    def __init__(self, proposal: Proposal, settings: MoveSettings) -> None:
+    def __init__(self, proposal: MoveRequest, settings: MoveSettings) -> None:
         self.proposal = proposal
-        self.state = State.NEW
+        self.state = MoveState.NEW
         self.deadline: float | None = None
         self._settings = settings
         self._frozen: moves.Frozen | None = None
@@ -63,132 +64,134 @@ class Move:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self.state is State.OVER
+        """Whether the move has ended."""
+        return self.state is MoveState.OVER
 
     def start(self, request: wire.Request, now: float) -> list[Action]:
-        """The first actions. `request`: what the journal would replay now."""
+        """Returns the first actions. `request`: the current replay of the journal."""
         proposal = self.proposal
         if proposal.how == "recompute":
-            self._enter(State.WARMING, now, self._settings.copy_s)
+            self._enter(MoveState.WARMING, now, self._settings.copy_s)
             return [Warm(proposal.move, f"{proposal.why}: recompute")]
-        self._enter(State.PREPARING, now, self._settings.prepare_s)
-        asked = wire.Prepare(proposal.move, request, self._settings.lease_s)
-        return [ToTarget(asked, f"{proposal.why}: {proposal.how}")]
+        self._enter(MoveState.PREPARING, now, self._settings.prepare_s)
+        frame_out = wire.Prepare(proposal.move, request, self._settings.lease_s)
+        return [ToTarget(frame_out, f"{proposal.why}: {proposal.how}")]
 
-    def prepared(self, told: moves.Prepared, at: StreamAt | None, now: float) -> list[Action]:
-        """The target has room."""
-        if self.state is not State.PREPARING:
-            return self._late(told.move)
+    def prepared(self, frame: moves.Prepared, at: StreamPosition | None, now: float) -> list[Action]:
+        """Handles Prepared: the target has allocated pages."""
+        if self.state is not MoveState.PREPARING:
+            return self._answer_late_target(frame.move)
         proposal = self.proposal
-        if not self._is_where_it_was(at):
-            return self._give_up("stream", "ended", "the stream is not where it was", now)
+        if not self._is_unchanged(at):
+            return self._give_up("stream", "ended", "the stream has left its group or ended", now)
         mode: moves.MoveMode = "stop" if proposal.how == "stop" else "precopy"
-        asked = moves.MoveOut(proposal.move, proposal.at.handle, proposal.at.epoch, told, mode, proposal.bytes_per_s)
-        self._enter(State.COPYING, now, self._settings.copy_s)
-        return [ToSource(asked, f"{told.held_tokens} tokens are at the target already")]
+        frame_out = moves.MoveOut(
+            proposal.move, proposal.at.handle, proposal.at.epoch, frame, mode=mode, bytes_per_s=proposal.bytes_per_s
+        )
+        self._enter(MoveState.COPYING, now, self._settings.copy_s)
+        return [ToSource(frame_out, f"the target already has {frame.held_tokens} tokens")]
 
-    def frozen(self, told: moves.Frozen, at: StreamAt | None, now: float) -> list[Action]:
-        """The source computes no more."""
-        if self.state is not State.COPYING:
-            return self._end_source() if self._is_committed else self._thaw_late()
-        self._frozen, self._last_token = told, now
-        self._enter(State.FROZEN, now, self._settings.ready_s + 2 * told.tail_s)
+    def frozen(self, frame: moves.Frozen, at: StreamPosition | None, now: float) -> list[Action]:
+        """Handles Frozen: the source has stopped computing."""
+        if self.state is not MoveState.COPYING:
+            return self._end_source() if self._is_committed else self._answer_late_frozen()
+        self._frozen, self._last_token = frame, now
+        self._enter(MoveState.FROZEN, now, self._settings.ready_s + 2 * frame.tail_s)
         return self._commit_if_ready(at, now)
 
-    def arrived(self, told: moves.Arrived, at: StreamAt | None, now: float) -> list[Action]:
-        """The target has all pages."""
-        if self.state not in (State.COPYING, State.FROZEN):
-            return self._late(told.move)
-        self._arrived = told
+    def arrived(self, frame: moves.Arrived, at: StreamPosition | None, now: float) -> list[Action]:
+        """Handles Arrived: the target has all pages."""
+        if self.state not in (MoveState.COPYING, MoveState.FROZEN):
+            return self._answer_late_target(frame.move)
+        self._arrived = frame
         return self._commit_if_ready(at, now)
 
-    def warmed(self, why: str, at: StreamAt | None, now: float) -> list[Action]:
-        """The target has computed what the stream had when the move began, or does not compute it ahead."""
-        if self.state is not State.WARMING:
+    def warmed(self, why: str, at: StreamPosition | None, now: float) -> list[Action]:
+        """Handles the end of the prefix computation at the target, successful or not."""
+        if self.state is not MoveState.WARMING:
             return []
-        if not self._is_where_it_was(at):
-            return self._give_up("stream", "ended", "the stream is not where it was", now)
+        if not self._is_unchanged(at):
+            return self._give_up("stream", "ended", "the stream has left its group or ended", now)
         return self._commit("", why, now)
 
     def refused_by_target(self, code: str, why: str, now: float) -> list[Action]:
-        """The target gave the move up, and keeps nothing of it."""
-        if self._is_committed or self.state is State.OVER:
+        """Handles a move that the target gave up; the target has freed its pages."""
+        if self._is_committed or self.state is MoveState.OVER:
             return []
-        outcome: Outcome = "refused" if self.state in (State.PREPARING, State.WARMING) else "target"
+        outcome: Outcome = "refused" if self.state in (MoveState.PREPARING, MoveState.WARMING) else "target"
         return self._give_up(outcome, code, why, now)
 
     def refused_by_source(self, code: str, why: str, now: float) -> list[Action]:
-        """The source gave the move up, and goes on."""
+        """Handles a move that the source gave up; the source continues the request."""
         if self._is_committed:
             return self._end_source()
-        if self.state is State.OVER:
+        if self.state is MoveState.OVER:
             return []
         return self._give_up("source", code, why, now)
 
     def target_lost(self, why: str, now: float) -> list[Action]:
-        """The link of the target ended, or its incarnation. After the commit the stream hears of it itself."""
-        if self.state is State.OVER:
+        """Handles the loss of the target's link or incarnation. After the commit the stream handles it itself."""
+        if self.state is MoveState.OVER:
             return []
         if self._is_committed:
             return self._over("moved", "target_lost", why, now)
         return self._give_up("target", "target_lost", why, now)
 
     def source_lost(self, why: str, now: float) -> list[Action]:
-        """The link of the source ended, or its incarnation. Before the commit that is a replay."""
-        if self.state is State.OVER or self._is_committed:
+        """Handles the loss of the source's link or incarnation, which before the commit causes a replay."""
+        if self.state is MoveState.OVER or self._is_committed:
             return []
         return self._give_up("source", "source_lost", why, now)
 
     def stream_over(self, why: str, now: float) -> list[Action]:
-        """The stream ended, or left its group for another reason."""
-        if self.state is State.OVER:
+        """Handles a stream that ended or left its group for another reason."""
+        if self.state is MoveState.OVER:
             return []
         if self._is_committed:
             return self._over("moved", "ended", why, now)
         return self._give_up("stream", "ended", why, now)
 
     def submitted(self, handle: int) -> None:
-        """The target's handle of the stream, after the commit."""
+        """Records the target's handle of the stream after the commit."""
         self._target_handle = handle
 
     def first_token(self, now: float) -> list[Action]:
-        """The first token of the target was delivered."""
-        return self._over("moved", "", "the target goes on", now, now - self._last_token) if self._waits else []
+        """Handles the delivery of the target's first token."""
+        return self._over("moved", "", "the target goes on", now, now - self._last_token) if self._is_awaiting_token else []
 
     def reported(self, last_handle: int, now: float) -> list[Action]:
-        """A load report of the target, which had taken in requests up to this handle."""
-        if not self._waits or self._target_handle is None or last_handle < self._target_handle:
+        """Handles a load report of the target that covers handles up to `last_handle`."""
+        if not self._is_awaiting_token or self._target_handle is None or last_handle < self._target_handle:
             return []
         self.deadline = None
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """What follows when nothing came in time."""
-        if self.deadline is None or now < self.deadline or self.state is State.OVER:
+        """Handles an expired deadline."""
+        if self.deadline is None or now < self.deadline or self.state is MoveState.OVER:
             return []
-        if self._waits:
-            why = "the target never took the request"
-            return [Unheard(self.proposal.at.epoch + 1, why), *self._over("moved", "unheard", why, now)]
-        return self._give_up("timeout", self.state.value, f"nothing came while {self.state.value}", now)
+        if self._is_awaiting_token:
+            why = "the target did not accept the request in time"
+            return [TargetLost(self.proposal.at.epoch + 1, why), *self._over("moved", "unheard", why, now)]
+        return self._give_up("timeout", self.state.value, f"no answer in state {self.state.value}", now)
 
     @property
-    def _waits(self) -> bool:
-        """Whether the target has the stream and no token of it came yet."""
-        return self.state is State.COMMITTED
+    def _is_awaiting_token(self) -> bool:
+        """Whether the move is committed and no token of the target has been delivered."""
+        return self.state is MoveState.COMMITTED
 
-    def _commit_if_ready(self, at: StreamAt | None, now: float) -> list[Action]:
+    def _commit_if_ready(self, at: StreamPosition | None, now: float) -> list[Action]:
         if self._frozen is None or self._arrived is None:
             return []
-        if not self._is_where_it_was(at):
-            return self._give_up("stream", "ended", "the stream is not where it was", now)
-        assert at is not None, "it is where it was"
+        if not self._is_unchanged(at):
+            return self._give_up("stream", "ended", "the stream has left its group or ended", now)
+        assert at is not None, "`_is_unchanged` returned true"
         if at.num_delivered > self._frozen.num_output:
-            return self._give_up("source", "lease", "the source went on by itself", now)
+            return self._give_up("source", "lease", "the source resumed after its lease expired", now)
         return self._commit(self.proposal.move, f"{self._arrived.num_computed} tokens are at the target", now)
 
-    def _is_where_it_was(self, at: StreamAt | None) -> bool:
-        """The compare of compare-and-set: group, handle and epoch are those of the proposal."""
+    def _is_unchanged(self, at: StreamPosition | None) -> bool:
+        """Whether group, handle and epoch still equal those of the proposal: the compare of a compare-and-set."""
         was = self.proposal.at
         return at is not None and (at.key, at.handle, at.epoch) == (was.key, was.handle, was.epoch)
 
@@ -196,37 +199,37 @@ class Move:
         if self._frozen is None:
             self._last_token = now
         self._is_committed = True
-        self._enter(State.COMMITTED, now, self._settings.start_s)
+        self._enter(MoveState.COMMITTED, now, self._settings.start_s)
         return [Commit(move, why), *self._end_source()]
 
     def _end_source(self) -> list[Action]:
         return [EndSource(self.proposal.move, self.proposal.at.handle, "the stream runs at the target")]
 
-    def _thaw_late(self) -> list[Action]:
-        if self.state is not State.OVER:
-            return []  # the same Frozen again
+    def _answer_late_frozen(self) -> list[Action]:
+        if self.state is not MoveState.OVER:
+            return []  # a repeated Frozen
         return [ToSource(moves.Thaw(self.proposal.move), "the move is over")]
 
-    def _late(self, move: str) -> list[Action]:
-        """The answer to a target that tells of a move that was given up."""
-        if self.state is not State.OVER or self._is_committed:
+    def _answer_late_target(self, move: str) -> list[Action]:
+        """Returns the answer to a target's late frame about a move that was given up."""
+        if self.state is not MoveState.OVER or self._is_committed:
             return []
         return [ToTarget(moves.Cancel(move), "the move is over")]
 
     def _give_up(self, outcome: Outcome, code: str, why: str, now: float) -> list[Action]:
-        """Undoes all: the source has the stream, if anybody has."""
+        """Ends the move and reverts it; the source keeps the stream."""
         move = self.proposal.move
         undo: list[Action] = []
         if self.proposal.how != "recompute":
-            if self.state in (State.COPYING, State.FROZEN):
+            if self.state in (MoveState.COPYING, MoveState.FROZEN):
                 undo.append(ToSource(moves.Thaw(move), why))
             undo.append(ToTarget(moves.Cancel(move), why))
         return undo + self._over(outcome, code, why, now)
 
     def _over(self, outcome: Outcome, code: str, why: str, now: float, stall_s: float | None = None) -> list[Action]:
-        self._enter(State.OVER, now, self._settings.linger_s)
+        self._enter(MoveState.OVER, now, self._settings.linger_s)
         num_bytes = 0 if self._arrived is None else self._arrived.num_bytes
-        return [Over(self.proposal.move, outcome, code, why, num_bytes, stall_s)]
+        return [MoveEnded(self.proposal.move, outcome, code, why, num_bytes=num_bytes, stall_s=stall_s)]
 
-    def _enter(self, state: State, now: float, at_most_s: float) -> None:
+    def _enter(self, state: MoveState, now: float, at_most_s: float) -> None:
         self.state, self.deadline = state, now + at_most_s

@@ -1,39 +1,33 @@
-"""What a move at the router is made of: where a stream is, what was proposed, what is to be done, and how it ended."""
+"""Inputs, actions and outcomes of a move at the router."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from phalanx_api import moves, wire
 
-How = Literal["stop", "precopy", "recompute"]
-"""With pages, frozen first or copied while it computes; or without pages: the target computes prompt and tokens again."""
-Why = Literal["rescue", "drain", "hotspot", "asked"]
+TransferMode = Literal["stop", "precopy", "recompute"]
+"""With pages, frozen before the copy or copied while the source computes; or without pages: the target recomputes all tokens."""
+MoveReason = Literal["rescue", "drain", "hotspot", "asked"]
 Outcome = Literal["moved", "refused", "timeout", "source", "target", "stream"]
-"""How a move ended: the stream is at the target; the target has no room; somebody did not answer; the source or the target gave
-up or was lost; the stream ended or left its group meanwhile."""
+"""End of a move: the target has the stream; the target refused; a timeout; the source or the target gave up or was lost; the
+stream ended or left its group during the move."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveSettings:
-    """Bounds of moves at a router, in seconds.
+    """Time limits of moves at a router, in seconds."""
 
-    prepare_s: until Prepared. copy_s: until Frozen. ready_s: from Frozen until Arrived, twice the tail's time added: until
-    then the stream stands still. start_s: from the commit until the target's reports show that it took the request.
-    lease_s: how long a target keeps its pages of a move of which it hears nothing. linger_s: how long a move that is over is
-    known.
-    """
-
-    prepare_s: float = 1.0
-    copy_s: float = 60.0
-    ready_s: float = 0.2
-    start_s: float = 3.0
-    lease_s: float = 10.0
-    linger_s: float = 30.0
+    prepare_s: float = 1.0  # until Prepared
+    copy_s: float = 60.0  # until Frozen
+    ready_s: float = 0.2  # from Frozen until Arrived, plus twice `tail_s`; the stream stalls meanwhile
+    start_s: float = 3.0  # from the commit until a load report of the target covers the request
+    lease_s: float = 10.0  # the target keeps the pages this long without a frame of the move
+    linger_s: float = 30.0  # an ended move is remembered to answer late frames
 
 
 @dataclass(frozen=True, slots=True)
-class StreamAt:
-    """Where a stream is: the link's key, its handle there, the epoch, and how many tokens the client's side has."""
+class StreamPosition:
+    """Location of a stream: link key, handle on that link, epoch, and number of tokens delivered to the client."""
 
     key: str
     handle: int
@@ -42,20 +36,20 @@ class StreamAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """A stream is to go from where it is to the group of `target`. `bytes_per_s` bounds its copy; None is no bound."""
+class MoveRequest:
+    """An order to move a stream from `at` to the group with key `target`. `bytes_per_s` caps the copy; `None` is unlimited."""
 
     move: str
-    at: StreamAt
+    at: StreamPosition
     target: str
-    how: How
-    why: Why
+    how: TransferMode
+    why: MoveReason
     bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToSource:
-    """Send this frame on the link of the source."""
+    """Send this frame on the link to the source."""
 
     frame: moves.MoveOut | moves.Thaw
     why: str
@@ -63,7 +57,7 @@ class ToSource:
 
 @dataclass(frozen=True, slots=True)
 class ToTarget:
-    """Send this frame on the link of the target."""
+    """Send this frame on the link to the target."""
 
     frame: wire.Prepare | moves.Cancel
     why: str
@@ -71,7 +65,7 @@ class ToTarget:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Let the target compute prompt and tokens so far, for its prefix cache; tell `warmed` when it did or will not."""
+    """Submit prompt and output tokens to the target for its prefix cache; report the end with `warmed` or `refused`."""
 
     move: str
     why: str
@@ -79,8 +73,8 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The epoch rises now. The request, with all tokens delivered so far, goes to the target, on the pages of `move` if it is
-    not empty; then the source is told to let go (`EndSource` follows)."""
+    """Increment the epoch and submit the request with all delivered tokens to the target, on the pages of `move` unless it is
+    empty. `EndSource` follows."""
 
     move: str
     why: str
@@ -88,7 +82,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class EndSource:
-    """Send Release of the move and Abort of the handle to the source: the request runs elsewhere."""
+    """Send Release of the move and Abort of the handle to the source: the target has the request."""
 
     move: str
     handle: int
@@ -96,16 +90,17 @@ class EndSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
-    """The target never took the request: its stream has lost its group."""
+class TargetLost:
+    """The target did not accept the request after the commit: the stream has lost its group."""
 
     epoch: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """The move is over. `stall_s`: from the last token before it to the first one after it, when it moved."""
+class MoveEnded:
+    """The move has ended. `stall_s`: after a completed move, time between the last token of the source and the first of the
+    target."""
 
     move: str
     outcome: Outcome
@@ -115,4 +110,4 @@ class Over:
     stall_s: float | None = None
 
 
-Action = ToSource | ToTarget | Warm | Commit | EndSource | Unheard | Over
+Action = ToSource | ToTarget | Warm | Commit | EndSource | TargetLost | MoveEnded

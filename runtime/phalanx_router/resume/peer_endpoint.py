@@ -1,4 +1,4 @@
-"""Where other routers bring copies of their journals, and ask for those of streams that began elsewhere."""
+"""WebSocket endpoint that receives journal copies of other routers and answers their queries for streams."""
 
 import asyncio
 import hmac
@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from phalanx_api.wire.versions import CLOSE_WRONG_VERSION, PEER
+from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.websocket import receive_binary
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.journal_store import PeerCopies
@@ -21,18 +21,18 @@ GREETING_S = 5.0
 
 
 class UnknownVersion(Exception):
-    """The other router speaks no version that this one does."""
+    """The other router and this one share no protocol version."""
 
 
-class PeerDoor:
-    """The endpoint at `peer_wire.PEER_PATH`, behind the service token."""
+class PeerEndpoint:
+    """Endpoint at `peer_wire.PEER_PATH`; requires the service token."""
 
     def __init__(self, token: str, copies: PeerCopies) -> None:
         self._expected = b"Bearer " + token.encode()
         self._copies = copies
 
     def route(self) -> WebSocketRoute:
-        """The route to add to the router's application."""
+        """Returns the route for the router's application."""
         return WebSocketRoute(peer_wire.PEER_PATH, self.serve)
 
     async def serve(self, websocket: WebSocket) -> None:
@@ -48,21 +48,23 @@ class PeerDoor:
                 greeting = peer_wire.decode(await receive_binary(websocket))
             if not isinstance(greeting, peer_wire.Greeting):
                 raise msgspec.DecodeError("expected a Greeting")
-            if PEER.agreed(greeting.version, greeting.oldest_version) is None:
-                raise UnknownVersion(f"this router speaks version {PEER} among routers, {greeting.router} {greeting.version}")
+            if greeting.version != PROTOCOL_VERSION:
+                raise UnknownVersion(
+                    f"this router supports peer version {PROTOCOL_VERSION}, {greeting.router} {greeting.version}"
+                )
             while True:
                 match peer_wire.decode(await receive_binary(websocket)):
-                    case peer_wire.Changes() as changes:
+                    case peer_wire.JournalChanges() as changes:
                         sender.take(changes)
-                    case peer_wire.Wanted(ids):
-                        await websocket.send_bytes(peer_wire.encode(peer_wire.Told(self._copies.find(ids))))
+                    case peer_wire.JournalQuery(ids):
+                        await websocket.send_bytes(peer_wire.encode(peer_wire.JournalAnswer(self._copies.find(ids))))
                     case frame:
-                        raise msgspec.DecodeError(f"{type(frame).__name__} is not understood here")
+                        raise msgspec.DecodeError(f"expected JournalChanges or JournalQuery, got {type(frame).__name__}")
         except msgspec.DecodeError as error:
-            log.warning("a router sent what it must not", extra={"why": str(error)})
-            await websocket.close(CLOSE_BAD_FRAME, "no frame between routers")
+            log.warning("invalid frame from another router", extra={"why": str(error)})
+            await websocket.close(CLOSE_BAD_FRAME, "invalid frame between routers")
         except UnknownVersion as error:
-            log.warning("a router was refused", extra={"why": str(error)})
+            log.warning("rejected another router", extra={"why": str(error)})
             await websocket.close(CLOSE_WRONG_VERSION, str(error)[:120])
         except (WebSocketDisconnect, TimeoutError):
             pass

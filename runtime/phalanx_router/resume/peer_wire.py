@@ -1,76 +1,77 @@
-"""What routers say to one another: copies of their journals go to one peer, and anyone may be asked for a stream.
+"""Frames between routers: journal copies go to one peer, and every router can be queried for a stream.
 
-    Greeting -> Changes, every 20 ms in which something changed        to the peer, for as long as both live
-    Greeting -> Wanted -> Told                                         to all, when a client resumes what is not here
+    Greeting -> JournalChanges, every 20 ms in which a journal changed to the peer, while both run
+    Greeting -> JournalQuery -> JournalAnswer                          to all routers, when a client resumes an unknown stream
 
-Frames of one WebSocket at `PEER_PATH` of a router's HTTP port, as msgpack, behind the service token. Arrays on the wire: fields
-are added at the end and with a default.
+Msgpack frames on one WebSocket at `PEER_PATH` of a router's HTTP port, authenticated with the service token. Structs are arrays
+on the wire: new fields go at the end and have a default.
 """
 
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.wire import PROTOCOL_VERSION
 
 PEER_PATH = "/phalanx/peer"
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """All that is needed to go on with a stream: its request with the tokens so far, and why it ended, if it did.
+class JournalCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Journal of a stream, complete enough to continue it."""
 
-    `model_hash`: of the weights that drew them. `deaths`: groups that died while they computed it.
-    """
-
+    # With the tokens delivered so far.
     request: wire.Request
+    # Weights that computed them.
     model_hash: str = ""
+    # Set when the stream has ended.
     finish: wire.FinishReason | None = None
+    # Number of groups that died while they computed the stream.
     deaths: int = 0
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
-    """First frame of who opened the connection, who speaks the versions from `oldest_version` (0: no other) to `version`."""
+    """First frame of the router that opened the connection."""
 
     router: str
     instance: str
-    version: int = 1
-    oldest_version: int = 0
+    version: int = PROTOCOL_VERSION
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """A stream is over; without a reason nobody may resume it when it is `forgotten`."""
+class JournalEnd(msgspec.Struct, frozen=True, array_like=True):
+    """End of a stream; a `forgotten` one cannot be resumed."""
 
     number: int
     finish: wire.FinishReason | None = None
     forgotten: bool = False
 
 
-class Changes(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
-    """What became of journals since the last frame, in this order: new ones, tokens, ends. The sender numbers its streams.
+class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
+    """Changes of journals since the last frame: new journals, then tokens, then ends. The sender numbers its streams.
 
-    `numbers`, `counts` are parallel: so many of `tokens` belong to that stream.
+    `numbers` and `counts` are parallel: the next `counts[i]` of `tokens` belong to stream `numbers[i]`.
     """
 
-    begun: list[tuple[int, Copy]]
+    begun: list[tuple[int, JournalCopy]]
     numbers: list[int]
     counts: list[int]
     tokens: list[int]
-    ended: list[Ended]
+    ended: list[JournalEnd]
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
-    """Asks for the streams of these request ids."""
+class JournalQuery(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
+    """Queries the streams with these request ids."""
 
     ids: list[str]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """Those of them that are known."""
+class JournalAnswer(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+    """Answer to a JournalQuery: the known copies."""
 
-    copies: list[Copy]
+    copies: list[JournalCopy]
 
 
 encode = msgspec.msgpack.Encoder().encode
-"""Bytes of any frame."""
-decode = msgspec.msgpack.Decoder(Greeting | Changes | Wanted | Told).decode
-"""A frame that a router sent. Raises msgspec.DecodeError."""
-decode_copy = msgspec.msgpack.Decoder(Copy).decode
-"""A copy that was encoded alone."""
+"""Encodes any frame."""
+decode = msgspec.msgpack.Decoder(Greeting | JournalChanges | JournalQuery | JournalAnswer).decode
+"""Decodes a frame of another router. Raises msgspec.DecodeError."""
+decode_copy = msgspec.msgpack.Decoder(JournalCopy).decode
+"""Decodes a copy that was encoded alone."""

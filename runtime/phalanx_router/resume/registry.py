@@ -1,12 +1,12 @@
-"""Streams that clients may resume: which are open here, what is kept of closed ones, and how one is found that began elsewhere.
+"""Registry of resumable streams: open and closed ones of this router, and lookup of streams that began elsewhere.
 
-    open here        its client lost the connection before we noticed: the old stream ends, the new one goes on from its journal
-    at a leader      its router was lost and it goes on without one: adopted where it stands
-    on the shelf     closed here, or a copy that a lost router had sent
+    open here          the client reconnected before this router noticed: the old stream ends, the new one continues its journal
+    at a leader        an orphan, adopted
+    in the store       closed here, or a copy received from a lost router
     at another router  the same there
 
-The source that knows most tokens counts. While leaders are not linked yet, as after a start, they are waited for. One that is
-asked and does not answer in time may have the stream: then a client hears 503, and the stream goes on there until it asks again.
+The source with the most tokens wins. The lookup waits for leaders that are not linked yet, as after a start. A leader that does
+not answer in time may have the stream: the client gets 503 and retries, while the stream continues there.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from typing import Protocol
 import msgspec
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Begun
+from phalanx_frontend.backend import BackendError, ResumableStream
 from phalanx_router.links.leader_link import LeaderLink
-from phalanx_router.links.link_pool import Links
-from phalanx_router.resume.journal_store import PeerCopies, Shelf
-from phalanx_router.resume.peer_wire import Copy
-from phalanx_router.session import FleetSettings, Run
-from phalanx_router.streams.stream import Adopting, Stream
+from phalanx_router.links.link_pool import LinkPool
+from phalanx_router.resume.journal_store import JournalStore, PeerCopies
+from phalanx_router.resume.peer_wire import JournalCopy
+from phalanx_router.session import FleetSettings, StreamSession
+from phalanx_router.streams.stream import AdoptedStream, Stream
 
 log = logging.getLogger(__name__)
 
 TAKE_UP_S = 10.0
-"""How long an adopted stream waits for the door that found it: the client may have left."""
+"""Seconds before an adopted stream that no request takes up is disowned: the client may have disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A stream that runs at a leader, ours since it was found."""
+    """A stream that runs at a leader and was adopted by this router."""
 
     link: LeaderLink
     key: str
@@ -43,131 +43,133 @@ class Adoption:
     num_delivered: int
 
 
-Found = tuple[Copy, Adoption | None]
+Found = tuple[JournalCopy, Adoption | None]
 
 
-class Silent(Exception):
-    """A leader was asked for a stream and did not answer in time, or was lost before it did."""
+class NoAnswer(Exception):
+    """A leader did not answer an Adopt in time, or its link was lost before the answer."""
 
 
-class Journals(Protocol):
-    """Hears what becomes of the streams that are open here, and asks others for theirs."""
+class JournalReplication(Protocol):
+    """Replicates the journals of open streams to other routers, and queries those for theirs."""
 
-    def opened(self, run: Run) -> None:
-        """A stream began."""
+    def opened(self, run: StreamSession) -> None:
+        """Records a new stream."""
         ...
 
-    def grown(self, run: Run) -> None:
-        """A stream has more tokens."""
+    def grown(self, run: StreamSession) -> None:
+        """Records that a stream has more tokens."""
         ...
 
-    def closed(self, run: Run, finish: wire.FinishReason | None, forgotten: bool) -> None:
-        """A stream is over; nobody may resume one that is forgotten."""
+    def closed(self, run: StreamSession, finish: wire.FinishReason | None, forgotten: bool) -> None:
+        """Records the end of a stream; a `forgotten` one cannot be resumed."""
         ...
 
-    async def ask(self, ids: Sequence[str]) -> Iterable[Copy]:
-        """What others know of these streams."""
+    async def ask(self, ids: Sequence[str]) -> Iterable[JournalCopy]:
+        """Returns the copies of these streams that the other routers have."""
         ...
 
 
-class Resuming:
-    """Finds streams, and keeps what is needed to find them. `copies` are those of other routers, `journals` goes to them."""
+class StreamRegistry:
+    """Finds streams for clients that resume. `copies`: journals of other routers; `journals`: replication of this one's."""
 
-    def __init__(self, links: Links, settings: FleetSettings, clock: Callable[[], float]) -> None:
-        self.shelf = Shelf(clock)
-        self.copies = PeerCopies(self.shelf)
-        self.journals: Journals | None = None
+    def __init__(self, links: LinkPool, settings: FleetSettings, clock: Callable[[], float]) -> None:
+        self.store = JournalStore(clock)
+        self.copies = PeerCopies(self.store)
+        self.journals: JournalReplication | None = None
         self._links = links
         self._settings = settings
         self._clock = clock
-        self._open: dict[str, Run] = {}
+        self._open: dict[str, StreamSession] = {}
         self._adopted: dict[str, Adoption] = {}
-        self._finding: set[asyncio.Task[Mapping[str, Begun]]] = set()
+        self._finding: set[asyncio.Task[Mapping[str, ResumableStream]]] = set()
 
-    def opened(self, run: Run) -> None:
-        """A stream begins here."""
+    def opened(self, run: StreamSession) -> None:
+        """Registers a stream that begins here."""
         self._open[run.stream.journal.id] = run
         if self.journals is not None:
             self.journals.opened(run)
 
-    def closed(self, run: Run, finish: wire.FinishReason | None, may_resume: bool) -> None:
-        """A stream is over here. What is left of it stays for a while if its client may come again."""
+    def closed(self, run: StreamSession, finish: wire.FinishReason | None, may_resume: bool) -> None:
+        """Unregisters a stream; stores its journal for a while if the client may resume it."""
         id = run.stream.journal.id
         if self.journals is not None:
             self.journals.closed(run, finish, not may_resume)
         if self._open.get(id) is run:
             del self._open[id]
             if may_resume:
-                self.shelf.put(msgspec.structs.replace(copy_of(run), finish=finish))
+                self.store.put(msgspec.structs.replace(make_copy(run), finish=finish))
             else:
-                self.shelf.forget(id)
+                self.store.forget(id)
 
-    def open_runs(self) -> list[Run]:
-        """The streams that are open here."""
+    def open_runs(self) -> list[StreamSession]:
+        """Returns the streams that are open here."""
         return list(self._open.values())
 
-    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
-        """What is known of these streams of this tenant. It is found to the end even if its client leaves meanwhile: what leaders
-        gave would be lost else. Raises BackendError 503 when a leader may have one of which nothing else is known."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
+        """Finds these streams of `tenant`. The search completes even if its client disconnects, so that adopted streams are kept.
+
+        Raises BackendError 503 when a leader that does not answer may have a stream that is unknown otherwise.
+        """
         finding = asyncio.create_task(self._find(ids, tenant))
         self._finding.add(finding)
         finding.add_done_callback(self._finding.discard)
         return await asyncio.shield(finding)
 
-    async def _find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
+    async def _find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         for id in ids:
             if (adoption := self._adopted.get(id)) is not None and adoption.stream.journal.tenant == tenant:
-                del self._adopted[id]  # for a door that did not take it up: the leader gives it once more
+                del self._adopted[id]  # found before and never taken up: the leader returns it again
             if (run := self._open.get(id)) is not None and run.stream.journal.tenant == tenant:
                 self._take_over(run)
         best = {copy.request.id: copy for copy in self.copies.find(ids) if copy.request.tenant == tenant}
         missing = [id for id in ids if id not in best or best[id].finish is None]
-        told, (adopted, is_certain) = await asyncio.gather(self._ask_peers(missing), self._adopt(missing, tenant))
-        for copy in (*told, *(copy for copy, _ in adopted)):
+        copies, (adopted, is_certain) = await asyncio.gather(self._ask_peers(missing), self._adopt(missing, tenant))
+        for copy in (*copies, *(copy for copy, _ in adopted)):
             id = copy.request.id
             if copy.request.tenant != tenant:
                 continue
-            if id not in best or _worth(copy) >= _worth(best[id]):
+            if id not in best or _completeness(copy) >= _completeness(best[id]):
                 best[id] = copy
         for copy, adoption in adopted:
             if adoption is not None:
                 self._use(copy.request.id, adoption, best[copy.request.id] is copy)
         for copy in best.values():
-            self.shelf.put(copy)
+            self.store.put(copy)
         if not is_certain and any(id not in best for id in ids):
-            why = "a group that may have this stream does not answer; the stream goes on there for a while"
+            why = "a group that may have this stream does not answer: retry, the stream continues there for a while"
             raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
-        log.info("streams asked for", extra={"asked": len(ids), "found": len(best), "running": len(self._adopted)})
-        return {id: Begun(self._next_epoch(copy.request), copy.finish) for id, copy in best.items()}
+        log.info("looked up streams", extra={"asked": len(ids), "found": len(best), "running": len(self._adopted)})
+        return {id: ResumableStream(self._next_epoch(copy.request), copy.finish) for id, copy in best.items()}
 
     def take_up(self, request: wire.Request) -> Adoption | None:
-        """The stream of this request where it runs, if it was found there and is asked for as it stood."""
+        """Returns the adopted stream of this request, if it was adopted with the same delivered tokens."""
         adoption = self._adopted.pop(request.id, None)
         if adoption is not None and adoption.num_delivered != len(request.delivered):
             adoption.link.abort(adoption.handle)
             return None
         return adoption
 
-    def known(self, id: str) -> Copy | None:
-        """What is kept of a stream that was found."""
-        return self.shelf.get(id)
+    def known(self, id: str) -> JournalCopy | None:
+        """Returns the stored copy of a stream that was found."""
+        return self.store.get(id)
 
-    def _take_over(self, run: Run) -> None:
-        """Ends a stream whose client is here anew."""
+    def _take_over(self, run: StreamSession) -> None:
+        """Ends a stream because its client reconnected."""
         journal = run.stream.journal
         self.closed(run, journal.end(), may_resume=True)
-        why = "its client has come again and resumed it"
-        if run.link is None:  # it waits for a group, and hears of none
+        why = "the client has reconnected and resumed this stream"
+        if run.link is None:  # queued: no group can send it a setback
             run.give_up(BackendError(409, "resumed", why))
         else:
             run.stream.refused(wire.Refused(run.handle, journal.epoch, 409, "resumed", why))
 
     def _next_epoch(self, request: wire.Request) -> wire.Request:
-        """The request as it is to be submitted: the group that had it has it no more, unless it was adopted there."""
+        """Returns the request to submit, with a new epoch unless the stream was adopted at its group."""
         return request if request.id in self._adopted else msgspec.structs.replace(request, epoch=request.epoch + 1)
 
     def _use(self, id: str, adoption: Adoption, is_best: bool) -> None:
-        if not is_best or id in self._adopted:  # two leaders have it: one epoch was lost on its way to another group
+        if not is_best or id in self._adopted:  # two leaders have it: one was left behind when the stream went to another group
             adoption.link.abort(adoption.handle)
             return
         self._adopted[id] = adoption
@@ -179,26 +181,26 @@ class Resuming:
 
         asyncio.get_running_loop().call_later(TAKE_UP_S, drop)
 
-    async def _ask_peers(self, ids: Sequence[str]) -> Iterable[Copy]:
+    async def _ask_peers(self, ids: Sequence[str]) -> Iterable[JournalCopy]:
         return await self.journals.ask(ids) if ids and self.journals is not None else []
 
     async def _adopt(self, ids: Sequence[str], tenant: str) -> tuple[list[Found], bool]:
-        """What leaders have of these streams of this tenant, and whether all that were asked have answered.
+        """Adopts these streams at all leaders, including those that are linked before the deadline.
 
-        All are asked, those that are not linked yet once they are.
+        Returns the streams found, and whether each leader answered.
         """
         found: list[Found] = []
         is_certain = True
-        asked: set[str] = set()
+        queried: set[str] = set()
         deadline = self._clock() + self._settings.find_s
         while len(found) < len(ids):
-            links = [link for link in self._links.open_links() if link.key not in asked]
-            asked |= {link.key for link in links}
+            links = [link for link in self._links.open_links() if link.key not in queried]
+            queried |= {link.key for link in links}
             left_s = deadline - self._clock()
             asking = (_ask(link, id, tenant, left_s) for link in links for id in ids)
             for answer in await asyncio.gather(*asking, return_exceptions=True):
                 match answer:
-                    case Silent():
+                    case NoAnswer():
                         is_certain = False
                     case BaseException():
                         raise answer
@@ -211,29 +213,29 @@ class Resuming:
 
 
 async def _ask(link: LeaderLink, id: str, tenant: str, timeout_s: float) -> Found | None:
-    """What this leader has of a stream, which is ours from then on; None when it has nothing. Raises Silent."""
-    adopting = Adopting()
+    """Adopts a stream at one leader, if the leader has it. Raises NoAnswer."""
+    adopting = AdoptedStream()
     handle = link.adopt(id, tenant, adopting)
     try:
         async with asyncio.timeout(timeout_s):
-            told = await adopting.told
+            answer = await adopting.answer
     except TimeoutError:
-        link.disown(handle)  # its answer may be on its way, and the stream with it
-        raise Silent from None
-    if told is None:
-        raise Silent
-    if isinstance(told, wire.Refused):
+        link.disown(handle)  # the leader may have answered and handed over the stream
+        raise NoAnswer from None
+    if answer is None:
+        raise NoAnswer
+    if isinstance(answer, wire.Refused):
         return None
-    copy = Copy(told.request, link.told.served.model_hash, told.finish)
+    copy = JournalCopy(answer.request, link.group_report.served.model_hash, answer.finish)
     stream = adopting.stream
-    return copy, None if stream is None else Adoption(link, link.key, handle, stream, len(told.request.delivered))
+    return copy, None if stream is None else Adoption(link, link.key, handle, stream, len(answer.request.delivered))
 
 
-def copy_of(run: Run) -> Copy:
-    """What another router needs of a stream that is open here."""
+def make_copy(run: StreamSession) -> JournalCopy:
+    """Returns the copy that another router needs of an open stream."""
     journal = run.stream.journal
-    return Copy(journal.replay(), run.model_hash or "", None, run.deaths)
+    return JournalCopy(journal.replay(), run.model_hash or "", None, run.deaths)
 
 
-def _worth(copy: Copy) -> tuple[bool, int]:
+def _completeness(copy: JournalCopy) -> tuple[bool, int]:
     return copy.finish is not None, len(copy.request.delivered)

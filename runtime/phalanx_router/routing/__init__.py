@@ -1,1 +1,1 @@
-"""Which group gets a request: pure functions over frozen records."""
+"""Chooses the group of a request: pure functions over frozen records."""

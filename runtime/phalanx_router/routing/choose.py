@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx_router.routing.cost import Newcomer, Terms, terms, wait_of
+from phalanx_router.routing.cost import CostTerms, RequestDemand, cost_terms, ttft_weight
 from phalanx_router.routing.view import GroupView, is_stale
 
-NEAR = 1.05
-HOME_S = 0.1
+NEAR_TIE = 1.05
+HOME_BONUS_S = 0.1
 HOME_BACKLOG, HOME_BACKLOG_S, HOME_COST = 1.25, 0.1, 0.8
 HOME_CROWD, HOME_CROWD_REQUESTS = 1.25, 2
 
@@ -29,7 +29,7 @@ are stale; draining because no other group exists; next in round robin."""
 _NO_HITS: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The chosen group and the terms of its cost."""
 
@@ -37,7 +37,7 @@ class Choice:
     """Key of the group's view."""
     reason: Reason
     cost_s: float
-    parts: Terms
+    parts: CostTerms
     hit_tokens: int
     """Prompt tokens that the group's pages are expected to hold."""
     num_candidates: int
@@ -61,7 +61,7 @@ class NoChoice:
 
 def choose(
     groups: Sequence[GroupView],
-    newcomer: Newcomer,
+    demand: RequestDemand,
     draw: float,
     *,
     hits: Mapping[str, int] = _NO_HITS,
@@ -73,23 +73,30 @@ def choose(
     candidates, reason = _candidates(groups, excluded)
     if not candidates:
         return NoChoice(f"each of {len(groups)} ready groups failed or refused this request")
-    wait = wait_of(newcomer, candidates, hits)
-    parts = [terms(view, newcomer, hits.get(view.key, 0), wait) for view in candidates]
+    wait = ttft_weight(demand, candidates, hits)
+    parts = [cost_terms(view, demand, hits.get(view.key, 0), wait) for view in candidates]
     costs = [part.total_s for part in parts]
     home = _home(candidates, costs, hits)
     if home is not None:
-        costs[home] -= min(HOME_S, hits[candidates[home].key] * candidates[home].token_s)
+        costs[home] -= min(HOME_BONUS_S, hits[candidates[home].key] * candidates[home].token_s)
     near = _near_equal(costs)
     place = home if home in near and not _is_crowded(candidates, home) else _pick(near, candidates, parts, draw)
     view = candidates[place]
     if reason is None:
         reason = "only" if len(candidates) == 1 else "home" if place == home else "tie" if len(near) > 1 else "least"
-    return Choice(view.key, reason, costs[place], parts[place], hits.get(view.key, 0), len(candidates))
+    return Choice(
+        key=view.key,
+        reason=reason,
+        cost_s=costs[place],
+        parts=parts[place],
+        hit_tokens=hits.get(view.key, 0),
+        num_candidates=len(candidates),
+    )
 
 
-def in_turn(
+def choose_round_robin(
     groups: Sequence[GroupView],
-    newcomer: Newcomer,
+    demand: RequestDemand,
     last: Mapping[str, int],
     *,
     hits: Mapping[str, int] = _NO_HITS,
@@ -105,8 +112,15 @@ def in_turn(
     if not able:
         return NoChoice("no group has room, or each failed or refused this request")
     view = min(able, key=lambda view: (last.get(view.key, 0), view.key))
-    parts = terms(view, newcomer, hits.get(view.key, 0))
-    return Choice(view.key, "turn", parts.total_s, parts, hits.get(view.key, 0), len(able))
+    parts = cost_terms(view, demand, hits.get(view.key, 0))
+    return Choice(
+        key=view.key,
+        reason="turn",
+        cost_s=parts.total_s,
+        parts=parts,
+        hit_tokens=hits.get(view.key, 0),
+        num_candidates=len(able),
+    )
 
 
 def _candidates(groups: Sequence[GroupView], excluded: Collection[str]) -> tuple[list[GroupView], Reason | None]:
@@ -141,7 +155,7 @@ def _home(candidates: Sequence[GroupView], costs: Sequence[float], hits: Mapping
 def _near_equal(costs: Sequence[float]) -> list[int]:
     """Returns the indices of the costs within 5 % of the least."""
     least = min(costs)
-    bound = least * NEAR if least > 0 else least
+    bound = least * NEAR_TIE if least > 0 else least
     return [place for place, cost in enumerate(costs) if cost <= bound]
 
 
@@ -155,7 +169,7 @@ def _requests(view: GroupView) -> int:
     return view.running + view.waiting
 
 
-def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[Terms], draw: float) -> int:
+def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[CostTerms], draw: float) -> int:
     """Picks two indices of `near` by `draw`; returns the one with the earlier first token, then with fewer requests."""
     count = len(near)
     if count == 1:
@@ -173,17 +187,17 @@ def _pick(near: Sequence[int], candidates: Sequence[GroupView], parts: Sequence[
 # Canary share: the groups that a new request may use while two revisions serve (`rollout.canaryWeight`).
 
 
-def share(
+def canary_groups(
     revisions: Mapping[str, str],
     newest: str,
     percent: int,
-    lot: float,
+    canary_draw: float,
     excluded: Collection[str] = (),
     closed: Collection[str] = (),
 ) -> frozenset[str]:
     """Returns the keys of the groups that a request may use while `percent` of the requests belong to the revision `newest`.
 
-    `revisions`: revision of each group that could take the request, by key. `lot`: the request's draw, uniform in [0, 1).
+    `revisions`: revision of each group that could take the request, by key. `canary_draw`: the request's draw, uniform in [0, 1).
 
     The draw selects the newest revision or the others. If every group of that side is `excluded` (failed or refused the
     request) or `closed` (accepts no more requests at present), the other side is used if it has a usable group: serving the
@@ -191,7 +205,7 @@ def share(
     """
     new = frozenset(key for key, revision in revisions.items() if revision == newest)
     old = frozenset(revisions) - new
-    first, second = (new, old) if lot * 100 < percent else (old, new)
+    first, second = (new, old) if canary_draw * 100 < percent else (old, new)
     for busy in ({*excluded, *closed}, excluded):
         for side in (first, second):
             if side.difference(busy):
@@ -201,12 +215,12 @@ def share(
 
 # Round robin: the sequence number of the last request sent to each group.
 
-MOST = 4096
+MAX_GROUPS = 4096
 """Number of groups remembered. A forgotten group is next in turn."""
 
 
-class Turns:
-    """Sequence numbers of the last request of each group, by key; `in_turn` reads `last`."""
+class RoundRobin:
+    """Sequence numbers of the last request of each group, by key; `choose_round_robin` reads `last`."""
 
     def __init__(self) -> None:
         self.last: dict[str, int] = {}
@@ -217,5 +231,5 @@ class Turns:
         self._count += 1
         self.last.pop(key, None)
         self.last[key] = self._count  # re-inserted at the end: the first key is the least recent
-        if len(self.last) > MOST:
+        if len(self.last) > MAX_GROUPS:
             del self.last[next(iter(self.last))]

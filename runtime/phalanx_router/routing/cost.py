@@ -26,16 +26,16 @@ DECODE_WEIGHT, OTHERS_WEIGHT = 0.05, 0.02
 PAGES_S, PAGES_FROM = 3.0, 0.5
 DEGRADED_FACTOR = 1.2
 USUAL_TTFT_TARGET_S = 2.0
-MOST_URGENT, LEAST_URGENT = 4.0, 0.25
-LATE_TIMES = 3.0
+MAX_URGENCY, MIN_URGENCY = 4.0, 0.25
+LATE_FACTOR = 3.0
 """A first token is late after this multiple of the prompt time, if that exceeds `USUAL_TTFT_TARGET_S`."""
-PAUSE_S, MOST_PAUSES = 1.0, 10.0
-UNKNOWN_OUTPUT = 128.0
+PAUSE_S, MAX_PAUSE_FACTOR = 1.0, 10.0
+DEFAULT_OUTPUT_TOKENS = 128.0
 """Expected output tokens of a request before any group reported a mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class RequestDemand:
     """A request to be assigned to a group."""
 
     # Tokens to be stored in pages: prompt and delivered output.
@@ -49,11 +49,11 @@ class Newcomer:
         """Weight of the time to first token."""
         if not self.ttft_target_s:
             return 1.0
-        return min(MOST_URGENT, max(LEAST_URGENT, USUAL_TTFT_TARGET_S / self.ttft_target_s))
+        return min(MAX_URGENCY, max(MIN_URGENCY, USUAL_TTFT_TARGET_S / self.ttft_target_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TtftWeight:
     """Weights of a request's time to first token."""
 
     urgency: float = 1.0
@@ -63,27 +63,27 @@ class Wait:
     least_own_s: float = 0.0
 
 
-NO_WAIT = Wait()
+UNIT_WEIGHT = TtftWeight()
 
 
-def wait_of(newcomer: Newcomer, views: Sequence[GroupView], hits: Mapping[str, int]) -> Wait:
+def ttft_weight(demand: RequestDemand, views: Sequence[GroupView], hits: Mapping[str, int]) -> TtftWeight:
     """Returns the weights of a request with candidate groups `views`. `hits`: prompt tokens that each group holds, by key."""
-    tokens = newcomer.prompt_tokens
-    if newcomer.ttft_target_s or not views:
-        return Wait(newcomer.urgency)
+    tokens = demand.prompt_tokens
+    if demand.ttft_target_s or not views:
+        return TtftWeight(demand.urgency)
     least_own_s = min(view.prompt_s(tokens, hits.get(view.key, 0)) for view in views)
-    late_s = LATE_TIMES * least_own_s
+    late_s = LATE_FACTOR * least_own_s
     if late_s <= USUAL_TTFT_TARGET_S:
-        return NO_WAIT
-    return Wait(1.0, USUAL_TTFT_TARGET_S / late_s, least_own_s)
+        return UNIT_WEIGHT
+    return TtftWeight(1.0, USUAL_TTFT_TARGET_S / late_s, least_own_s)
 
 
 def stall_s(own_s: float) -> float:
     """Returns the cost to each running request of a prompt of `own_s`: half of it, more above `PAUSE_S`."""
-    return own_s / 2 * min(MOST_PAUSES, max(1.0, own_s / PAUSE_S))
+    return own_s / 2 * min(MAX_PAUSE_FACTOR, max(1.0, own_s / PAUSE_S))
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     """Terms of J in its order, and the factor that multiplies them."""
 
     first_token_s: float
@@ -98,15 +98,15 @@ class Terms(NamedTuple):
         return (self.first_token_s + self.decode_s + self.others_s + self.pages_s) * self.factor
 
 
-def terms(view: GroupView, newcomer: Newcomer, hit_tokens: int, wait: Wait = NO_WAIT) -> Terms:
+def cost_terms(view: GroupView, demand: RequestDemand, hit_tokens: int, wait: TtftWeight = UNIT_WEIGHT) -> CostTerms:
     """Returns the cost of the request in the group, where pages hold `hit_tokens` of its prompt."""
-    missing = max(1, newcomer.prompt_tokens - hit_tokens)
-    own_s = view.prompt_s(newcomer.prompt_tokens, hit_tokens)
-    output = min(newcomer.output_tokens, view.mean_output_tokens or UNKNOWN_OUTPUT)
-    grown_s = view.grown_itl_s(newcomer.prompt_tokens)
+    missing = max(1, demand.prompt_tokens - hit_tokens)
+    own_s = view.prompt_s(demand.prompt_tokens, hit_tokens)
+    output = min(demand.output_tokens, view.mean_output_tokens or DEFAULT_OUTPUT_TOKENS)
+    grown_s = view.grown_itl_s(demand.prompt_tokens)
     over = view.pressure + missing / (view.page_size * view.total_pages) - PAGES_FROM
     more_s = max(0.0, own_s - wait.least_own_s)
-    return Terms(
+    return CostTerms(
         wait.urgency * (wait.haste * (view.backlog_s + own_s) + (1 - wait.haste) * more_s),
         DECODE_WEIGHT * output * grown_s,
         OTHERS_WEIGHT * view.running * (stall_s(own_s) + output * (grown_s - view.itl_s)),

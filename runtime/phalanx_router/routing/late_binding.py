@@ -5,7 +5,7 @@
               counts as backlog for those after it; nothing is held for more than a second
     requeue   the same bounds take an unstarted request back from its group, at most twice a second; also from a draining group
 
-A stream that has begun goes to the best group at once. A group without a fresh report is open, since its present load is unknown
+A started stream goes to the best group at once. A group without a fresh report is open, since its present load is unknown
 and waiting for its report would stop the router. A group that never reported is fresh until its first report is due.
 """
 
@@ -13,36 +13,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx_api.cost import attended
-from phalanx_router.routing.choose import Choice, NoChoice, choose, in_turn
-from phalanx_router.routing.cost import Newcomer, Wait, terms, wait_of
-from phalanx_router.routing.queue import RequestQueue, Waiting
+from phalanx_router.routing.choose import Choice, NoChoice, choose, choose_round_robin
+from phalanx_router.routing.cost import RequestDemand, TtftWeight, cost_terms, ttft_weight
+from phalanx_router.routing.queue import QueuedRequest, RequestQueue
 from phalanx_router.routing.view import GroupView
 
 MAX_WAITING = 2
 ROOM_BACKLOG_S = 0.1
-BETTER, GAIN_S = 0.7, 0.25
+MUCH_BETTER, GAIN_S = 0.7, 0.25
 MAX_HELD_S = 1.0
-MAX_LOOKS = 16
+MAX_CONSIDERED = 16
 """Requests considered per call; requests without any group do not count."""
 REQUEUE_EVERY_S = 0.5
 MAX_REQUEUES = 4
 """Per group and tick."""
 
-ViewsOf = Callable[[Waiting], Sequence[GroupView]]
+ViewsOf = Callable[[QueuedRequest], Sequence[GroupView]]
 """Groups that can take a request: those with its tokenizer, and with its weights once it has tokens."""
-HitsOf = Callable[[Waiting], Mapping[str, int]]
+HitsOf = Callable[[QueuedRequest], Mapping[str, int]]
 """Prompt tokens of a request that each group holds, by key."""
-ExcludedOf = Callable[[Waiting], frozenset[str]]
+ExcludedOf = Callable[[QueuedRequest], frozenset[str]]
 """Keys of the groups that failed or refused a request."""
 TurnsOf = Callable[[], Mapping[str, int] | None]
-"""Sequence number of the last request sent to each group, by key, for round robin; `None` where the cost decides."""
+"""Sequence number of the last request sent to each group, by key; only for round robin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """A request and the group to send it to now."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     choice: Choice
 
 
@@ -51,8 +51,8 @@ def _no_turns() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Inputs of a dispatch besides the queue."""
+class DispatchInputs:
+    """Inputs of a dispatch in addition to the queue."""
 
     views_of: ViewsOf
     hits_of: HitsOf
@@ -74,67 +74,69 @@ def has_room(view: GroupView) -> bool:
     return rows and view.pressure < 1 and view.backlog_s <= ROOM_BACKLOG_S
 
 
-def next_dispatch(queue: RequestQueue, known: Known, now: float, draw: float) -> Dispatch | None:
+def next_dispatch(queue: RequestQueue, known: DispatchInputs, now: float, draw: float) -> Dispatch | None:
     """Returns the next request to send, with its group. The caller sends it and calls again with new views."""
-    held: dict[str, Burden] = {}
+    held: dict[str, PrefillLoad] = {}
     looked = 0
     for waiting in queue.in_turn():
         views = known.views_of(waiting)
         if not views:
             continue
-        if looked >= MAX_LOOKS:
+        if looked >= MAX_CONSIDERED:
             return None
         looked += 1
-        if not waiting.has_begun and not any(map(is_open, views)):
+        if not waiting.has_started and not any(map(is_open, views)):
             continue
-        seen = [_burdened(view, held.get(view.key)) for view in views]
+        seen = [_with_load(view, held.get(view.key)) for view in views]
         choice = _choose(waiting, seen, known, now, draw)
         if isinstance(choice, Choice):
             return Dispatch(waiting, choice)
         if choice is not None:
-            held[choice.key] = held.get(choice.key, NO_BURDEN).plus(waiting.newcomer, choice.hit_tokens)
+            held[choice.key] = held.get(choice.key, NO_LOAD).plus(waiting.demand, choice.hit_tokens)
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WaitForGroup:
     """The request should wait for this group."""
 
     key: str
     hit_tokens: int
 
 
-def _choose(waiting: Waiting, views: Sequence[GroupView], known: Known, now: float, draw: float) -> Choice | Held | None:
-    """Returns the group to send the request to, the group to wait for, or `None` when no group can take it."""
+def _choose(
+    waiting: QueuedRequest, views: Sequence[GroupView], known: DispatchInputs, now: float, draw: float
+) -> Choice | WaitForGroup | None:
+    """Returns the group to send the request to, or the group to wait for, if any group can take it."""
     hits, excluded = known.hits_of(waiting), known.excluded_of(waiting)
     turns = known.turns()
     if turns is not None:
-        closed: list[str] = [] if waiting.has_begun else [view.key for view in views if not is_open(view)]
-        taken = in_turn(views, waiting.newcomer, turns, hits=hits, excluded=excluded, closed=closed)
+        closed: list[str] = [] if waiting.has_started else [view.key for view in views if not is_open(view)]
+        taken = choose_round_robin(views, waiting.demand, turns, hits=hits, excluded=excluded, closed=closed)
         return taken if isinstance(taken, Choice) else None
-    best = choose(views, waiting.newcomer, draw, hits=hits, excluded=excluded)
+    best = choose(views, waiting.demand, draw, hits=hits, excluded=excluded)
     if isinstance(best, NoChoice):
         return None
     by_key = {view.key: view for view in views}
-    if waiting.has_begun or is_open(by_key[best.key]):
+    if waiting.has_started or is_open(by_key[best.key]):
         return best
-    now_open = choose([view for view in views if is_open(view)], waiting.newcomer, draw, hits=hits, excluded=excluded)
+    now_open = choose([view for view in views if is_open(view)], waiting.demand, draw, hits=hits, excluded=excluded)
     if isinstance(now_open, NoChoice):
         return None
     pays = is_much_better(best.cost_s, now_open.cost_s) and now - waiting.arrived_at < MAX_HELD_S
-    return Held(best.key, best.hit_tokens) if pays else now_open
+    return WaitForGroup(best.key, best.hit_tokens) if pays else now_open
 
 
 def is_much_better(cost_s: float, than_s: float) -> bool:
     """Returns whether the saving of `cost_s` against `than_s` pays for a change."""
-    return cost_s < BETTER * than_s and than_s - cost_s > GAIN_S
+    return cost_s < MUCH_BETTER * than_s and than_s - cost_s > GAIN_S
 
 
 @dataclass(frozen=True, slots=True)
-class Sat:
+class UnstartedRequest:
     """A request that was sent to a group and has no token yet."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     key: str
     # When it was sent to this group.
     since: float
@@ -144,69 +146,75 @@ class Sat:
 class Requeue:
     """A request to take back because another group is much better."""
 
-    sat: Sat
+    unstarted: UnstartedRequest
     why: str
 
 
-def requeues(sats: Sequence[Sat], there: Sequence[GroupView], known: Known, now: float) -> list[Requeue]:
+def find_requeues(
+    requests: Sequence[UnstartedRequest], there: Sequence[GroupView], known: DispatchInputs, now: float
+) -> list[Requeue]:
     """Returns the requests to take back: per group the newest, at most as many as wait there, if another group is much better.
 
     `there`: views of the groups that hold the requests. A draining group is not a candidate.
     """
     found: list[Requeue] = []
-    taken: dict[str, int] = {}
-    left: dict[str, Burden] = {}
-    added: dict[str, Burden] = {}
-    owns = {view.key: view for view in there}
-    for sat in sorted(sats, key=lambda sat: -sat.since):
-        own = owns.get(sat.key)
-        if own is None or now - sat.since < REQUEUE_EVERY_S or taken.get(sat.key, 0) >= min(MAX_REQUEUES, own.waiting):
+    num_taken: dict[str, int] = {}
+    removed: dict[str, PrefillLoad] = {}
+    added: dict[str, PrefillLoad] = {}
+    views_by_key = {view.key: view for view in there}
+    for unstarted in sorted(requests, key=lambda unstarted: -unstarted.since):
+        own = views_by_key.get(unstarted.key)
+        if (
+            own is None
+            or now - unstarted.since < REQUEUE_EVERY_S
+            or num_taken.get(unstarted.key, 0) >= min(MAX_REQUEUES, own.waiting)
+        ):
             continue
-        newcomer, hits = sat.waiting.newcomer, known.hits_of(sat.waiting)
-        excluded = known.excluded_of(sat.waiting)
-        views = known.views_of(sat.waiting)
-        others = [view for view in views if view.key != sat.key and view.key not in excluded and is_open(view)]
-        others = [_burdened(view, added.get(view.key)) for view in others if view.state == "fresh" and not view.draining]
+        demand, hits = unstarted.waiting.demand, known.hits_of(unstarted.waiting)
+        excluded = known.excluded_of(unstarted.waiting)
+        views = known.views_of(unstarted.waiting)
+        others = [view for view in views if view.key != unstarted.key and view.key not in excluded and is_open(view)]
+        others = [_with_load(view, added.get(view.key)) for view in others if view.state == "fresh" and not view.draining]
         if not others:
             continue
-        gone = left.get(sat.key, NO_BURDEN).less(newcomer)
-        wait = wait_of(newcomer, (own, *others), hits)
-        stay_s = _cost(_burdened(own, gone), newcomer, hits, wait)
-        best_s, best = min((_cost(view, newcomer, hits, wait), view.key) for view in others)
+        left_load = removed.get(unstarted.key, NO_LOAD).less(demand)
+        wait = ttft_weight(demand, (own, *others), hits)
+        stay_s = _cost(_with_load(own, left_load), demand, hits, wait)
+        best_s, best = min((_cost(view, demand, hits, wait), view.key) for view in others)
         if is_much_better(best_s, stay_s):
-            taken[sat.key] = taken.get(sat.key, 0) + 1
-            left[sat.key] = gone
-            added[best] = added.get(best, NO_BURDEN).plus(newcomer)
-            found.append(Requeue(sat, f"{stay_s:.2f} s there, {best_s:.2f} s elsewhere"))
+            num_taken[unstarted.key] = num_taken.get(unstarted.key, 0) + 1
+            removed[unstarted.key] = left_load
+            added[best] = added.get(best, NO_LOAD).plus(demand)
+            found.append(Requeue(unstarted, f"{stay_s:.2f} s there, {best_s:.2f} s elsewhere"))
     return found
 
 
-def _cost(view: GroupView, newcomer: Newcomer, hits: Mapping[str, int], wait: Wait) -> float:
-    return terms(view, newcomer, hits.get(view.key, 0), wait).total_s
+def _cost(view: GroupView, demand: RequestDemand, hits: Mapping[str, int], wait: TtftWeight) -> float:
+    return cost_terms(view, demand, hits.get(view.key, 0), wait).total_s
 
 
 @dataclass(frozen=True, slots=True)
-class Burden:
+class PrefillLoad:
     """Queued prompt tokens in addition to those of a view, and the sum of their context lengths."""
 
     tokens: int = 0
     attended: float = 0.0
 
-    def plus(self, newcomer: Newcomer, hit_tokens: int = 0) -> "Burden":
+    def plus(self, demand: RequestDemand, hit_tokens: int = 0) -> "PrefillLoad":
         """Adds a prompt of which the group holds `hit_tokens`."""
-        tokens = newcomer.prompt_tokens
+        tokens = demand.prompt_tokens
         held = min(hit_tokens, tokens - 1)
-        return Burden(self.tokens + tokens - held, self.attended + attended(tokens, held))
+        return PrefillLoad(self.tokens + tokens - held, self.attended + attended(tokens, held))
 
-    def less(self, newcomer: Newcomer) -> "Burden":
+    def less(self, demand: RequestDemand) -> "PrefillLoad":
         """Subtracts a prompt of which the group holds no tokens."""
-        return Burden(self.tokens - newcomer.prompt_tokens, self.attended - attended(newcomer.prompt_tokens))
+        return PrefillLoad(self.tokens - demand.prompt_tokens, self.attended - attended(demand.prompt_tokens))
 
 
-NO_BURDEN = Burden()
+NO_LOAD = PrefillLoad()
 
 
-def _burdened(view: GroupView, burden: Burden | None) -> GroupView:
+def _with_load(view: GroupView, burden: PrefillLoad | None) -> GroupView:
     """Returns the view with `burden` added to its queued prompt tokens."""
     if burden is None:
         return view

@@ -14,7 +14,7 @@ from phalanx_api.cost import attended
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentRequest:
     """Load that one request adds to a group."""
 
     # Tokens that no page of the group holds.
@@ -27,16 +27,16 @@ class Sent:
     attended: float = 0.0
 
 
-def sent_of(request: wire.Request, page_size: int, hit_tokens: int = 0) -> Sent:
-    """Returns the load that `request` adds to a group whose pages hold `hit_tokens` of its tokens."""
+def make_sent_request(request: wire.Request, page_size: int, hit_tokens: int = 0) -> SentRequest:
+    """Returns the load that `request` adds to a group that holds `hit_tokens` of its tokens."""
     context, given = len(request.prompt) + len(request.delivered), len(request.delivered)
     missing = max(1, context - hit_tokens)
     behind = attended(context, context - missing)
-    return Sent(missing, context, -(-missing // page_size), max(0, request.sampling.max_tokens - given), behind)
+    return SentRequest(missing, context, -(-missing // page_size), max(0, request.sampling.max_tokens - given), behind)
 
 
 @dataclass(slots=True)
-class Sums:
+class LedgerTotals:
     """Number of requests and the sums of their load."""
 
     requests: int = 0
@@ -46,7 +46,7 @@ class Sums:
     output_tokens: int = 0
     attended: float = 0.0
 
-    def add(self, sent: Sent, times: int = 1) -> None:
+    def add(self, sent: SentRequest, times: int = 1) -> None:
         """Adds a request, or removes it with `times=-1`."""
         self.requests += times
         self.prompt_tokens += times * sent.prompt_tokens
@@ -56,23 +56,23 @@ class Sums:
         self.attended += times * sent.attended
 
 
-class Ledger:
+class DispatchLedger:
     """Requests by handle, which increase. `version` changes with `unseen` and `live`."""
 
     __slots__ = ("_entries", "_found", "_last_seen", "_waiting", "live", "unseen", "version")
 
     def __init__(self) -> None:
-        self.unseen = Sums()
-        self.live = Sums()
+        self.unseen = LedgerTotals()
+        self.live = LedgerTotals()
         self.version = 0
-        self._entries: dict[int, Sent] = {}
+        self._entries: dict[int, SentRequest] = {}
         self._waiting: deque[tuple[int, float]] = deque()
         """Handles that no report covers, with the times when they were sent."""
         self._found: set[int] = set()
         """Handles of adopted requests."""
         self._last_seen = 0
 
-    def dispatch(self, handle: int, sent: Sent, now: float) -> None:
+    def dispatch(self, handle: int, sent: SentRequest, now: float) -> None:
         """Records a request sent to the group."""
         self._entries[handle] = sent
         self._waiting.append((handle, now))
@@ -80,7 +80,7 @@ class Ledger:
         self.live.add(sent)
         self.version += 1
 
-    def found(self, handle: int, sent: Sent) -> None:
+    def found(self, handle: int, sent: SentRequest) -> None:
         """Records an adopted request, which the group's reports already count."""
         self._entries[handle] = sent
         self._found.add(handle)

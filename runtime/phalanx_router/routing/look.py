@@ -1,9 +1,9 @@
-"""All groups as of now, from what links were told: the newest report of each, what was sent there since, its age and its speed.
+"""Builds the view of each group from its newest load report, the dispatch ledger, the report's age and the group's relative
+speed.
 
-When more than half of the groups are stale, reports no longer tell who has room, and a router that waited for them would halt:
-stale groups are then seen by the ledger alone, what this router itself has there (`is_blind`).
-How long outputs are depends on the requests, not on the group that had them: all groups of a model get the mean of what they
-told. With each its own, a group that had long ones would look dear, get no others, and so stay empty for ever.
+When more than half of the groups are stale, waiting for reports would stop the router: stale groups are then viewed by the
+dispatch ledger alone (`is_blind`). Mean output lengths depend on the requests, not on the group, so all groups of a model share
+their mean; otherwise a group that served long outputs would look expensive, get no requests and keep that mean.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -14,36 +14,39 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_api.summary import Freshness
-from phalanx_router.routing.ledger import Ledger
+from phalanx_router.routing.ledger import DispatchLedger
 from phalanx_router.routing.view import UNKNOWN, GroupView, freshness, is_stale
 
-# How fast each group is beside those of the same weights and layout, from the step models that they fitted themselves.
-#     usual     mean of their coefficients     ratio_i   = t_i(work_i) / usual(work_i)           work_i: its own steps lately,
-# where its own fit is sound     model     = usual * median of the ratios           one for the shape     speed_i   = 1 +
-# (ratio_i / median - 1) * 2^(-idle_i / HALF_S), 1 when that is within NOISE of 1
-# A group that always had as much to do cannot tell what one request more costs there, so its own fit says little of another
-# load; those of all groups together say more. What was measured of a group fades while it has nothing to do: were it kept, a
-# group that was slow once would get no requests, and so never show that it no longer is. A group that has not measured yet is
-# taken for a usual one of its shape; alone of its shape, for `UNKNOWN`.
+# Relative speed of groups with the same weights and layout, from the step models that they fit:
+#     mean      mean of their coefficients
+#     ratio_i   = t_i(work_i) / mean(work_i)            work_i: its own recent steps, where its fit is reliable
+#     model     = mean * median of the ratios           shared by the shape
+#     speed_i   = 1 + (ratio_i / median - 1) * 2^(-idle_i / HALF_S), or 1 within NOISE of 1
+# A group with constant load cannot measure the cost of one more request, so its fit does not extrapolate; the mean of all groups
+# does. A measured speed decays while the group is idle: otherwise a group that was slow once would get no requests and never be
+# measured again. An unmeasured group gets speed 1 and the model of its shape, or `UNKNOWN` if its shape has no model.
 
-REFERENCE = StepWork(prefill_tokens=128, decodes=16, context_tokens=16 * 512, prefill_context=128 * 64.0)
-"""A step with some of everything: that of a group that has not told of any."""
-HALF_S = 10.0
+TYPICAL_WORK = StepWork(prefill_tokens=128, decodes=16, context_tokens=16 * 512, prefill_context=128 * 64.0)
+"""Work of a typical step, for a group that has not reported any."""
+SPEED_HALF_LIFE_S = 10.0
 NOISE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What is known of a group's steps: its shape, its own fit, what its steps held lately, and since when there are none."""
+class StepMeasurement:
+    """Step measurements of one group."""
 
     shape: Hashable
+    # The group's own fit.
     model: StepModel | None
-    work: StepWork = REFERENCE
+    # Mean work of its recent steps.
+    work: StepWork = TYPICAL_WORK
+    # Seconds since its last step.
     idle_s: float = 0.0
 
 
-def speeds(groups: Mapping[str, Measured]) -> dict[str, tuple[StepModel, float]]:
-    """For each group, by key, the model of its shape and how many times longer its steps take."""
+def relative_speeds(groups: Mapping[str, StepMeasurement]) -> dict[str, tuple[StepModel, float]]:
+    """Returns for each group, by key, the model of its shape and its step time relative to that model."""
     shapes: dict[Hashable, dict[str, StepModel]] = {}
     for key, one in groups.items():
         if one.model is not None and one.model.predict(one.work) > 0:
@@ -51,41 +54,41 @@ def speeds(groups: Mapping[str, Measured]) -> dict[str, tuple[StepModel, float]]
     found: dict[str, tuple[StepModel, float]] = {}
     usual: dict[Hashable, StepModel] = {}
     for shape, own in shapes.items():
-        mean = together(list(own.values()))
+        mean = mean_model(list(own.values()))
         ratios = {key: model.predict(groups[key].work) / mean.predict(groups[key].work) for key, model in own.items()}
         middle = median(ratios.values())
-        usual[shape] = scaled(mean, middle)
+        usual[shape] = scale_model(mean, middle)
         for key, ratio in ratios.items():
-            found[key] = usual[shape], faded(ratio / middle, groups[key].idle_s)
+            found[key] = usual[shape], decay_speed(ratio / middle, groups[key].idle_s)
     for key, one in groups.items():
         if key not in found:
             found[key] = usual.get(one.shape, UNKNOWN), 1.0
     return found
 
 
-def together(models: Sequence[StepModel]) -> StepModel:
-    """What these models say together: the mean of their coefficients, with the knee of the one that predicts best."""
+def mean_model(models: Sequence[StepModel]) -> StepModel:
+    """Returns the mean of the coefficients, with the knee of the model that predicts best."""
     count, best = len(models), min(models, key=lambda model: model.error)
     return StepModel(
-        sum(model.fixed_s for model in models) / count,
-        sum(model.token_s for model in models) / count,
-        best.knee_tokens,
-        sum(model.context_s for model in models) / count,
-        sum(model.attention_s for model in models) / count,
-        best.error,
-        sum(model.row_s for model in models) / count,
-        sum(model.prompt_s for model in models) / count,
+        fixed_s=sum(model.fixed_s for model in models) / count,
+        token_s=sum(model.token_s for model in models) / count,
+        knee_tokens=best.knee_tokens,
+        context_s=sum(model.context_s for model in models) / count,
+        attention_s=sum(model.attention_s for model in models) / count,
+        error=best.error,
+        row_s=sum(model.row_s for model in models) / count,
+        prompt_s=sum(model.prompt_s for model in models) / count,
     )
 
 
-def faded(ratio: float, idle_s: float) -> float:
-    """How many times longer steps are thought to take, of a group that was measured at `ratio` so many seconds ago."""
-    speed = 1.0 + (ratio - 1.0) * 0.5 ** (idle_s / HALF_S)
+def decay_speed(ratio: float, idle_s: float) -> float:
+    """Returns the relative step time of a group that measured `ratio` and has been idle for `idle_s`."""
+    speed = 1.0 + (ratio - 1.0) * 0.5 ** (idle_s / SPEED_HALF_LIFE_S)
     return 1.0 if 1 / NOISE < speed < NOISE else speed
 
 
-def scaled(model: StepModel, factor: float) -> StepModel:
-    """The model of a machine whose every step takes so many times longer."""
+def scale_model(model: StepModel, factor: float) -> StepModel:
+    """Returns the model with every step time multiplied by `factor`."""
     return replace(
         model,
         fixed_s=model.fixed_s * factor,
@@ -98,23 +101,21 @@ def scaled(model: StepModel, factor: float) -> StepModel:
 
 
 SPEED_EVERY_S = 0.25
-"""How often speeds are compared."""
+"""Interval of speed comparisons."""
 FORGET_S = 10.0
-"""How long a group is remembered that nobody looks at."""
-LATELY_S = 1.0
-"""How long a preemption is news."""
-NOTHING = wire.Load(0, 0, 0, 0, 0)
+"""A group that is not viewed for this long is forgotten."""
+RECENT_S = 1.0
+"""A preemption counts as recent for this long."""
+EMPTY_LOAD = wire.Load(0, 0, 0, 0, 0)
 NO_PREFIX = wire.HeavyPrefix(b"", 0, 0.0)
-LEAST_SPEEDUP, MOST_SPEEDUP = 0.5, MAX_DEPTH + 1.0
-"""A group that tells less or more is not believed: it would propose no more, or gains more than it may propose."""
+MIN_SPEEDUP, MAX_SPEEDUP = 0.5, MAX_DEPTH + 1.0
+"""Bounds on a reported speedup: below the lower one the group would not speculate, the upper one is the maximum depth plus
+one."""
 
 
 @dataclass(slots=True, eq=False)
-class Told:
-    """What one group told, and what was sent there.
-
-    load_at: when its newest report came. busy, busy_at: the newest one of a group at work, and when it came.
-    """
+class GroupReport:
+    """Last reports of one group and its dispatch ledger."""
 
     key: str
     group: str = ""
@@ -123,15 +124,17 @@ class Told:
     page_size: int = 16
     draining: bool = False
     load: wire.Load | None = None
+    # When `load` was received.
     load_at: float = 0.0
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: DispatchLedger = field(default_factory=DispatchLedger)
     preempted_at: float | None = None
+    # Last report with running requests, and when it was received.
     busy: wire.Load | None = None
     busy_at: float = 0.0
     num_reports: int = 0
 
     def report(self, load: wire.Load, now: float) -> None:
-        """Notes a report. One that came again is as old as it was."""
+        """Records a load report. A repeated report keeps the age of the first."""
         before = self.load
         if before is None or load.sequence != before.sequence:
             self.load_at = now
@@ -144,7 +147,7 @@ class Told:
         self.ledger.report(load.last_handle)
 
     def silent_s(self, now: float) -> float:
-        """For how long it had something to tell and told nothing. A step is no silence: engines tell between steps."""
+        """Returns for how long a report is overdue. A step in progress does not count: engines report between steps."""
         load = self.load
         since = self.load_at if load is not None and (load.running or load.waiting) else self.ledger.unseen_since()
         if since is None:
@@ -152,117 +155,128 @@ class Told:
         step_s = max(load.step_s, load.longest_step_s) if load is not None else 0.0
         return max(0.0, now - max(since, self.load_at) - step_s)
 
-    def measured(self, now: float) -> Measured:
-        """What is known of its steps."""
+    def measured(self, now: float) -> StepMeasurement:
+        """Returns the group's step measurements."""
         shape, model, busy = (self.served.model_hash, self.served.layout), self.model(), self.busy
         if busy is None:
-            return Measured(shape, model)
+            return StepMeasurement(shape, model)
         work = StepWork(int(busy.prompt_tokens_per_step), busy.running, busy.context_tokens)
-        return Measured(shape, model, work, 0.0 if busy is self.load else now - self.busy_at)
+        return StepMeasurement(shape, model, work, 0.0 if busy is self.load else now - self.busy_at)
 
     def model(self) -> StepModel | None:
-        """Its own fit, None before it has one."""
+        """Returns the group's own fit, once reported."""
         return StepModel.told(self.load.step_model) if self.load is not None else None
 
 
-class Lookout:
-    """Looks at groups, at all of them or at some; keeps a view as long as nothing of it changes. Speeds are compared, and outputs
-    averaged, over all that were looked at lately."""
+class GroupViewBuilder:
+    """Builds views of groups and caches each until its inputs change.
+
+    Speeds and mean outputs cover all groups viewed within `FORGET_S`.
+    """
 
     def __init__(self) -> None:
         self.is_blind = False
-        """Whether more than half of the groups were stale at the last look."""
-        self._known: dict[str, Told] = {}
-        self._looked: set[str] = set()
-        """Keys looked at since the last time that some were forgotten."""
+        """Whether more than half of the groups were stale in the last call of `build`."""
+        self._known: dict[str, GroupReport] = {}
+        self._viewed: set[str] = set()
+        """Keys viewed since `_forgot_at`."""
         self._forgot_at: float | None = None
         self._views: dict[str, tuple[tuple[object, ...], GroupView]] = {}
         self._speeds: dict[str, tuple[StepModel, float]] = {}
         self._speeds_at: float | None = None
         self._outputs: dict[str, float] = {}
-        """Output tokens of a request lately, by model."""
+        """Mean output tokens of recent requests, by model."""
 
-    def look(self, groups: Sequence[Told], now: float) -> list[GroupView]:
-        """The view of each group, in this order."""
-        for told in groups:
-            self._known[told.key] = told
-            self._looked.add(told.key)
+    def build(self, groups: Sequence[GroupReport], now: float) -> list[GroupView]:
+        """Returns the views of `groups`, in the same order."""
+        for report in groups:
+            self._known[report.key] = report
+            self._viewed.add(report.key)
         self._forget(now)
         self._compare(groups, now)
-        states = [freshness(told.silent_s(now)) for told in groups]
+        states = [freshness(report.silent_s(now)) for report in groups]
         stale = sum(map(is_stale, states))
         self.is_blind = stale * 2 > len(groups)
-        return [self._view(told, state, now) for told, state in zip(groups, states, strict=True)]
+        return [self._view(report, state, now) for report, state in zip(groups, states, strict=True)]
 
     def _forget(self, now: float) -> None:
-        """Forgets groups that were not looked at for a while: links that are gone."""
+        """Forgets groups that were not viewed for `FORGET_S`, such as those of closed links."""
         if self._forgot_at is not None and now - self._forgot_at < FORGET_S:
             return
         self._forgot_at = now
-        self._known = {key: told for key, told in self._known.items() if key in self._looked}
-        self._views = {key: kept for key, kept in self._views.items() if key in self._looked}
-        self._looked = set()
+        self._known = {key: report for key, report in self._known.items() if key in self._viewed}
+        self._views = {key: kept for key, kept in self._views.items() if key in self._viewed}
+        self._viewed = set()
 
-    def _compare(self, groups: Sequence[Told], now: float) -> None:
-        """Speeds change slowly; a new group is looked at once."""
+    def _compare(self, groups: Sequence[GroupReport], now: float) -> None:
+        """Compares speeds every `SPEED_EVERY_S`, and at once for a new group."""
         if self._speeds_at is not None and now - self._speeds_at < SPEED_EVERY_S and all(t.key in self._speeds for t in groups):
             return
         self._speeds_at = now
         known = self._known.values()
-        found = speeds({told.key: told.measured(now) for told in known})
-        self._outputs = usual_outputs(known)
-        before = self._speeds  # equal ones stay the same object, by which `_view` sees that nothing changed
+        found = relative_speeds({report.key: report.measured(now) for report in known})
+        self._outputs = mean_outputs(known)
+        before = self._speeds  # an equal entry stays the same object, so that `_view` finds its version unchanged
         self._speeds = {key: before[key] if before.get(key) == entry else entry for key, entry in found.items()}
 
-    def _view(self, told: Told, state: Freshness, now: float) -> GroupView:
+    def _view(self, report: GroupReport, state: Freshness, now: float) -> GroupView:
         is_blind = self.is_blind and is_stale(state)
-        preempted = told.preempted_at is not None and now - told.preempted_at < LATELY_S
-        speed = self._speeds[told.key]
-        output = self._outputs.get(told.served.model_hash, 0.0)
-        version = (told.num_reports, told.ledger.version, speed, output, told.draining, told.served, state, is_blind, preempted)
-        kept = self._views.get(told.key)
+        preempted = report.preempted_at is not None and now - report.preempted_at < RECENT_S
+        speed = self._speeds[report.key]
+        output = self._outputs.get(report.served.model_hash, 0.0)
+        version = (
+            report.num_reports,
+            report.ledger.version,
+            speed,
+            output,
+            report.draining,
+            report.served,
+            state,
+            is_blind,
+            preempted,
+        )
+        kept = self._views.get(report.key)
         if kept is not None and kept[0] == version:
             return kept[1]
-        view = make_view(told, state, *speed, mean_output_tokens=output, preempted_lately=preempted, is_blind=is_blind)
-        self._views[told.key] = (version, view)
+        view = make_view(report, state, *speed, mean_output_tokens=output, recently_preempted=preempted, is_blind=is_blind)
+        self._views[report.key] = (version, view)
         return view
 
 
-def usual_outputs(groups: Iterable[Told]) -> dict[str, float]:
-    """Output tokens of a request lately, by model: the mean over the groups that have told any."""
-    told: dict[str, list[float]] = {}
+def mean_outputs(groups: Iterable[GroupReport]) -> dict[str, float]:
+    """Returns the mean output tokens of recent requests, by model, over the groups that reported a mean."""
+    found: dict[str, list[float]] = {}
     for group in groups:
         if group.load is not None and group.load.mean_output_tokens:
-            told.setdefault(group.served.model_hash, []).append(group.load.mean_output_tokens)
-    return {model: sum(values) / len(values) for model, values in told.items()}
+            found.setdefault(group.served.model_hash, []).append(group.load.mean_output_tokens)
+    return {model: sum(values) / len(values) for model, values in found.items()}
 
 
 def make_view(
-    told: Told,
+    report: GroupReport,
     state: Freshness = "fresh",
     model: StepModel = UNKNOWN,
     speed: float = 1.0,
     *,
     mean_output_tokens: float = 0.0,
-    preempted_lately: bool = False,
+    recently_preempted: bool = False,
     is_blind: bool = False,
 ) -> GroupView:
-    """The group as of now. With `is_blind` by the ledger alone: its report only says how large the group is."""
-    load, unseen, live = told.load or NOTHING, told.ledger.unseen, told.ledger.live
-    seen, added = (NOTHING, live) if is_blind else (load, unseen)
-    held = live.pages if is_blind else load.total_pages - load.free_pages - load.reserved_pages
+    """Builds the view of a group. With `is_blind` its load comes from the dispatch ledger, only its capacity from the report."""
+    load, unseen, live = report.load or EMPTY_LOAD, report.ledger.unseen, report.ledger.live
+    seen, added = (EMPTY_LOAD, live) if is_blind else (load, unseen)
+    used, needed = _page_counts(load, report.ledger, is_blind)
     heaviest = max(seen.prefixes, key=lambda prefix: prefix.token_share, default=NO_PREFIX)
-    demand = 0 if is_blind else load.waiting_pages + unseen.pages
     return GroupView(
-        told.key,
-        told.group,
-        told.revision,
-        told.served.model_hash,
-        told.served.layout,
-        state,
-        told.draining,
-        model,
-        speed,
+        key=report.key,
+        group=report.group,
+        revision=report.revision,
+        model_hash=report.served.model_hash,
+        layout=report.served.layout,
+        state=state,
+        draining=report.draining,
+        model=model,
+        speed=speed,
         room=load.max_num_batched_tokens or 2048,
         waiting=seen.waiting,
         running=seen.running + added.requests,
@@ -272,19 +286,28 @@ def make_view(
         prompt_tokens_per_step=seen.prompt_tokens_per_step,
         mean_output_tokens=mean_output_tokens,
         total_pages=max(1, load.total_pages),
-        page_size=told.page_size,
-        used_pages=held if load.total_pages else 0,
+        page_size=report.page_size,
+        used_pages=used,
         reserved_pages=seen.reserved_pages,
-        demand_pages=demand if load.total_pages else 0,
-        preempted_lately=preempted_lately and not is_blind,
+        demand_pages=needed,
+        recently_preempted=recently_preempted and not is_blind,
         steps_to_full=seen.steps_to_full,
         outstanding_tokens=seen.outstanding_tokens + added.prompt_tokens + added.output_tokens,
-        page_bytes=told.served.page_bytes,
+        page_bytes=report.served.page_bytes,
         prefix_share=heaviest.token_share,
         prefix=heaviest.key,
-        prefix_tokens=heaviest.pages * told.page_size,
+        prefix_tokens=heaviest.pages * report.page_size,
         unseen=unseen.requests,
         max_num_seqs=load.max_num_seqs,
-        is_known=told.load is not None,
-        speedup=min(max(seen.speedup, LEAST_SPEEDUP), MOST_SPEEDUP),
+        is_known=report.load is not None,
+        speedup=min(max(seen.speedup, MIN_SPEEDUP), MAX_SPEEDUP),
     )
+
+
+def _page_counts(load: wire.Load, ledger: DispatchLedger, is_blind: bool) -> tuple[int, int]:
+    """Returns the pages that running requests hold and those that waiting requests need; 0 while the pool size is unknown."""
+    if not load.total_pages:
+        return 0, 0
+    if is_blind:
+        return ledger.live.pages, 0
+    return load.total_pages - load.free_pages - load.reserved_pages, load.waiting_pages + ledger.unseen.pages

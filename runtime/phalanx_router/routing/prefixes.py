@@ -117,7 +117,7 @@ class PageFeed:
 
     def __init__(self) -> None:
         self._next: int | None = None
-        """Number of the next change; `None` before a snapshot."""
+        """Number of the next change; unset before a snapshot."""
 
     def restart(self) -> None:
         """Starts a new incarnation, which has no pages and counts from 0."""

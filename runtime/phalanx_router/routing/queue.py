@@ -1,12 +1,12 @@
-"""The requests that wait at the router, in the order in which they get their turn.
+"""Requests that wait at the router, in the order of service, and the bounds of that queue.
 
-    begun streams, first come first served, the first few of each kind · then band by band, the lowest priority number first ·
-    within a band the tenant whose counter is smallest · within a tenant first come, first served
+    started streams in order of arrival, the first few of each kind; then the bands, lowest priority number first;
+    within a band the tenant with the smallest counter; within a tenant in order of arrival
 
-    counter += 1 a prompt token, 2 an output token
+    counter += 1 per prompt token, 2 per output token
 
-A tenant that comes back starts from the smallest counter of those that wait, or where the last one served stood: idle time earns
-nothing. Source: Sheng et al. 2024, "Fairness in Serving Large Language Models".
+A returning tenant starts at the smallest counter of the waiting tenants, or at that of the last one served: idle time earns no
+credit. Source: Sheng et al. 2024, "Fairness in Serving Large Language Models".
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,46 +14,48 @@ from dataclasses import dataclass
 from itertools import islice
 
 from phalanx_api.cost import attended
-from phalanx_router.routing.cost import UNKNOWN_OUTPUT, Newcomer
+from phalanx_router.routing.cost import DEFAULT_OUTPUT_TOKENS, RequestDemand
 from phalanx_router.routing.view import GroupView, is_stale
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 PER_TENANT = 4
-"""Requests of one tenant that are offered in a row: the first may be one that no group takes just now."""
+"""Consecutive requests of one tenant that are tried: possibly no group can take the first one at present."""
 PER_KIND = 8
-"""The same of begun streams of one kind: there may be no group for any of them, or the first ones were refused by all."""
+"""The same for started streams of one kind."""
 MAX_TENANTS = 4096
-"""Counters that are kept."""
+"""Number of counters kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """One request that waits. `ticket` orders requests by arrival. `has_begun`: a client has tokens of it, or a group had it.
+class QueuedRequest:
+    """One waiting request."""
 
-    kind: which groups can take it: all of one kind can go to the same ones, those that failed or refused it aside.
-    """
-
+    # Increases with arrival.
     ticket: int
-    newcomer: Newcomer
+    demand: RequestDemand
     arrived_at: float
     tenant: str = ""
     priority: int = 0
-    has_begun: bool = False
+    # Whether the client has tokens of it or a group received it.
+    has_started: bool = False
+    # Requests of one kind have the same candidate groups, except those that failed or refused a request.
     kind: str = ""
 
 
 class RequestQueue:
-    """All that wait, by ticket. `tokens`: of prompts; `attended`: the sum of their contexts; `output_tokens`: that they may have
-    at most; all without begun streams."""
+    """Waiting requests by ticket.
+
+    Sums without started streams: `tokens` of prompts, `attended` context lengths of those tokens, `output_tokens` at most.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.attended = 0.0
         self.output_tokens = 0
-        self._all: dict[int, Waiting] = {}
-        self._begun: dict[str, dict[int, Waiting]] = {}
+        self._all: dict[int, QueuedRequest] = {}
+        self._begun: dict[str, dict[int, QueuedRequest]] = {}
         self._num_begun = 0
-        self._bands: dict[int, dict[str, dict[int, Waiting]]] = {}
+        self._bands: dict[int, dict[str, dict[int, QueuedRequest]]] = {}
         self._counters: dict[str, float] = {}
         self._floor = 0.0
 
@@ -61,54 +63,54 @@ class RequestQueue:
         return len(self._all)
 
     @property
-    def num_newcomers(self) -> int:
-        """Those that no group ever had."""
+    def num_unstarted(self) -> int:
+        """Number of waiting requests that no group has received."""
         return len(self._all) - self._num_begun
 
     @property
     def bands(self) -> list[int]:
-        """The priorities of newcomers that wait, the most urgent first."""
+        """Priorities with waiting requests that have not started, most urgent first."""
         return sorted(self._bands)
 
-    def of_bands(self, priorities: Sequence[int]) -> list[Waiting]:
-        """All newcomers of these priorities."""
+    def of_bands(self, priorities: Sequence[int]) -> list[QueuedRequest]:
+        """Returns the waiting requests of these priorities that have not started."""
         lanes = [lane for priority in priorities for lane in self._bands.get(priority, {}).values()]
         return [waiting for lane in lanes for waiting in lane.values()]
 
-    def add(self, waiting: Waiting) -> None:
-        """Takes a request in. One that comes back goes where its ticket belongs."""
+    def add(self, waiting: QueuedRequest) -> None:
+        """Adds a request; a returning one takes the position of its ticket."""
         self._all[waiting.ticket] = waiting
-        if waiting.has_begun:
+        if waiting.has_started:
             _insert(self._begun.setdefault(waiting.kind, {}), waiting)
             self._num_begun += 1
             return
-        self.tokens += waiting.newcomer.prompt_tokens
-        self.attended += attended(waiting.newcomer.prompt_tokens)
-        self.output_tokens += waiting.newcomer.output_tokens
+        self.tokens += waiting.demand.prompt_tokens
+        self.attended += attended(waiting.demand.prompt_tokens)
+        self.output_tokens += waiting.demand.output_tokens
         self._lift(waiting.tenant)
         lane = self._bands.setdefault(waiting.priority, {}).setdefault(waiting.tenant, {})
         _insert(lane, waiting)
 
     def remove(self, ticket: int) -> bool:
-        """Whether the request waited; it does so no more."""
+        """Removes a request; returns whether it was waiting."""
         waiting = self._all.pop(ticket, None)
         if waiting is None:
             return False
-        if waiting.has_begun:
+        if waiting.has_started:
             self._num_begun -= 1
             _drop(self._begun, waiting.kind, ticket)
             return True
-        self.tokens -= waiting.newcomer.prompt_tokens
-        self.attended -= attended(waiting.newcomer.prompt_tokens)
-        self.output_tokens -= waiting.newcomer.output_tokens
+        self.tokens -= waiting.demand.prompt_tokens
+        self.attended -= attended(waiting.demand.prompt_tokens)
+        self.output_tokens -= waiting.demand.output_tokens
         band = self._bands[waiting.priority]
         _drop(band, waiting.tenant, ticket)
         if not band:
             del self._bands[waiting.priority]
         return True
 
-    def in_turn(self) -> Iterator[Waiting]:
-        """Who may be served now, the first first; of each kind of begun streams, and of each tenant, the first few."""
+    def in_turn(self) -> Iterator[QueuedRequest]:
+        """Yields requests in order of service: the first few of each kind of started streams, then of each tenant."""
         yield from sorted(
             (begun for lane in self._begun.values() for begun in islice(lane.values(), PER_KIND)), key=lambda begun: begun.ticket
         )
@@ -117,9 +119,11 @@ class RequestQueue:
             for tenant in sorted(lanes, key=lambda tenant: (self._counters.get(tenant, 0.0), next(iter(lanes[tenant])))):
                 yield from islice(lanes[tenant].values(), PER_TENANT)
 
-    def last(self, worse_than: int | None = None) -> Waiting | None:
-        """Who is refused first: of the least urgent band the newest of the tenant that had most. With a priority, only if less
-        urgent than that."""
+    def last(self, worse_than: int | None = None) -> QueuedRequest | None:
+        """Returns the request to reject first: the newest of the most served tenant in the least urgent band.
+
+        With `worse_than`, returns a request only if its priority is less urgent.
+        """
         if not self._bands:
             return None
         priority = max(self._bands)
@@ -130,7 +134,7 @@ class RequestQueue:
         return next(reversed(lanes[tenant].values()))
 
     def charge(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Adds what a tenant is given to its counter; less than nothing gives back what it did not use."""
+        """Adds tokens to a tenant's counter; negative counts return reserved tokens that it did not use."""
         own = self._counters.get(tenant, self._floor)
         if prompt_tokens > 0:
             self._floor = max(self._floor, min([own, *self._waiting_counters()]))
@@ -142,22 +146,22 @@ class RequestQueue:
         return [self._counters.get(tenant, 0.0) for lanes in self._bands.values() for tenant in lanes]
 
     def _lift(self, tenant: str) -> None:
-        """Raises the counter of a tenant that had nothing in the queue to where others stand."""
+        """Raises the counter of a tenant without waiting requests to the smallest counter of the waiting tenants."""
         if not any(tenant in lanes for lanes in self._bands.values()):
             start = min(self._waiting_counters(), default=self._floor)
             self._floor = max(self._floor, start)
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
 
     def _forget(self) -> None:
-        """Drops half of the counters of tenants that do not wait, the lowest first: they would be lifted anyway."""
+        """Drops the lower half of the counters of tenants that do not wait; `_lift` would raise them anyway."""
         waiting = {tenant for lanes in self._bands.values() for tenant in lanes}
         idle = sorted((counter, tenant) for tenant, counter in self._counters.items() if tenant not in waiting)
         for _, tenant in idle[: (len(idle) + 1) // 2]:
             del self._counters[tenant]
 
 
-def _insert(lane: dict[int, Waiting], waiting: Waiting) -> None:
-    """Keeps a lane in the order of tickets."""
+def _insert(lane: dict[int, QueuedRequest], waiting: QueuedRequest) -> None:
+    """Inserts in the order of tickets."""
     newest = next(reversed(lane), 0)
     lane[waiting.ticket] = waiting
     if newest > waiting.ticket:
@@ -166,57 +170,57 @@ def _insert(lane: dict[int, Waiting], waiting: Waiting) -> None:
         lane.update(ordered)
 
 
-def _drop(lanes: dict[str, dict[int, Waiting]], name: str, ticket: int) -> None:
-    """Takes a request out of its lane; no lane stays empty."""
+def _drop(lanes: dict[str, dict[int, QueuedRequest]], name: str, ticket: int) -> None:
+    """Removes a request from its lane, and the lane if it becomes empty."""
     del lanes[name][ticket]
     if not lanes[name]:
         del lanes[name]
 
 
-# Whether a request may wait at the router: the queue is bounded in requests and in tokens, and who is refused hears how long.
-#     drain_s = (prompt tokens of the queue * seconds per prompt token + output tokens * seconds per output token) / groups
-# A full queue lets a more urgent newcomer in by refusing the newest of the least urgent band. Begun streams are never counted
-# here, nor refused.
+# Bounds of the queue, in requests and prompt tokens. A rejection carries the predicted time until the queue drains:
+#     drain_s = (queued prompt tokens * seconds per prompt token + output tokens * seconds per output token) / groups
+# A more urgent request displaces the newest one of the least urgent band. Started streams are not counted and never rejected.
 
-LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """How many newcomers may wait, and how many tokens their prompts may have together; one may always wait alone."""
+    """Bounds on waiting requests that have not started and on their prompt tokens; one request may always wait."""
 
     max_requests: int = 1024
     max_tokens: int = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """The queue is full, and why; `instead`: whoever waits and goes in the newcomer's place, None when the newcomer does."""
+class QueueFull:
+    """The queue is full, for the reason `why`."""
 
     why: str
-    instead: Waiting | None
+    # The waiting request to reject; `None` to reject the new one.
+    instead: QueuedRequest | None
 
 
-def refusal(queue: RequestQueue, newcomer: Waiting, bounds: QueueBounds) -> Refusal | None:
-    """Who is refused when this newcomer comes, if anyone."""
-    tokens = queue.tokens + newcomer.newcomer.prompt_tokens
-    if queue.num_newcomers >= bounds.max_requests:
-        why = f"{queue.num_newcomers} requests wait already"
-    elif queue.num_newcomers and tokens > bounds.max_tokens:
+def check_bounds(queue: RequestQueue, request: QueuedRequest, bounds: QueueBounds) -> QueueFull | None:
+    """Returns which request to reject if `request` exceeds the bounds."""
+    tokens = queue.tokens + request.demand.prompt_tokens
+    if queue.num_unstarted >= bounds.max_requests:
+        why = f"{queue.num_unstarted} requests wait already"
+    elif queue.num_unstarted and tokens > bounds.max_tokens:
         why = f"requests with {queue.tokens} prompt tokens wait already"
     else:
         return None
-    return Refusal(why, queue.last(worse_than=newcomer.priority))
+    return QueueFull(why, queue.last(worse_than=request.priority))
 
 
-def drain_s(queue: RequestQueue, views: Sequence[GroupView]) -> float | None:
-    """How long the groups need for what waits; None when no group reports."""
+def predict_drain_s(queue: RequestQueue, views: Sequence[GroupView]) -> float | None:
+    """Returns the seconds until the groups have worked off the queue, if any group reports."""
     known = [view for view in views if view.is_known and not view.draining and not is_stale(view.state)]
     if not known:
         return None
     prompt_s = sum(queue.tokens * view.token_s + queue.attended * view.attend_s for view in known) / len(known)
     token_s = sum(view.itl_s / max(1, view.running) for view in known) / len(known)
-    usual = sum(view.mean_output_tokens or UNKNOWN_OUTPUT for view in known) / len(known)
-    outputs = min(float(queue.output_tokens), usual * queue.num_newcomers)
+    usual = sum(view.mean_output_tokens or DEFAULT_OUTPUT_TOKENS for view in known) / len(known)
+    outputs = min(float(queue.output_tokens), usual * queue.num_unstarted)
     seconds = (prompt_s + outputs * token_s) / len(known)
-    return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx_frontend.auth.api_keys import Quota
-from phalanx_router.routing.cost import UNKNOWN_OUTPUT
+from phalanx_router.routing.cost import DEFAULT_OUTPUT_TOKENS
 
 MINUTE_S = 60.0
 FOLLOW = 0.2
@@ -19,14 +19,14 @@ Limit = Literal["requests", "tokens", "concurrent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class QuotaGrant:
     """The request may run and has reserved `tokens`."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exceeded:
+class QuotaExceeded:
     """The request exceeds `limit` and may be retried after `retry_after_s`."""
 
     limit: Limit
@@ -59,29 +59,29 @@ class Quotas:
 
     def take(
         self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, share: float = 1.0
-    ) -> Granted | Exceeded:
-        """Reserves quota for one request. Each `Granted` must be passed to `end`."""
+    ) -> QuotaGrant | QuotaExceeded:
+        """Reserves quota for one request. Each `QuotaGrant` must be passed to `end`."""
         tenant = self._tenants.setdefault(name, _Tenant())
-        tokens = prompt_tokens + int(min(max_tokens, UNKNOWN_OUTPUT))
+        tokens = prompt_tokens + int(min(max_tokens, DEFAULT_OUTPUT_TOKENS))
         if quota.concurrent is not None:
             most = max(1, int(quota.concurrent * share))
             if tenant.running >= most:
-                return Exceeded("concurrent", f"all {most} concurrent requests of the quota are running", tenant.usual_s / most)
+                return QuotaExceeded("concurrent", f"all {most} concurrent requests are running", tenant.usual_s / most)
         wanted: list[tuple[Limit, int | None, int]] = [
             ("requests", quota.requests_per_minute, 1),
             ("tokens", quota.tokens_per_minute, tokens),
         ]
         for limit, per_minute, amount in wanted:
-            wait_s = self._wait_s(tenant, limit, per_minute, share, amount, now)
+            wait_s = self._wait_s(tenant, limit, per_minute, share, amount=amount, now=now)
             if wait_s > 0:
-                return Exceeded(limit, f"{per_minute} {limit} per minute are allowed", wait_s)
+                return QuotaExceeded(limit, f"{per_minute} {limit} per minute are allowed", wait_s)
         for limit, per_minute, amount in wanted:
             if per_minute is not None:
                 tenant.buckets[limit].level -= amount
         tenant.running += 1
-        return Granted(tokens)
+        return QuotaGrant(tokens)
 
-    def end(self, name: str, granted: Granted, used_tokens: int, lasted_s: float) -> None:
+    def end(self, name: str, granted: QuotaGrant, used_tokens: int, lasted_s: float) -> None:
         """Settles a finished request: returns the reserved tokens that it did not use, or takes those used beyond."""
         tenant = self._tenants[name]
         tenant.running -= 1

@@ -55,8 +55,8 @@ class GroupView:
     reserved_pages: int = 0
     # Pages that waiting requests will need.
     demand_pages: int = 0
-    preempted_lately: bool = False
-    # Steps until the pool is exhausted at one token per request and step; `None` when nothing runs.
+    recently_preempted: bool = False
+    # Steps until the pool is exhausted at one token per request and step; unset while idle.
     steps_to_full: float | None = None
     outstanding_tokens: int = 0
     # Sum over all ranks; 0 when unknown, and transfers then count as free.
@@ -135,7 +135,7 @@ DEGRADED_AFTER_S, SUSPECT_AFTER_S, DEAD_AFTER_S = 0.25, 2.0, 5.0
 
 
 def freshness(silent_s: float) -> Freshness:
-    """Returns the freshness of a group whose next report is overdue by `silent_s` seconds."""
+    """Returns the freshness of a group with a report overdue by `silent_s` seconds."""
     if silent_s < DEGRADED_AFTER_S:
         return "fresh"
     if silent_s < SUSPECT_AFTER_S:

@@ -1,9 +1,9 @@
-"""What the router needs to go on with a stream elsewhere: the request, the tokens delivered so far, and the epoch.
+"""Journal of a stream: the request, the delivered tokens and the epoch, which is all that a replay on another group needs.
 
-    a token is delivered  iff  its epoch is current  and  its index is next
+    A token is delivered iff its epoch is current and its index is the next.
 
-So whatever groups compute twice, late or out of order, the client gets each index once, in order. A token of the current
-epoch that skips an index is a gap: one was lost, and the stream has to be replayed. Pure: no clock, no I/O.
+So the client gets each index once and in order, although groups may compute tokens twice, late or out of order. A token of the
+current epoch that skips an index is a gap: a token was lost and the stream must be replayed.
 """
 
 from enum import Enum
@@ -11,11 +11,11 @@ from enum import Enum
 import msgspec
 
 from phalanx_api import wire
-from phalanx_router.routing.cost import Newcomer
+from phalanx_router.routing.cost import RequestDemand
 
 
-class Verdict(Enum):
-    """What becomes of a token: it goes to the client, it is dropped, or it shows that one before it was lost."""
+class TokenVerdict(Enum):
+    """What to do with a received token: deliver it, drop it, or replay because of a gap."""
 
     DELIVER = "deliver"
     DROP = "drop"
@@ -23,41 +23,41 @@ class Verdict(Enum):
 
 
 class Journal:
-    """The journal of one stream. `epoch` rises by one each time the stream leaves a group that had it."""
+    """Journal of one stream. `epoch` increases by one each time the stream leaves a group."""
 
     def __init__(self, request: wire.Request) -> None:
         self.epoch = request.epoch
         self.delivered = list(request.delivered)
         self._request = request
         self._fresh = True
-        """Whether nothing of this epoch was delivered yet."""
-        self._prompt_told = 0
+        """Whether no token of this epoch was delivered."""
+        self._num_prompt_details = 0
         self.is_alone = request.alone
-        """Whether it is to be computed in steps of its own from now on."""
+        """Whether the request runs in steps without other requests."""
 
     @property
     def id(self) -> str:
-        """The request's."""
+        """Request id."""
         return self._request.id
 
     @property
     def tenant(self) -> str:
-        """Whose the request is."""
+        """Tenant of the request."""
         return self._request.tenant
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of its prompt."""
+        """Number of prompt tokens."""
         return len(self._request.prompt)
 
     @property
     def priority(self) -> int:
-        """The request's; lower goes first."""
+        """Priority of the request; a lower number is served first."""
         return self._request.priority
 
     @property
     def can_resume(self) -> bool:
-        """Whether the client may ask for the stream again."""
+        """Whether the client may resume the stream."""
         return self._request.can_resume
 
     @property
@@ -65,56 +65,58 @@ class Journal:
         """Whether no token of the current epoch was delivered."""
         return self._fresh
 
-    def accept(self, epoch: int, index: int, token: int) -> Verdict:
-        """What becomes of this token; a delivered one is in the journal from now on."""
+    def accept(self, epoch: int, index: int, token: int) -> TokenVerdict:
+        """Returns the verdict on a token and records a delivered one."""
         if epoch != self.epoch or index < len(self.delivered):
-            return Verdict.DROP
+            return TokenVerdict.DROP
         if index > len(self.delivered):
-            return Verdict.GAP
+            return TokenVerdict.GAP
         self.delivered.append(token)
         self._fresh = False
-        return Verdict.DELIVER
+        return TokenVerdict.DELIVER
 
-    def accept_prompt(self, told: wire.PromptDetails) -> list[wire.TokenDetail] | None:
-        """The part of these details that is new, each prompt token's once whatever groups tell; None: some before are missing."""
-        if told.epoch != self.epoch:
+    def accept_prompt(self, details: wire.PromptDetails) -> list[wire.TokenDetail] | None:
+        """Returns the details not yet delivered, so that each prompt token's are sent once, or `None` if earlier ones are
+        missing."""
+        if details.epoch != self.epoch:
             return []
-        known = self._prompt_told + 1 - told.start
+        known = self._num_prompt_details + 1 - details.start
         if known < 0:
             return None
-        new = told.details[known:]
-        self._prompt_told += len(new)
+        new = details.details[known:]
+        self._num_prompt_details += len(new)
         return new
 
     def next_epoch(self) -> None:
-        """Ends the current epoch: nothing that its group still says is delivered."""
+        """Starts the next epoch: frames of the previous one are dropped from now on."""
         self.epoch += 1
         self._fresh = True
 
     def replay(self) -> wire.Request:
-        """The request for the group that takes the stream now: it continues after the delivered tokens.
+        """Returns the request for the next group: generation continues after the delivered tokens.
 
-        What was asked stays as it was, so that its client may resume it wherever it is found: a group tells nothing of a prompt
-        behind which there are tokens.
+        Its options are unchanged, so that a client can resume the stream from any holder: a group sends no details of a prompt
+        that is followed by delivered tokens.
         """
         return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), alone=self.is_alone)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and those delivered."""
+        """Number of prompt and delivered tokens."""
         return len(self._request.prompt) + len(self.delivered)
 
-    def newcomer(self) -> Newcomer:
-        """The stream as it is to be placed now."""
+    def demand(self) -> RequestDemand:
+        """Returns the stream as a request to be assigned to a group."""
         request, count = self._request, len(self.delivered)
         target_s = None if request.ttft_target_ms is None else request.ttft_target_ms / 1000
-        return Newcomer(len(request.prompt) + count, max(0, request.sampling.max_tokens - count), target_s)
+        return RequestDemand(len(request.prompt) + count, max(0, request.sampling.max_tokens - count), target_s)
 
     def end(self) -> wire.FinishReason | None:
-        """Why the delivered tokens already end the request, or None: its group may be lost between last token and end.
+        """Returns why the delivered tokens already end the request, else `None`: its group can be lost between last token and
+        end.
 
-        The engine's rule, its limit on prompt and output together aside, which a router need not know: a replay beyond
-        it is answered with the end.
+        Same rule as in the engine, without the limit on prompt and output together, which the router does not know: the engine
+        answers a replay beyond that limit with the end.
         """
         sampling = self._request.sampling
         count = len(self.delivered)

@@ -1,7 +1,7 @@
-"""One client's stream: takes what its group says, and gives what the client may have next.
+"""One client's stream: receives frames of its group and returns deltas for the client.
 
-A group speaks once per step; the client's side may be slower. Tokens that wait together are taken together, so the cost
-of a wake-up is per delta, not per token. Tokens that arrived before a setback are given before it.
+A group sends once per step and the client may be slower. Tokens that wait are taken together, so a wake-up costs per delta and
+not per token. Tokens that arrived before a setback are delivered before it.
 """
 
 import asyncio
@@ -9,26 +9,25 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_router.streams.journal import Journal, Verdict
+from phalanx_router.streams.journal import Journal, TokenVerdict
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The stream's group no longer works on it; prompt and delivered tokens are in the journal.
-
-    `is_leave`: the group had said that it would stop, and stopped in order. `cause`: of its end, as far as is known.
-    """
+class GroupLost:
+    """The stream's group no longer runs it; the journal has the prompt and the delivered tokens."""
 
     why: str
+    # The group announced that it stops, and drained as planned.
     is_leave: bool = False
+    # Why the group failed, if known.
     cause: wire.Cause = ""
 
 
-Setback = Lost | wire.Refused
+Setback = GroupLost | wire.Refused
 
 
 class Stream:
-    """Implements `phalanx_router.links.connection.Sink`. One reader: `wait`, then `take` until it gives None."""
+    """Implements `phalanx_router.links.connection.Sink`. One reader calls `wait`, then `take` until it returns `None`."""
 
     def __init__(self, request: wire.Request) -> None:
         self.journal = Journal(request)
@@ -44,49 +43,49 @@ class Stream:
         self._reader: asyncio.Future[None] | None = None
 
     @property
-    def goes_on(self) -> bool:
-        """Whether its group still works on it, as far as is known: no end came, and no setback that was not taken."""
+    def is_running(self) -> bool:
+        """Whether the group still runs it as far as known: neither an end nor an untaken setback."""
         return self._end is None and self._setback is None
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """One token of the stream's group, with what was asked about it."""
+        """Records one token, with log probabilities if requested."""
         verdict = self.journal.accept(epoch, index, token)
-        if verdict is Verdict.DELIVER:
+        if verdict is TokenVerdict.DELIVER:
             if self._has_details:
                 self._details.append(detail)
             self._wake()
-        elif verdict is Verdict.GAP:
-            self.lost(epoch, f"token {len(self.journal.delivered)} never came, {index} did", cause="outside")
+        elif verdict is TokenVerdict.GAP:
+            self.lost(epoch, f"token {len(self.journal.delivered)} is missing before token {index}", cause="outside")
 
-    def prompt_told(self, told: wire.PromptDetails) -> None:
-        """What was asked about tokens of the prompt: they leave with the next token, so nobody wakes for them."""
-        new = self.journal.accept_prompt(told)
+    def prompt_details_received(self, details: wire.PromptDetails) -> None:
+        """Records log probabilities of prompt tokens. They are sent with the next token, so the reader is not woken."""
+        new = self.journal.accept_prompt(details)
         if new is None:
-            self.lost(told.epoch, f"details of the prompt before token {told.start} never came", cause="outside")
+            self.lost(details.epoch, f"details of the prompt before token {details.start} are missing", cause="outside")
         else:
             self._prompt_details += new
 
     def cached(self, found: wire.Cached) -> None:
-        """What was found of the prompt in the group's prefix cache. Of several groups the one that found most counts."""
+        """Records the number of cached prompt tokens; of several groups the maximum counts."""
         if found.epoch == self.journal.epoch:
             self._cached_tokens = max(self._cached_tokens, found.cached_tokens)
 
     def finished(self, end: wire.Finished) -> None:
-        """The request ended by itself."""
+        """Records the end of the request."""
         if end.epoch == self.journal.epoch and self._setback is None:
             self._end = end
             self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
             self._wake()
 
     def refused(self, refused: wire.Refused) -> None:
-        """The group does not run the request, or no longer."""
+        """Records that the group rejected the request or stopped it."""
         if refused.epoch == self.journal.epoch:
             self._set_back(refused)
 
     def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """The group that had the stream in this epoch is gone, or left in order."""
+        """Records that the group that had the stream in this epoch failed or left."""
         if epoch == self.journal.epoch:
-            self._set_back(Lost(why, is_leave, cause))
+            self._set_back(GroupLost(why, is_leave, cause))
 
     def _set_back(self, setback: Setback) -> None:
         if self._setback is None and self._end is None:
@@ -94,7 +93,7 @@ class Stream:
             self._wake()
 
     def nudge(self) -> None:
-        """Wakes the reader though nothing came."""
+        """Wakes the reader without new data."""
         self._wake()
 
     def _wake(self) -> None:
@@ -103,14 +102,14 @@ class Stream:
             self._reader.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when something came since the last `take`, or after `nudge`. A bare future: half the price of an Event."""
+        """Waits for data since the last `take`, or for `nudge`. A future costs half as much as an asyncio.Event."""
         if not self._has_news:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         self._has_news = False
 
     def take(self) -> Delta | Setback | None:
-        """What comes next: tokens that were not taken yet, else a setback (once), else None."""
+        """Returns new tokens, else a setback (once), if any."""
         delivered = self.journal.delivered
         start, self._start = self._start, len(delivered)
         if self._end is not None:
@@ -123,56 +122,61 @@ class Stream:
         return setback
 
     def _delta(self, start: int, reason: wire.FinishReason | None = None) -> Delta:
-        """All tokens from this index on, with what was told of them and of the prompt since the last delta."""
+        """Returns the tokens from index `start`, with the details received since the last delta."""
         delta = Delta(
-            start, self.journal.delivered[start:], reason, self._cached_tokens, self._details or (), self._prompt_details or ()
+            index=start,
+            tokens=self.journal.delivered[start:],
+            finish=reason,
+            cached_tokens=self._cached_tokens,
+            details=self._details or (),
+            prompt_details=self._prompt_details or (),
         )
         if self._details or self._prompt_details:
             self._details, self._prompt_details = [], []
         return delta
 
 
-# Streams of lost routers, at the leaders where they go on: asked for by id, adopted where they stand.
+# Orphans: streams of lost routers, which their leaders continue until a router adopts them by request id.
 
 
-class Adopting:
-    """Waits for a leader's answer to one Adopt, then gives way to the stream. Implements `phalanx_router.links.connection.Sink`.
+class AdoptedStream:
+    """Receives the answer to one Adopt, then is replaced by the stream. Implements `phalanx_router.links.connection.Sink`.
 
-    `told` is what the leader said: Refused when it knows no such stream, None when it was lost before it said anything.
-    `stream` takes the tokens that follow.
+    `answer` is the answer: Refused when the leader does not have the stream, `None` when the link was lost before.
+    `stream` receives the tokens that follow.
     """
 
     def __init__(self) -> None:
-        self.told: asyncio.Future[wire.Adopted | wire.Refused | None] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[wire.Adopted | wire.Refused | None] = asyncio.get_running_loop().create_future()
         self.stream: Stream | None = None
 
     def adopted(self, frame: wire.Adopted) -> Stream | None:
-        """Who hears of the stream from now on; nobody when it does not run there."""
-        if self.told.done():
+        """Returns the sink of the stream, `None` if it does not run there or the answer is too late."""
+        if self.answer.done():
             return None
         if frame.runs:
             self.stream = Stream(frame.request)
-        self.told.set_result(frame)
+        self.answer.set_result(frame)
         return self.stream
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """Not before the answer."""
+        """Ignored: tokens follow the answer."""
 
-    def prompt_told(self, told: wire.PromptDetails) -> None:
-        """Not before the answer."""
+    def prompt_details_received(self, details: wire.PromptDetails) -> None:
+        """Ignored: details follow the answer."""
 
     def cached(self, found: wire.Cached) -> None:
-        """Not before the answer."""
+        """Ignored: it follows the answer."""
 
     def finished(self, end: wire.Finished) -> None:
-        """Not before the answer."""
+        """Ignored: the end follows the answer."""
 
     def refused(self, refused: wire.Refused) -> None:
-        """There is no such stream."""
-        if not self.told.done():
-            self.told.set_result(refused)
+        """The leader does not have the stream."""
+        if not self.answer.done():
+            self.answer.set_result(refused)
 
     def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """The leader is gone; if it has the stream, it goes on there without a router."""
-        if not self.told.done():
-            self.told.set_result(None)
+        """The link was lost; a leader that has the stream continues it without a router."""
+        if not self.answer.done():
+            self.answer.set_result(None)

@@ -1,7 +1,7 @@
-"""What came to this router and how clients were served, over windows that the operator asks for. Time is an argument.
+"""Traffic statistics of one router over the windows that the operator requests: arrivals, token counts, latencies.
 
-Sums are kept for each second of the last five minutes, latencies for each ten seconds of the last minute: what a summary holds
-costs a few additions per token and is summed up when somebody asks.
+Sums are stored per second of the last five minutes and latencies per ten seconds of the last minute, so a token costs a few
+additions and the sums over a window are computed on request. The caller passes the time.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ LATENCY_WINDOW_S, LATENCY_SLOT_S = 60, 10
 
 @dataclass(slots=True)
 class _Second:
-    """What happened in one second; `gap`, `gap_squared`: of the times between arrivals."""
+    """Sums of one second; `gap`, `gap_squared`: sums over interarrival times."""
 
     at: int = 0
     arrivals: int = 0
@@ -30,7 +30,7 @@ class _Second:
 
 
 class _Latencies:
-    """A histogram of the last minute, in slots that are forgotten one by one."""
+    """Histogram of the last minute in slots of ten seconds."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[int]] = {}
@@ -50,18 +50,18 @@ class _Latencies:
         return Histogram([sum(column) for column in zip(*slots, strict=True)])
 
 
-class TrafficBook:
-    """All requests of one router, each through a `Meter` of its own."""
+class TrafficStats:
+    """Statistics of all requests of one router; `begin` returns the meter of a request."""
 
     def __init__(self) -> None:
         self._seconds = [_Second() for _ in range(WINDOWS_S[-1])]
         self._ttft, self._itl = _Latencies(), _Latencies()
         self._last_arrival: float | None = None
         self.last_s: float | None = None
-        """When a request last came or ended; None before the first."""
+        """When a request last arrived or ended; unset before the first."""
 
-    def begin(self, prompt_tokens: int, now: float) -> "Meter":
-        """A request came."""
+    def begin(self, prompt_tokens: int, now: float) -> "RequestMeter":
+        """Records an arrival."""
         second = self._second(now)
         second.arrivals += 1
         second.prompt += prompt_tokens
@@ -72,21 +72,21 @@ class TrafficBook:
             second.gap += gap_s
             second.gap_squared += gap_s * gap_s
         self._last_arrival = self.last_s = now
-        return Meter(self, prompt_tokens, now)
+        return RequestMeter(self, prompt_tokens, now)
 
     def started(self, ttft_s: float, missed_tokens: int, now: float) -> None:
-        """Its first tokens came."""
+        """Records the first tokens of a request."""
         second = self._second(now)
         second.started += 1
         second.missed += missed_tokens
         self._ttft.add(ttft_s, 1, now)
 
-    def went_on(self, gap_s: float, tokens: int, now: float) -> None:
-        """Further tokens came together, so long after those before."""
+    def record_gap(self, gap_s: float, tokens: int, now: float) -> None:
+        """Records `tokens` further tokens that arrived together, `gap_s` after the previous ones."""
         self._itl.add(gap_s / tokens, tokens, now)
 
     def ended(self, output_tokens: int, now: float) -> None:
-        """It is over, after so many tokens."""
+        """Records the end of a request."""
         second = self._second(now)
         self.last_s = now
         second.ended += 1
@@ -101,28 +101,29 @@ class TrafficBook:
         return second
 
     def windows(self, now: float) -> list[Traffic]:
-        """Each window up to now, in whole seconds: the one that runs is its last."""
+        """Returns each window up to now; the current second is its last."""
         return [self._window(window_s, now) for window_s in WINDOWS_S]
 
     def _window(self, window_s: int, now: float) -> Traffic:
         seconds = [second for second in self._seconds if int(now) - window_s < second.at <= now]
         arrivals = sum(second.arrivals for second in seconds)
         return Traffic(
-            window_s,
-            arrivals,
-            _mean(sum(second.prompt for second in seconds), arrivals),
-            _mean(sum(second.prompt_squared for second in seconds), arrivals),
-            _mean(sum(second.missed for second in seconds), sum(second.started for second in seconds)),
-            _mean(sum(second.output for second in seconds), sum(second.ended for second in seconds)),
-            _scv(seconds),
+            window_s=window_s,
+            arrivals=arrivals,
+            prompt=_mean(sum(second.prompt for second in seconds), arrivals),
+            prompt_squared=_mean(sum(second.prompt_squared for second in seconds), arrivals),
+            missed=_mean(sum(second.missed for second in seconds), sum(second.started for second in seconds)),
+            output=_mean(sum(second.output for second in seconds), sum(second.ended for second in seconds)),
+            scv=_scv(seconds),
         )
 
     def ttft(self, now: float) -> Histogram:
-        """Times to the first token in the last minute."""
+        """Returns the times to first token of the last minute."""
         return self._ttft.histogram(now)
 
     def itl(self, now: float) -> Histogram:
-        """Times between tokens in the last minute. Tokens that came together share the time since those before."""
+        """Returns the inter-token times of the last minute. Tokens that arrived together share the time since the previous
+        ones."""
         return self._itl.histogram(now)
 
 
@@ -131,7 +132,7 @@ def _mean(total: float, count: int) -> float:
 
 
 def _scv(seconds: list[_Second]) -> float:
-    """Squared coefficient of variation of the times between arrivals; 1, as of a Poisson process, from fewer than three."""
+    """Returns the squared coefficient of variation of the interarrival times; 1 (Poisson) for fewer than three."""
     count = sum(second.gaps for second in seconds)
     mean = _mean(sum(second.gap for second in seconds), count)
     if count < 3 or mean <= 0:
@@ -140,25 +141,25 @@ def _scv(seconds: list[_Second]) -> float:
 
 
 @dataclass(slots=True)
-class Meter:
-    """One request: tells the book what came when."""
+class RequestMeter:
+    """Records the tokens of one request."""
 
-    book: TrafficBook
+    book: TrafficStats
     prompt_tokens: int
     last: float
     tokens: int = field(default=0)
 
-    def came(self, tokens: int, cached_tokens: int, now: float) -> None:
-        """So many tokens came together."""
+    def record(self, tokens: int, cached_tokens: int, now: float) -> None:
+        """Records `tokens` tokens that arrived together."""
         if not tokens:
             return
         if self.tokens:
-            self.book.went_on(now - self.last, tokens, now)
+            self.book.record_gap(now - self.last, tokens, now)
         else:
             self.book.started(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
         self.tokens += tokens
         self.last = now
 
     def end(self, now: float) -> None:
-        """It is over, however it ended."""
+        """Records the end of the request."""
         self.book.ended(self.tokens, now)

@@ -1,4 +1,4 @@
-"""Model folders: where a model is, how it is fetched or converted, and what the door needs of it. No torch.
+"""Model folders: location, download, conversion, and the assets for the API server. No torch.
 
-After `locate.locate` everything sees a folder with config.json, safetensors, tokenizer.json and tokenizer_config.json.
+`locate.locate` returns a folder with config.json, safetensors, tokenizer.json and tokenizer_config.json.
 """

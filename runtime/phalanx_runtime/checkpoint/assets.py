@@ -1,4 +1,4 @@
-"""What a door needs of a model folder: tokenizer, chat template, generation config, and limits."""
+"""Assets of a model folder for the API server: tokenizer, chat template, generation config, limits."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "
 
 
 def read_assets(folder: Path, served_names: list[str], max_model_len: int | None) -> wire.Assets:
-    """The folder's assets. `max_model_len` None means as long as the model's positions reach.
+    """Reads the folder's assets. `max_model_len` None: the model's `max_position_embeddings`.
 
-    Raises ModelError when tokenizer.json or config.json is missing or broken, or `max_model_len` exceeds the model's positions.
+    Raises ModelError when tokenizer.json or config.json is missing or invalid, or `max_model_len` exceeds the model's positions.
     """
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
@@ -36,12 +36,12 @@ def _max_model_len(folder: Path, config: dict[str, object], asked: int | None) -
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
-    """The tokens that end a text of this model; may be empty. Raises ModelError."""
+    """End tokens of this model; may be empty. Raises ModelError."""
     return _eos_token_ids(folder, read_json(folder / "config.json"))
 
 
 def _eos_token_ids(folder: Path, config: dict[str, object]) -> list[int]:
-    """From generation_config.json, else config.json, else the token that tokenizer_config.json names; may be empty."""
+    """End tokens from generation_config.json, else config.json, else by name from tokenizer_config.json; may be empty."""
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     for source in (generation, config):
         ids = _ids(source.get("eos_token_id"))
@@ -71,11 +71,11 @@ def _eos_by_name(folder: Path) -> list[int]:
     return _ids(vocabulary.get(token)) if isinstance(vocabulary, dict) else []
 
 
-# Whether two models speak of the same tokens: a draft proposes ids, and the target must mean the same by them.
+# A draft model must have the target's token ids.
 
 
-def difference(target: Path, draft: Path) -> str | None:
-    """A token that has other ids in these two model folders, in words; None when the tokenizers agree. Raises ModelError."""
+def tokenizer_difference(target: Path, draft: Path) -> str | None:
+    """Description of a token with different ids in the two folders; None when the tokenizers agree. Raises ModelError."""
     files = [folder / "tokenizer.json" for folder in (target, draft)]
     try:
         contents = [file.read_bytes() for file in files]
@@ -95,13 +95,13 @@ def _said(token: str | None) -> str:
 
 
 def _tokens(file: Path, content: bytes) -> dict[int, str]:
-    """The token of each id."""
+    """Tokens by id."""
     try:
         read = json.loads(content)
         vocabulary = read["model"]["vocab"]
         if isinstance(vocabulary, dict):
             found = {int(token): str(word) for word, token in vocabulary.items()}
-        else:  # unigram: a list of words with their scores
+        else:  # unigram: a list of pieces with their scores
             found = {token: str(word) for token, (word, _) in enumerate(vocabulary)}
         return found | {int(added["id"]): str(added["content"]) for added in read.get("added_tokens", [])}
     except (ValueError, KeyError, TypeError) as error:

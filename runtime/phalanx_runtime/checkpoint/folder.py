@@ -1,4 +1,4 @@
-"""Folders that are either whole or absent: made beside their final name by one process at a time, then renamed."""
+"""Atomic folders: one process at a time fills a temporary folder, then renames it."""
 
 import errno
 import fcntl
@@ -16,12 +16,11 @@ _LOCK_POLL_S = 0.1
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def made_once(target: Path, make: Callable[[Path], None], stop: threading.Event) -> Path:
-    """`target`, whole: found there, or filled by `make(<target>.part)` and renamed.
+def make_once(target: Path, make: Callable[[Path], None], stop: threading.Event) -> Path:
+    """Returns the complete folder `target`; if absent, fills `<target>.part` with `make` and renames it.
 
-    Processes that want the same target wait for the one that makes it; the lock goes with its owner, so a killed maker stops
-    nobody. What it left in `<target>.part` is handed to the next `make`, which may build on it. Setting `stop` ends the wait.
-    Raises ModelError.
+    Processes with the same target wait for the one that makes it. The kernel releases the lock of a killed process; the next
+    `make` receives its partial folder and may resume it. Setting `stop` ends the wait. Raises ModelError.
     """
     if target.is_dir():
         return target
@@ -56,14 +55,14 @@ def _reason(error: OSError, target: Path) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is never seen half: beside its name, then renamed over it."""
+    """Writes a file atomically, by a rename."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     beside.write_bytes(content)
     beside.replace(path)
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ModelError that names the file when it is missing or something else."""
+    """The JSON object in a file. Raises ModelError that names the file if it is missing or has other content."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -76,7 +75,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ModelError, naming all that is missing, unless the folder has a configuration, weights and a tokenizer."""
+    """Raises ModelError, with all missing parts, unless the folder has a configuration, weights and a tokenizer."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()] + _missing_weights(folder)
@@ -85,7 +84,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of all weights, in order of names: those that the index names, else every *.safetensors. Raises ModelError."""
+    """All weight files sorted by name: those in the index, else every *.safetensors. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

@@ -1,13 +1,13 @@
-"""From what the user wrote to a model folder on this machine.
+"""Resolves a configured model to a folder on this machine.
 
-| written | becomes |
+| configured | result |
 |---|---|
-| a folder, `file:///folder` | itself |
+| a folder, `file:///folder` | the folder |
 | `x.gguf`, `file:///x.gguf` | converted once into the cache, named by the file's content |
-| `hf://org/name`, `org/name` where no such path is | downloaded once into the cache, named by the commit |
-| `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded once into the cache, named by what is listed |
+| `hf://org/name`, `org/name` without such a path | downloaded once into the cache, named by the commit |
+| `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded once into the cache, named by the listing |
 | `oci://registry/repository:tag`, `@sha256:...` | downloaded once into the cache, named by the manifest's digest |
-| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | that one file downloaded, then converted |
+| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | this file downloaded, then converted |
 """
 
 import hashlib
@@ -24,29 +24,28 @@ from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, convert_o
 from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
 from phalanx_runtime.checkpoint.sources.oci import credentials_of
-from phalanx_runtime.checkpoint.sources.remote_file import Work
+from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl
 from phalanx_runtime.errors import ModelError
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _SAMPLE_BYTES = 1 << 20
 DEFAULT_ENDPOINT = "https://huggingface.co"
-"""The public model hub. The environment variable HF_ENDPOINT names another."""
+"""Hugging Face Hub, unless the environment variable HF_ENDPOINT is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A whole model folder, and where it came from in words for logs.
-
-    version: commit of a hub, digest of a manifest, or of what a bucket lists; empty for what was here already.
-    """
+    """A complete model folder."""
 
     dir: Path
     source: str
+    """Origin, for logs."""
     version: str = ""
+    """Commit of a hub, digest of a manifest or of a bucket's listing; empty for a local model."""
 
 
-def silent(message: str) -> None:
-    """Progress that goes nowhere."""
+def ignore_progress(message: str) -> None:
+    """Drops a progress message."""
 
 
 def locate(
@@ -55,18 +54,18 @@ def locate(
     revision: str | None = None,
     cache_dir: Path,
     hf_token: str | None = None,
-    progress: Callable[[str], None] = silent,
+    progress: Callable[[str], None] = ignore_progress,
     stop: threading.Event | None = None,
     cached_only: bool = False,
 ) -> LocalModel:
-    """The folder of `model`, fetched or converted into `cache_dir` first if need be. Blocks, maybe for minutes.
+    """Returns the folder of `model`, after a download or conversion into `cache_dir` if necessary. Blocks, possibly for minutes.
 
-    `progress` gets a line now and then. Setting `stop` ends the work soon. With `cached_only` nothing is fetched: what is in
-    `cache_dir` is taken. Raises ModelError with what is wrong.
+    `progress` receives occasional messages. Setting `stop` aborts. `cached_only`: uses `cache_dir` without downloads.
+    Raises ModelError.
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    work = Work(progress, stop, cached_only=cached_only)
+    work = DownloadControl(progress, stop, cached_only=cached_only)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work)
         return _from_hub(hub, rest, revision, cache_dir)
@@ -117,7 +116,7 @@ def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str
 
 
 def _content_key(path: Path) -> str:
-    """Names a file's content without reading gigabytes: its size, time of change, and first and last MiB."""
+    """Identifies a file's content by its size, modification time, and first and last MiB."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -145,7 +144,7 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
     return LocalModel(snapshot.dir, source, snapshot.version)
 
 
-def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalModel:
+def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: DownloadControl) -> LocalModel:
     address = bucket.address(scheme, rest)
     if scheme == "s3":
         snapshot = s3.download(s3.store_of(os.environ), address, cache_dir, work)
@@ -160,7 +159,7 @@ def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: Work) -> LocalMo
     return LocalModel(snapshot.dir, source, snapshot.version)
 
 
-def _from_registry(rest: str, cache_dir: Path, work: Work) -> LocalModel:
+def _from_registry(rest: str, cache_dir: Path, work: DownloadControl) -> LocalModel:
     address = oci.address(rest)
     snapshot = oci.download(address, credentials_of(os.environ, address.registry), cache_dir, work)
     check_model_folder(snapshot.dir)
@@ -168,10 +167,8 @@ def _from_registry(rest: str, cache_dir: Path, work: Work) -> LocalModel:
     return LocalModel(snapshot.dir, f"{address.uri}@{version}", version)
 
 
-# From what the user wrote of an exit to its file on this machine.
-# | written | becomes | |---|---| | a file, `file:///exit.safetensors` | itself | | `hf://org/name/exit.safetensors`,
-# `s3://bucket/exit.safetensors`, `gs://...` | that one file, downloaded once | | `s3://bucket/prefix`, `gs://...`,
-# `oci://...`, `hf://org/name`, a folder | the one *.safetensors in it |
+# Exits: a file (local, `hf://org/name/exit.safetensors`, `s3://...`, `gs://...`), or the one *.safetensors of a folder
+# (local, `s3://bucket/prefix`, `gs://...`, `oci://...`, `hf://org/name`). Remote ones are downloaded once.
 
 SUFFIX = ".safetensors"
 
@@ -181,13 +178,13 @@ def locate_exit(
     *,
     cache_dir: Path,
     hf_token: str | None = None,
-    progress: Callable[[str], None] = silent,
+    progress: Callable[[str], None] = ignore_progress,
     stop: threading.Event | None = None,
     cached_only: bool = False,
 ) -> Path:
-    """The file of the exit, fetched into `cache_dir` first if need be, or found there. Blocks. Raises ModelError."""
+    """Returns the exit's file, after a download into `cache_dir` if necessary. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    work = Work(progress, stop or threading.Event(), cached_only=cached_only)
+    work = DownloadControl(progress, stop or threading.Event(), cached_only=cached_only)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:
@@ -214,7 +211,7 @@ def _exit_from_hub(hub: Hub, rest: str, cache_dir: Path) -> Path:
 
 
 def _only_file(path: Path) -> Path:
-    """The file itself, or the only one of a folder."""
+    """The file, or the only exit of a folder. Raises ModelError."""
     if path.is_file():
         return path
     found = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []

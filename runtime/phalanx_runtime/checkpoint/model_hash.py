@@ -1,12 +1,12 @@
-"""Names what a group computes with, so that streams go on, and pages are shared, only between groups that compute the same.
+"""Hashes of a model. Streams continue, and pages are shared, only between groups with equal model hashes.
 
-    SHA-256 of: dtype, quantisation · config.json without what computes nothing · tokenizer.json · of each weight file in order of
-    names: its name, size and header (names, dtypes and shapes of tensors), and its content
+    SHA-256 of: dtype, quantisation · config.json without irrelevant keys · tokenizer.json · for each weight file, sorted by name:
+    its name, size and header (names, dtypes and shapes of tensors), and a sample of its content
 
-Of the content every k-th word of 8 bytes is taken, k the least odd number for which all files give at most `SAMPLE_BYTES`: all of
-it up to 64 MiB, else words spread evenly over every tensor. So a training step of any tensor gives another name; one that
-changes single rows of a model of tens of gigabytes may not. A copy of the same files has the same name on every node; the same
-tensors in other files have another. Parallelism, page size and the precision of the KV cache are no part of it.
+The sample is every k-th 8-byte word, with the smallest odd k for which all files give at most `SAMPLE_BYTES`: the whole content
+up to 64 MiB, else words spread evenly over every tensor. A training step on any tensor therefore changes the hash; a change of
+single rows in a model of tens of gigabytes may not. Copies of the same files have equal hashes on every node; the same tensors in
+other files do not. Parallelism, page size and KV cache dtype are not included.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from phalanx_runtime.checkpoint.folder import read_json, weight_files
 from phalanx_runtime.errors import ModelError
 
 SAMPLE_BYTES = 64 << 20
-"""Most bytes of weights that are hashed: a quarter of a second."""
+"""Bound of the hashed weights, in bytes: about 0.25 s."""
 _WORD_BYTES = 8
 _PIECE_BYTES = 256 << 20
-"""Sampled at once. The interpreter is held meanwhile, and a slow disk makes that long."""
+"""Bytes sampled at once. This holds the GIL, for long on a slow disk."""
 _IDLE_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version")
-"""What libraries write into config.json that computes nothing."""
+"""Keys of config.json that libraries write and that do not affect the computation."""
 
 
 def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
-    """The name, in hex. Blocks while it reads. Raises ModelError when a file is missing or broken."""
+    """The hash, in hex. Blocks on file reads. Raises ModelError when a file is missing or invalid."""
     hasher = hashlib.sha256(f"phalanx model 1 {dtype} {quantization or 'none'}".encode())
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _IDLE_KEYS}
     hasher.update(json.dumps(config, sort_keys=True).encode())
@@ -46,12 +46,12 @@ def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
 
 
 def weights_hash(folder: Path) -> str:
-    """The name of a model whatever it is computed in, in hex: for what is fitted to its weights. Raises ModelError."""
+    """Hash of the weights whatever their compute dtype, in hex; identifies the model of a fitted exit. Raises ModelError."""
     return model_hash(folder, "any", None)
 
 
 def _add_words(hasher: "hashlib._Hash", path: Path, size: int, step: int) -> None:
-    """The header, every step-th word of the file, and the bytes after its last word."""
+    """Hashes the header, every `step`-th word of the file, and the bytes after its last whole word."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         header_end = min(size, 8 + int.from_bytes(content[:8], "little"))
         hasher.update(content[:header_end])

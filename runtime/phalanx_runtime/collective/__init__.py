@@ -1,1 +1,1 @@
-"""Sums and gathers between the ranks of a group, behind one Protocol."""
+"""Collective operations between the ranks of a group, behind one Protocol."""

@@ -1,8 +1,8 @@
-"""Connections of a rank to all others of its group, each peer having proved the group's token.
+"""Connects a rank to all others of its group; each peer proves the group's token.
 
-A rank dials the lower ranks of other pods and is dialled by the higher ones. The dialler sends its rank and a nonce, the
-listener answers with a nonce and its proof, the dialler sends its own proof. A stranger who dials costs a thread for at most
-`HANDSHAKE_S`; nothing it sends reaches the exchange.
+A rank dials the lower ranks of other pods and accepts the higher ones. The dialler sends its rank and a nonce, the listener
+answers with a nonce and its proof, the dialler sends its own proof. A connection without a proof occupies a thread for at most
+`HANDSHAKE_S` and does not reach the exchange.
 """
 
 import queue
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from phalanx_runtime.collective import proof
 from phalanx_runtime.collective.links import Links
-from phalanx_runtime.collective.own import OwnCollective
+from phalanx_runtime.collective.own import DirectCollective
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
-from phalanx_runtime.collective.shared import Pod, SharedMemory, has_futex
+from phalanx_runtime.collective.shared import SharedMemory, SharedPod, has_futex
 from phalanx_runtime.errors import PeerLost
 
 HANDSHAKE_S = 5.0
@@ -26,23 +26,23 @@ _MAGIC = b"phalanx1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands: who it is, which ranks share its pod's memory, and where the others listen.
-
-    addresses[r] is where rank r listens; pod_name is equal for the ranks of one pod and of no other.
-    """
+class RankPlace:
+    """Identity of a rank and the addresses of its group."""
 
     rank: int
     world_size: int
     near: range
+    """Ranks of this pod."""
     addresses: list[tuple[str, int]]
+    """Listening address of each rank."""
     token: bytes
     incarnation: int
     pod_name: str
+    """Equal for the ranks of one pod and of no other."""
 
 
-def connect(place: Place, timeout_s: float, listener: socket.socket | None = None) -> Collective:
-    """Our own exchange over all ranks. Raises PeerLost when one of them has not come after `timeout_s`."""
+def connect(place: RankPlace, timeout_s: float, listener: socket.socket | None = None) -> Collective:
+    """Collective over all ranks. Raises PeerLost when one of them has not connected after `timeout_s`."""
     if place.world_size == 1:
         return SoloCollective()
     near = place.near if has_futex() else range(place.rank, place.rank + 1)
@@ -50,68 +50,68 @@ def connect(place: Place, timeout_s: float, listener: socket.socket | None = Non
     deadline = time.monotonic() + timeout_s
     links = Links(_meet(place, far, deadline, listener)) if far else None
     try:
-        pod = Pod(near, place.rank, place.pod_name, place.token, place.incarnation)
+        pod = SharedPod(near, place.rank, place.pod_name, place.token, place.incarnation)
         shared = SharedMemory(pod, max(deadline - time.monotonic(), 0.0)) if len(near) > 1 else None
     except BaseException:
         if links:
             links.close()
         raise
-    return OwnCollective(range(place.world_size), place.rank, shared, links)
+    return DirectCollective(range(place.world_size), place.rank, shared, links)
 
 
 def listen(port: int) -> socket.socket:
-    """A listening socket on every address of this pod, IPv6 too where it has any. Port 0 takes a free one."""
+    """Listening socket on every address of this pod, IPv6 included where available. Port 0 selects a free port."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
-        except OSError:  # compiled in, but switched off on this machine
+        except OSError:  # IPv6 is compiled in but disabled on this machine
             pass
     return socket.create_server(("", port), backlog=64)
 
 
-def _meet(place: Place, far: list[int], deadline: float, listener: socket.socket | None) -> dict[int, socket.socket]:
-    """A proven connection to each of these ranks."""
+def _meet(place: RankPlace, far: list[int], deadline: float, listener: socket.socket | None) -> dict[int, socket.socket]:
+    """Proven connections to the ranks in `far`."""
     found: dict[int, socket.socket] = {}
     own = listener or listen(place.addresses[place.rank][1])
-    door = _Door(place, own, {rank for rank in far if rank > place.rank})
+    listening = _Listener(place, own, {rank for rank in far if rank > place.rank})
     try:
         for rank in far:
             if rank < place.rank:
                 found[rank] = _dial(place, rank, deadline)
         while len(found) < len(far):
-            rank, link = door.next_guest(deadline)
+            rank, link = listening.next_connection(deadline)
             found[rank] = link
     except BaseException:
         for link in found.values():
             link.close()
         raise
     finally:
-        door.close()
+        listening.close()
     return found
 
 
-class _Door:
-    """Lets the expected ranks in, each in a thread of its own so that a silent stranger delays nobody."""
+class _Listener:
+    """Accepts the expected ranks, each in its own thread so that a silent connection delays no other."""
 
-    def __init__(self, place: Place, listener: socket.socket, expected: set[int]) -> None:
+    def __init__(self, place: RankPlace, listener: socket.socket, expected: set[int]) -> None:
         self._place = place
         self._listener = listener
         self._expected = expected
-        self._guests: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._connections: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._accept, name="collective-accept", daemon=True)
         self._closed = False
         listener.settimeout(0.2)
         self._thread.start()
 
-    def next_guest(self, deadline: float) -> tuple[int, socket.socket]:
-        """The next rank that proved itself. Raises PeerLost at the deadline."""
+    def next_connection(self, deadline: float) -> tuple[int, socket.socket]:
+        """The next rank that has proved the token. Raises PeerLost at the deadline."""
         try:
-            rank, link = self._guests.get(timeout=max(deadline - time.monotonic(), 0.001))
+            rank, link = self._connections.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty:
-            raise PeerLost(f"ranks {sorted(self._expected)} have not called rank {self._place.rank}") from None
+            raise PeerLost(f"ranks {sorted(self._expected)} have not connected to rank {self._place.rank}") from None
         if rank not in self._expected:
             link.close()
-            return self.next_guest(deadline)
+            return self.next_connection(deadline)
         self._expected.discard(rank)
         return rank, link
 
@@ -128,7 +128,7 @@ class _Door:
             except TimeoutError:
                 continue
             except OSError:
-                # A caller that hung up, or no descriptor left: the next one may be let in. Who is missing shows at the deadline.
+                # The caller closed, or no file descriptor is free: try the next. Missing ranks show at the deadline.
                 time.sleep(RETRY_S)
                 continue
             threading.Thread(target=self._greet, args=(link,), name="collective-greet", daemon=True).start()
@@ -141,18 +141,18 @@ class _Door:
             if magic != _MAGIC or rank not in self._expected:
                 raise ConnectionRefusedError(f"not one of the ranks expected: {rank}")
             link.sendall(mine + _proof(self._place, "listen", ranks, theirs + mine))
-            if not proof.agrees(_read(link, proof.PROOF_BYTES), _proof(self._place, "dial", ranks, theirs + mine)):
+            if not proof.is_equal_proof(_read(link, proof.PROOF_BYTES), _proof(self._place, "dial", ranks, theirs + mine)):
                 raise ConnectionRefusedError(f"rank {rank} did not prove the token")
             link.sendall(_MAGIC)
         except OSError:
-            # A stranger, or a peer that died: it is not let in, and whoever is missing shows at the deadline.
+            # No proof, or a peer that died: reject it. Missing ranks show at the deadline.
             link.close()
             return
-        self._guests.put((rank, link))
+        self._connections.put((rank, link))
 
 
-def _dial(place: Place, rank: int, deadline: float) -> socket.socket:
-    """A proven connection to a lower rank, tried again until it is there. Raises PeerLost at the deadline."""
+def _dial(place: RankPlace, rank: int, deadline: float) -> socket.socket:
+    """Proven connection to a lower rank, retried until it succeeds. Raises PeerLost at the deadline."""
     while True:
         link = None
         try:
@@ -168,18 +168,18 @@ def _dial(place: Place, rank: int, deadline: float) -> socket.socket:
         time.sleep(RETRY_S)
 
 
-def _introduce(place: Place, rank: int, link: socket.socket) -> None:
+def _introduce(place: RankPlace, rank: int, link: socket.socket) -> None:
     ranks, mine = (rank, place.rank), proof.make_nonce()
     link.sendall(_HELLO.pack(_MAGIC, place.rank, mine))
     answer = _read(link, proof.NONCE_BYTES + proof.PROOF_BYTES)
     nonces = mine + answer[: proof.NONCE_BYTES]
-    if not proof.agrees(answer[proof.NONCE_BYTES :], _proof(place, "listen", ranks, nonces)):
-        raise ConnectionRefusedError(f"whoever answers for rank {rank} did not prove the token")
+    if not proof.is_equal_proof(answer[proof.NONCE_BYTES :], _proof(place, "listen", ranks, nonces)):
+        raise ConnectionRefusedError(f"the listener of rank {rank} did not prove the token")
     link.sendall(_proof(place, "dial", ranks, nonces))
     _read(link, len(_MAGIC))  # admitted
 
 
-def _proof(place: Place, role: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
+def _proof(place: RankPlace, role: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
     return proof.proof(place.token, role, place.incarnation, ranks, nonces)
 
 

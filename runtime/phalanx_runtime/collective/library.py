@@ -1,6 +1,6 @@
-"""gloo and NCCL behind the same Protocol. gloo is the twin that our own exchange is compared with; NCCL moves tensors on GPUs.
+"""gloo and NCCL as a `Collective`. gloo is the reference for `DirectCollective`; NCCL moves tensors between GPUs.
 
-Plans still travel over our own exchange, because a rank that waits for one must sleep.
+Step plans still use `DirectCollective`, where a waiting rank sleeps.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
 
 TIMEOUT = timedelta(minutes=5)
-"""Longest operation. Only tensors within a step move here, so a longer one is a lost peer."""
+"""Longest operation. Only tensors within a step use the library, so a longer one means a lost peer."""
 
 
 class Backend(Protocol):
-    """What we use of a torch.distributed backend; torch's own stubs leave it out."""
+    """Methods used of a torch.distributed backend; torch's stubs omit them."""
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
         """Sums in place."""
@@ -30,16 +30,16 @@ class Backend(Protocol):
         ...
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        """Gives them to one rank."""
+        """Sends to one rank."""
         ...
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        """Fills them with what one rank sends."""
+        """Receives from one rank."""
         ...
 
 
 class LibraryCollective:
-    """`Collective` whose tensors go through a torch.distributed backend and whose messages go through `messages`."""
+    """`Collective` with tensors over a torch.distributed backend and messages over `messages`."""
 
     def __init__(self, name: str, store: Store, messages: Collective) -> None:
         self._name = name
@@ -54,16 +54,16 @@ class LibraryCollective:
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return self._messages.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sums over the ranks, in place."""
         self._finish(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors joined along `dim` in rank order. The library wants equal sizes: shorter ones are padded."""
+        """Concatenates along `dim` in rank order. The library requires equal sizes: shorter tensors are padded."""
         axis = dim % tensor.dim()
         sizes = self._gather_equal(torch.tensor([tensor.shape[axis]], device=tensor.device))
         lengths = [int(size) for size in sizes]
@@ -75,30 +75,30 @@ class LibraryCollective:
         return torch.cat([part.narrow(axis, 0, length) for part, length in zip(parts, lengths, strict=True)], axis)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
-        """As all_gather, on rank 0 only."""
+        """Like all_gather; the result is only returned on rank 0."""
         joined = self.all_gather(tensor, dim)
         return joined if self.rank == 0 else None
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0's bytes, over our own exchange."""
+        """Rank 0's bytes, over `messages`."""
         return self._messages.broadcast(message)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Gives the tensor to one other rank."""
+        """Sends the tensor to one other rank."""
         self._finish(self._backend.send([tensor.contiguous()], to, 0))
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills the tensor with what `source` sent."""
+        """Fills the tensor with the next one from `source`."""
         self._finish(self._backend.recv([tensor], source, 0))
         return tensor
 
     def subgroup(self, ranks: Sequence[int]) -> "LibraryCollective":
-        """A library group of these ranks alone."""
+        """A library group of these ranks."""
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         return LibraryCollective(self._name, store, self._messages.subgroup(ranks))
 
     def close(self) -> None:
-        """Ends our own exchange; the library's connections go with the object."""
+        """Closes `messages`; the library closes its connections when the object is deleted."""
         self._messages.close()
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
@@ -115,7 +115,7 @@ class LibraryCollective:
 
 
 def join_library(name: str, messages: Collective, host: str) -> LibraryCollective:
-    """A gloo or nccl group of the ranks that `messages` joins. `host` is where rank 0 is reached; it picks a free port there."""
+    """gloo or nccl group of the ranks of `messages`. `host`: address of rank 0, which selects a free port."""
     if messages.rank == 0:
         store = TCPStore(host, 0, messages.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         messages.broadcast(str(store.port).encode())
@@ -128,7 +128,7 @@ def join_library(name: str, messages: Collective, host: str) -> LibraryCollectiv
 def _backend(name: str, store: Store, messages: Collective) -> Backend:
     if name == "gloo":
         return cast(Backend, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
-    # Only builds for CUDA have it.
+    # Present only in CUDA builds.
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     return cast(Backend, ProcessGroupNCCL(store, messages.rank, messages.world_size, ProcessGroupNCCL.Options()))

@@ -1,4 +1,4 @@
-"""Fragments between ranks of different pods, over TCP: one connection per pair, each fragment behind a header of 8 bytes."""
+"""Fragments between ranks of different pods over TCP: one connection per pair, an 8-byte header before each fragment."""
 
 import select
 import socket
@@ -16,7 +16,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class _Incoming:
-    """What has arrived of one peer's fragment. Reads no byte beyond it."""
+    """Received part of a peer's fragment. Reads no byte beyond the fragment."""
 
     __slots__ = ("_buffer", "_bytes", "_view", "filled", "more", "wanted")
 
@@ -27,12 +27,12 @@ class _Incoming:
         self.begin(0)
 
     def begin(self, expected: int) -> None:
-        """Starts on a new fragment. `expected` bytes of it are asked for in one read; 0 when its length is not known."""
+        """Starts a new fragment. `expected`: its size, which allows one read; 0 if unknown."""
         self.filled, self.more = 0, False
         self.wanted = HEAD_BYTES + expected
 
     def receive(self, link: socket.socket, flags: int) -> bool:
-        """Takes what is there; True when the fragment is whole."""
+        """Reads available bytes; returns true when the fragment is complete."""
         size = link.recv_into(self._view[self.filled : self.wanted], 0, flags)
         if size == 0:
             raise ConnectionResetError("closed by the peer")
@@ -47,7 +47,7 @@ class _Incoming:
 
     @property
     def fragment(self) -> Tensor:
-        """The fragment's bytes, valid until the next one begins."""
+        """Bytes of the fragment, valid until the next `begin`."""
         return self._bytes[HEAD_BYTES : self.wanted]
 
 
@@ -58,7 +58,7 @@ class Links:
         self._sockets = sockets
         self._incoming = {rank: _Incoming() for rank in sockets}
         for link in sockets.values():
-            keep_honest(link)
+            set_keepalive(link)
 
     @property
     def peers(self) -> list[int]:
@@ -66,7 +66,7 @@ class Links:
         return list(self._sockets)
 
     def send(self, ranks: Iterable[int], fragment: Tensor, more: bool) -> dict[int, memoryview]:
-        """Hands a uint8 fragment to the kernel; gives back what it did not take, by rank."""
+        """Sends a uint8 fragment without blocking; returns the unsent rest by rank."""
         data = memoryview(fragment.numpy().data)
         head = _HEAD.pack(fragment.numel(), more)
         left = {}
@@ -82,9 +82,9 @@ class Links:
         return left
 
     def receive(self, ranks: Iterable[int], expected: int, left: dict[int, memoryview]) -> dict[int, tuple[Tensor, bool]]:
-        """The next fragment of each of these peers and whether more follows, while what is `left` to send goes out.
+        """Receives the next fragment of each peer, with a flag for more to follow, and sends the rest in `left` concurrently.
 
-        Sending and receiving go on together, so two ranks that send a lot to each other do not wait for ever.
+        Two ranks that send large messages to each other therefore do not deadlock.
         """
         for rank in ranks:
             self._incoming[rank].begin(expected)
@@ -128,11 +128,11 @@ class Links:
                     del left[rank]
 
 
-def keep_honest(link: socket.socket) -> None:
-    """Sets a connection to send at once, and to fail within about 15 s when nothing is under way and the peer's machine vanished.
+def set_keepalive(link: socket.socket) -> None:
+    """Sends without delay, and makes an idle connection fail about 15 s after the peer's machine vanished.
 
-    No TCP_USER_TIMEOUT: a peer that computes for longer than that, and takes nothing meanwhile, would count as lost. While
-    something is under way the supervisors notice first: they ping one another.
+    No TCP_USER_TIMEOUT: a peer that computes longer than that without reading would count as lost. While data is in flight the
+    supervisors detect the loss first by their pings.
     """
     link.setblocking(True)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

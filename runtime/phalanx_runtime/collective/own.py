@@ -1,7 +1,8 @@
-"""Our own exchange: one hop, every rank to every rank; shared memory inside a pod, TCP between pods.
+"""`Collective` of this project: every rank exchanges directly with every rank, in shared memory within a pod, over TCP between
+pods.
 
-A message is cut into fragments. For each fragment a rank posts its part, takes every peer's, and works on them in rank order,
-so all ranks hold the same bits.
+A message is split into fragments. For each fragment a rank posts its own, takes every peer's and reduces them in rank order, so
+all ranks have bitwise equal results.
 """
 
 import math
@@ -16,14 +17,14 @@ from phalanx_runtime.errors import PeerLost
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 SUBGROUP_S = 60.0
-"""Longest wait for the other ranks of a subgroup: they have joined the group already."""
+"""Longest wait for the other ranks of a subgroup, in seconds; they have joined the group already."""
 
 
-class OwnCollective:
-    """`Collective` over shared memory and connections. Either may be absent; together they reach every other rank.
+class DirectCollective:
+    """`Collective` over shared memory and connections, which together reach every other rank; either may be absent.
 
-    `members`: the ranks of the group by the numbers that memory and connections know them by; `me` is this one's number.
-    A part, which is a subgroup, shares the group's connections and leaves them open.
+    `members`: ids of the group's ranks in memory and connections; `me`: index of this rank.
+    A subgroup (`is_part`) shares the group's connections and does not close them.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class OwnCollective:
         self._shared = shared
         self._links = links
         self._is_part = is_part
-        self._parts: list[OwnCollective] = []
+        self._parts: list[DirectCollective] = []
         self._near = shared.peers if shared else []
         self._far = [peer for peer in links.peers if peer in self._members] if links else []
         self._others = [peer for peer in self._members if peer != me]
@@ -46,11 +47,11 @@ class OwnCollective:
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self._members)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks in rank order, in place."""
+        """Sums over the ranks in rank order, in place."""
         flat = tensor.view(-1)
         step = FRAGMENT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
@@ -65,7 +66,7 @@ class OwnCollective:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors joined along `dim` in rank order."""
+        """Concatenates the ranks' tensors along `dim` in rank order."""
         pieces: dict[int, list[Tensor]] = {peer: [] for peer in self._others}
         waiting, fragments = set(self._others), _fragments(_raw(tensor))
         while waiting or fragments:
@@ -77,14 +78,14 @@ class OwnCollective:
         return self._join(tensor, pieces, dim)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
-        """As all_gather, on rank 0 only."""
+        """Like all_gather on rank 0; returns None on the others."""
         if self._me != self._members[0]:
             self._send_message(self._members[0], _raw(tensor))
             return None
         return self._join(tensor, self._messages(self._others, private=True), dim)
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0's bytes. The others sleep until they come."""
+        """Rank 0's bytes. The others sleep until they arrive."""
         root = self._members[0]
         if self._me == root:
             if message is None:
@@ -94,11 +95,11 @@ class OwnCollective:
         return b"".join(piece.numpy().tobytes() for piece in self._messages([root], private=False)[root])
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Gives the tensor to one other rank."""
+        """Sends the tensor to one other rank."""
         self._send_message(self._members[to], _raw(tensor))
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills the tensor with what `source` sent."""
+        """Fills the tensor with the next one from `source`."""
         peer, into, filled, more = self._members[source], tensor.view(-1).view(torch.uint8), 0, True
         while more:
             fragment, more = self._next(peer)
@@ -110,16 +111,16 @@ class OwnCollective:
                 self._shared.release(peer, private=True)
         return tensor
 
-    def subgroup(self, ranks: Sequence[int]) -> "OwnCollective":
-        """Memory of its own for the ranks of this pod; the group's connections to those of others."""
+    def subgroup(self, ranks: Sequence[int]) -> "DirectCollective":
+        """Collective with separate memory for the ranks of this pod; it shares the connections to other pods."""
         members = [self._members[rank] for rank in ranks]
         shared = self._shared.part(members, SUBGROUP_S) if self._shared else None
-        part = OwnCollective(members, self._me, shared, self._links, is_part=True)
+        part = DirectCollective(members, self._me, shared, self._links, is_part=True)
         self._parts.append(part)
         return part
 
     def close(self) -> None:
-        """Lets go of sockets and shared memory, those of subgroups too."""
+        """Closes sockets and shared memory, including those of subgroups."""
         for part in self._parts:
             part.close()
         if self._shared:
@@ -128,7 +129,7 @@ class OwnCollective:
             self._links.close()
 
     def _swap(self, fragment: Tensor) -> dict[int, tuple[Tensor, bool]]:
-        """Every peer's fragment of the same length as ours. The near ones lie in shared memory until `_release`."""
+        """Every peer's fragment, as long as the own one. Those of this pod stay in shared memory until `_release`."""
         left = self._post(None, fragment, more=False)
         got = self._links.receive(self._far, fragment.numel(), left) if self._links else {}
         if self._shared:
@@ -137,7 +138,7 @@ class OwnCollective:
         return got
 
     def _post(self, to: int | None, fragment: Tensor, more: bool) -> dict[int, memoryview]:
-        """Hands a fragment out, to one peer or to all (None); gives back what connections did not take."""
+        """Sends a fragment to one peer or all (None); returns the unsent rest of the connections."""
         if self._shared and (to is None or to in self._near):
             self._shared.post(to, fragment, more)
         far = [peer for peer in self._far if to is None or peer == to]
@@ -152,7 +153,7 @@ class OwnCollective:
                 self._links.receive([], 0, left)
 
     def _messages(self, sources: list[int], private: bool) -> dict[int, list[Tensor]]:
-        """The next message of each source, in pieces."""
+        """The next message of each source, as fragments."""
         pieces: dict[int, list[Tensor]] = {peer: [] for peer in sources}
         waiting = set(sources)
         while waiting:
@@ -160,7 +161,7 @@ class OwnCollective:
         return pieces
 
     def _next(self, peer: int) -> tuple[Tensor, bool]:
-        """The next fragment that the peer sent to this rank alone, and whether more follows. A near one waits for `release`."""
+        """Next private fragment of a peer, and whether more follows. In shared memory it is valid until `release`."""
         if self._shared and peer in self._near:
             return self._shared.take(peer, private=True)
         assert self._links, "who is not near is far"
@@ -169,7 +170,7 @@ class OwnCollective:
     def _collect(
         self, waiting: set[int], pieces: dict[int, list[Tensor]], private: bool, left: dict[int, memoryview]
     ) -> set[int]:
-        """Takes one fragment of each waiting peer; gives back those of whom more is to come."""
+        """Takes one fragment of each waiting peer; returns the peers with more to follow."""
         more = set()
         far = [peer for peer in self._far if peer in waiting]
         if self._links and (far or left):
@@ -185,7 +186,7 @@ class OwnCollective:
         return more
 
     def _join(self, tensor: Tensor, pieces: dict[int, list[Tensor]], dim: int) -> Tensor:
-        """Peers' raw bytes as tensors shaped like ours but along `dim`, joined with ours."""
+        """Reshapes the peers' raw bytes like the own tensor except along `dim`, and concatenates all."""
         axis = dim % tensor.dim()
         others = math.prod(size for index, size in enumerate(tensor.shape) if index != axis)
         parts = []
@@ -206,15 +207,15 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _fragments(raw: Tensor) -> list[Tensor]:
-    """The bytes in pieces that fit a slot; an empty message is one empty piece."""
+    """Splits the bytes into fragments; an empty message is one empty fragment."""
     return [raw[start : start + FRAGMENT_BYTES] for start in range(0, max(raw.numel(), 1), FRAGMENT_BYTES)]
 
 
 def _add_up(into: Tensor, parts: list[Tensor]) -> None:
-    """Puts the sum of `parts`, in order, into `into`, which is one of them."""
+    """Stores the sum of `parts`, in order, in `into`, which is one of them."""
     if len(parts) == 1:
         return
-    # `into` may be a later part: it must not be overwritten before it is read.
+    # `into` may be a later part, which must be read before it is overwritten.
     total = into if into is parts[0] or into is parts[1] else torch.empty_like(into)
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:

@@ -1,4 +1,4 @@
-"""How ranks prove to one another that they hold the group's token: HMAC-SHA256 over both nonces. The token never travels."""
+"""Mutual proof that ranks hold the group's token: HMAC-SHA256 over both nonces. The token is never sent."""
 
 import hashlib
 import hmac
@@ -14,11 +14,11 @@ def make_nonce() -> bytes:
 
 
 def proof(token: bytes, role: str, incarnation: int, ranks: tuple[int, int], nonces: bytes) -> bytes:
-    """What only a holder of the token can say, for this role, incarnation, pair of ranks and pair of nonces."""
+    """HMAC under the token for this role, incarnation, pair of ranks and pair of nonces."""
     said = f"phalanx {role} {incarnation} {ranks[0]} {ranks[1]} ".encode() + nonces
     return hmac.new(token, said, hashlib.sha256).digest()
 
 
-def agrees(given: bytes, expected: bytes) -> bool:
+def is_equal_proof(given: bytes, expected: bytes) -> bool:
     """Whether two proofs are equal, in constant time."""
     return hmac.compare_digest(given, expected)

@@ -1,4 +1,4 @@
-"""The seam between tensor-parallel code and the way bytes move between ranks."""
+"""Interface of collective operations, and its implementation for one rank."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 class Collective(Protocol):
-    """Operations over all ranks of one group; every rank calls the same ones in the same order.
+    """Operations over all ranks of one group; every rank calls the same operations in the same order.
 
-    Sums run in rank order, so all ranks hold the same bits. Each raises `phalanx_runtime.errors.PeerLost` when a peer is gone.
+    Sums run in rank order, so all ranks have bitwise equal results. Each raises `phalanx_runtime.errors.PeerLost` when a peer is
+    lost.
     """
 
     @property
@@ -20,46 +21,46 @@ class Collective(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; gives the same tensor back. Contiguous float tensor, same shape everywhere."""
+        """Sums over the ranks in place and returns the tensor: contiguous, floating point, of equal shape on every rank."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors joined along `dim` in rank order; their sizes along `dim` may differ."""
+        """Concatenates the ranks' tensors along `dim` in rank order; their sizes along `dim` may differ."""
         ...
 
     def gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
-        """As all_gather, on rank 0 only; the others get None."""
+        """Like all_gather on rank 0; returns None on the others."""
         ...
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank. Others pass None and wait, blocked, for as long as it takes."""
+        """Returns rank 0's bytes on every rank. Others pass None and block without a timeout."""
         ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Gives the tensor to one other rank, which has to `receive` it. Waits while that rank has more unread than fits."""
+        """Sends the tensor to one other rank, which must call `receive`. Blocks while that rank's buffer is full."""
         ...
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Fills the tensor with what `source` sent, of the same size and dtype; gives it back.
+        """Fills the tensor with the next one from `source`, of the same size and dtype, and returns it.
 
-        A thread may receive from a rank while another thread sends to it, if no other operation takes something from that rank.
+        One thread may receive from a rank while another sends to it, if no other operation receives from that rank.
         """
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> "Collective":
-        """The exchange among these ranks alone, numbered from 0 in this order. Each of them calls it; closed with this one."""
+        """Collective of these ranks, numbered from 0 in this order. Each of them must call it; closed with this one."""
         ...
 
     def close(self) -> None:
-        """Lets go of sockets and shared memory, those of subgroups too."""
+        """Closes sockets and shared memory, including those of subgroups."""
         ...
 
 
-# The collective of a group of one rank: nothing moves.
+# One rank
 
 
 class SoloCollective:
@@ -94,16 +95,16 @@ class SoloCollective:
         return message
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """There is nobody to send to: raises ValueError."""
+        """Raises ValueError: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {to}")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """There is nobody who sends: raises ValueError."""
+        """Raises ValueError: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {source}")
 
     def subgroup(self, ranks: Sequence[int]) -> "SoloCollective":
-        """This group."""
+        """The group itself."""
         return self
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing."""

@@ -1,9 +1,8 @@
 """Fragments between the ranks of one pod, through one file in shared memory.
 
-Each rank has an outbox for all others and one for each of them: a ring of slots that it alone writes, a counter of fragments
-posted, and for every reader a counter of fragments read. A writer waits while its ring is full, a reader while it is empty;
-both sleep on the counter.
-The creator removes the file's name as soon as all have joined, so nothing is left behind, however the ranks end.
+Each rank has one outbox for all others and one per other rank: a ring of slots that it alone writes, a counter of posted
+fragments, and per reader a counter of read fragments. A writer sleeps on the counter while its ring is full, a reader while it is
+empty. The creator unlinks the file when all ranks have joined, so no file remains after any kind of exit.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ from torch import Tensor
 from phalanx_runtime.collective import proof
 from phalanx_runtime.errors import PeerLost
 
-# Waiting on a word of shared memory, through the kernel's futex. x86 only: stores are seen in order there.
+# Waits on a word of shared memory with the kernel's futex. x86 only: its memory model keeps stores in order.
 
 _WAIT = 0
 _WAKE = 1
@@ -41,12 +40,12 @@ class _Timespec(ctypes.Structure):
 
 
 def has_futex() -> bool:
-    """Whether words of shared memory can be waited on here."""
+    """Whether this machine supports waits on shared memory."""
     return platform.system() == "Linux" and platform.machine() in _SYSCALL
 
 
 class Word:
-    """An unsigned 32-bit counter in shared memory with one writer; it wraps around."""
+    """Unsigned 32-bit counter in shared memory with one writer; it wraps around."""
 
     __slots__ = ("_address", "_cell", "_number")
 
@@ -57,38 +56,38 @@ class Word:
 
     @property
     def value(self) -> int:
-        """The counter now."""
+        """Current value."""
         return self._cell.value
 
     def advance(self) -> None:
-        """Adds one and wakes whoever waits. Only the writer calls it, after the data it announces is written."""
+        """Adds one and wakes waiters. Only the writer may call it, after writing the data."""
         self._cell.value = (self._cell.value + 1) & 0xFFFFFFFF
-        _LIBC.syscall(self._number, self._address, _WAKE, EVERYONE, None, None, 0)
+        _LIBC.syscall(*(self._number, self._address, _WAKE, EVERYONE, None, None, 0))
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Returns when the counter is not `seen`, after `timeout_s`, or for no reason: look again."""
+        """Returns when the counter differs from `seen`, after `timeout_s`, or spuriously: check the value again."""
         limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        if _LIBC.syscall(self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0) == -1:
+        if _LIBC.syscall(*(self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)) == -1:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(code, f"futex: {os.strerror(code)}")
 
 
 FRAGMENT_BYTES = 1 << 20
-"""Longest fragment. Larger tensors go in several."""
+"""Longest fragment; larger tensors are split."""
 SLOTS = 2
 LINE = 64
 SPINS = 200
-"""Looks at a counter before sleeping on it, about 20 us: within a step the peer is usually that close."""
+"""Polls of a counter before sleeping, about 20 us: within a step the peer usually arrives in that time."""
 SLICE_S = 0.1
-"""Longest sleep before looking whether the peer still lives."""
+"""Longest sleep before a check that the peer is alive, in seconds."""
 _HEAD = struct.Struct("<II")
 _CARD = struct.Struct("<16s32s32sI")
 
 
 @dataclass(frozen=True, slots=True)
-class Pod:
-    """Who shares the memory: the ranks of this pod in order, which of them this is, what names and guards the file."""
+class SharedPod:
+    """Ranks of this pod in order, this rank, and the name, token and incarnation that identify the file."""
 
     ranks: Sequence[int]
     rank: int
@@ -99,12 +98,12 @@ class Pod:
 
     @property
     def path(self) -> Path:
-        """The file, while it has a name."""
+        """Path of the file until it is unlinked."""
         return self.folder / f"phalanx-{self.name}"
 
 
 class _Layout:
-    """Offsets in the file: nonce, a card per rank, counters, slots. Memory is taken for slots that were used, no others.
+    """Offsets in the file: nonce, a card per rank, counters, slots. The kernel allocates only used slots.
 
     Channel 0 of a writer is for all, channel 1 + r for member r.
     """
@@ -118,23 +117,23 @@ class _Layout:
         self.total = self._slots + size * (size + 1) * SLOTS * self._slot_bytes
 
     def card(self, member: int) -> int:
-        """Where this member says who it is."""
+        """Offset of the member's identity and proof."""
         return LINE + member * 128
 
     def counter(self, writer: int, channel: int, reader: int | None) -> int:
-        """Fragments that the writer posted (reader None), or that the reader has read."""
+        """Offset of the count of fragments that the writer posted (reader None) or the reader has read."""
         column = 0 if reader is None else 1 + reader
         return self._counters + ((writer * len(self.channels) + channel) * (self.size + 1) + column) * LINE
 
     def slot(self, writer: int, channel: int, number: int) -> int:
-        """Where the fragment of this number lies."""
+        """Offset of a fragment."""
         return self._slots + ((writer * len(self.channels) + channel) * SLOTS + number % SLOTS) * self._slot_bytes
 
 
 class SharedMemory:
-    """This rank's end of the pod's memory. Peers are named by their rank in the group."""
+    """This rank's view of the pod's shared memory. Peers are identified by their rank in the group."""
 
-    def __init__(self, pod: Pod, timeout_s: float) -> None:
+    def __init__(self, pod: SharedPod, timeout_s: float) -> None:
         self._pod = pod
         self._layout = _Layout(len(pod.ranks))
         self._index = {rank: index for index, rank in enumerate(pod.ranks)}
@@ -152,11 +151,11 @@ class SharedMemory:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks of this pod."""
+        """Other ranks of this pod."""
         return list(self._alive)
 
     def part(self, ranks: Sequence[int], timeout_s: float) -> "SharedMemory | None":
-        """Memory of its own for those of these ranks that are in this pod, None when this is the only one. Raises PeerLost."""
+        """Separate memory for the given ranks that are in this pod; None if this is the only one. Raises PeerLost."""
         near = [rank for rank in self._pod.ranks if rank in ranks]
         if len(near) == 1:
             return None
@@ -164,9 +163,9 @@ class SharedMemory:
         return SharedMemory(replace(self._pod, ranks=near, name=name), timeout_s)
 
     def post(self, to: int | None, fragment: Tensor, more: bool) -> None:
-        """Puts a fragment, uint8 of at most FRAGMENT_BYTES, into this rank's outbox for one rank, or for all (None).
+        """Writes a fragment, uint8 of at most FRAGMENT_BYTES, to the outbox for one rank or for all (None).
 
-        Waits while the ring is full.
+        Blocks while the ring is full.
         """
         channel = 0 if to is None else 1 + self._index[to]
         posted = self._posted[self._me][channel]
@@ -184,7 +183,7 @@ class SharedMemory:
         posted.advance()
 
     def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
-        """The next fragment of this peer for all, or for this rank alone, in place, and whether more of its message follows.
+        """Next fragment of this peer, in place, and whether more of its message follows. `private`: sent to this rank only.
 
         Valid until `release`.
         """
@@ -201,17 +200,17 @@ class SharedMemory:
         return self._bytes[start : start + length], bool(more)
 
     def release(self, rank: int, private: bool = False) -> None:
-        """Gives the slot of the fragment last taken back to its writer."""
+        """Returns the slot of the last taken fragment to its writer."""
         self._read[self._index[rank]][1 + self._me if private else 0][self._me].advance()
 
     def close(self) -> None:
-        """Lets go of the peers' descriptors; the memory goes with the last view of it."""
+        """Closes the peers' descriptors; the memory is freed with the last view of it."""
         for descriptor in self._alive.values():
             os.close(descriptor)
         self._alive.clear()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Takes this process for the peer: when it ends, the peer is lost."""
+        """Monitors a peer's process: its exit means a lost peer."""
         if rank in self._alive:
             self._poll.unregister(self._alive[rank])
             os.close(self._alive[rank])
@@ -222,7 +221,7 @@ class SharedMemory:
         self._poll.register(self._alive[rank], select.POLLIN)
 
     def check_alive(self) -> None:
-        """Raises PeerLost if a rank of this pod has ended. A zombie has ended."""
+        """Raises PeerLost if a rank of this pod has exited, also as a zombie."""
         with self._polling:
             gone = {descriptor for descriptor, _ in self._poll.poll(0)}
         for rank, descriptor in self._alive.items():
@@ -238,8 +237,8 @@ class SharedMemory:
         return Word(self._memory, self._layout.counter(writer, channel, reader))
 
 
-def _join(pod: Pod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mmap, list[int]]:
-    """The shared memory and every member's process id, once all have proved the token. Raises PeerLost at the deadline."""
+def _join(pod: SharedPod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mmap, list[int]]:
+    """Shared memory and process ids of all members, once all have proved the token. Raises PeerLost at the deadline."""
     if me == 0:
         return _create(pod, layout, deadline)
     while True:
@@ -250,7 +249,9 @@ def _join(pod: Pod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mma
             continue
         try:
             memory = _map(descriptor, layout)
-            admitted = memory is not None and _enter(pod, layout, me, memory, deadline, os.fstat(descriptor).st_ino)
+            admitted = memory is not None and _enter(
+                pod, layout, me=me, memory=memory, deadline=deadline, inode=os.fstat(descriptor).st_ino
+            )
         finally:
             os.close(descriptor)
         if memory is not None and admitted:
@@ -259,23 +260,23 @@ def _join(pod: Pod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mma
 
 
 def _map(descriptor: int, layout: _Layout) -> mmap.mmap | None:
-    """The file's memory, or None while its creator has not yet given it its size."""
+    """The mapped file; None before its creator has set its size."""
     if os.fstat(descriptor).st_size < layout.total:
         return None
     return mmap.mmap(descriptor, layout.total)
 
 
-def _create(pod: Pod, layout: _Layout, deadline: float) -> tuple[mmap.mmap, list[int]]:
-    """Makes the file, lets every member in that proves the token, and removes the file's name."""
+def _create(pod: SharedPod, layout: _Layout, deadline: float) -> tuple[mmap.mmap, list[int]]:
+    """Creates the file, admits every member that proves the token, and unlinks the file."""
     with suppress(FileNotFoundError):
-        os.unlink(pod.path)  # of a former process with our number
+        os.unlink(pod.path)  # left by an earlier process with the same name
     descriptor = os.open(pod.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         nonce = proof.make_nonce()
         os.pwrite(descriptor, nonce, 0)
         os.ftruncate(descriptor, layout.total)
         memory = mmap.mmap(descriptor, layout.total)
-        _CARD.pack_into(memory, layout.card(0), b"", b"", b"", os.getpid())
+        _CARD.pack_into(*(memory, layout.card(0), b"", b"", b"", os.getpid()))
         waiting = set(range(1, layout.size))
         while waiting:
             waiting -= {member for member in waiting if _admit(pod, layout, member, memory, nonce)}
@@ -292,30 +293,30 @@ def _create(pod: Pod, layout: _Layout, deadline: float) -> tuple[mmap.mmap, list
 NONCE_END = proof.NONCE_BYTES
 
 
-def _admit(pod: Pod, layout: _Layout, member: int, memory: mmap.mmap, nonce: bytes) -> bool:
-    """Answers the member's proof with ours. False while it has not given a right one."""
+def _admit(pod: SharedPod, layout: _Layout, member: int, memory: mmap.mmap, nonce: bytes) -> bool:
+    """Answers a valid proof of the member with the creator's proof; returns false while there is no valid one."""
     at = layout.card(member)
     theirs, given, _, pid = _CARD.unpack_from(memory, at)
     ranks = (pod.ranks[0], pod.ranks[member])
-    if not pid or not proof.agrees(given, proof.proof(pod.token, "join", pod.incarnation, ranks, nonce + theirs)):
+    if not pid or not proof.is_equal_proof(given, proof.proof(pod.token, "join", pod.incarnation, ranks, nonce + theirs)):
         return False
     answer = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonce + theirs)
     memory[at + 48 : at + 80] = answer
     return True
 
 
-def _enter(pod: Pod, layout: _Layout, me: int, memory: mmap.mmap, deadline: float, inode: int) -> bool:
-    """Proves the token to the creator. False if the file turned out to be a dead creator's: it has lost its name to another."""
+def _enter(pod: SharedPod, layout: _Layout, me: int, memory: mmap.mmap, deadline: float, inode: int) -> bool:
+    """Proves the token to the creator. Returns false if the file belongs to a dead creator: its name refers to another file."""
     at, ranks, mine = layout.card(me), (pod.ranks[0], pod.rank), proof.make_nonce()
     nonces = memory[:NONCE_END] + mine
     memory[at : at + 16] = mine
     memory[at + 16 : at + 48] = proof.proof(pod.token, "join", pod.incarnation, ranks, nonces)
     struct.pack_into("<I", memory, at + 80, os.getpid())
     expected = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonces)
-    while not (proof.agrees(memory[at + 48 : at + 80], expected) and memory[NONCE_END]):
+    while not (proof.is_equal_proof(memory[at + 48 : at + 80], expected) and memory[NONCE_END]):
         if time.monotonic() >= deadline:
             return False
-        if not _still_named(pod.path, inode) and not proof.agrees(memory[at + 48 : at + 80], expected):
+        if not _still_named(pod.path, inode) and not proof.is_equal_proof(memory[at + 48 : at + 80], expected):
             return False
         time.sleep(0.002)
     return True
@@ -329,7 +330,7 @@ def _still_named(path: Path, inode: int) -> bool:
 
 
 def _pause(deadline: float, why: str) -> None:
-    """Waits a moment. Raises PeerLost after the deadline."""
+    """Sleeps briefly. Raises PeerLost after the deadline."""
     if time.monotonic() >= deadline:
         raise PeerLost(why)
     time.sleep(0.002)

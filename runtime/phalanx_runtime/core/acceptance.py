@@ -19,7 +19,7 @@ FADE_OF_REQUEST, FADE_OF_ENGINE = 0.9, 0.99
 """How much a look counts relative to the next one."""
 
 
-class Shares:
+class AcceptanceRates:
     """Accepted and looked at, by grade."""
 
     __slots__ = ("_accepted", "_fade", "_looked")
@@ -43,7 +43,7 @@ _MAGNITUDES = 8
 """More than there are of agreements."""
 
 
-def lookup_grade(agreed: int, place: int = 0) -> int:
+def ngram_grade(agreed: int, place: int = 0) -> int:
     """The grade of a looked-up token: the magnitude of how many tokens agree before it, if those before it are accepted."""
     return min(agreed.bit_length(), _MAGNITUDES - 1) + _MAGNITUDES * place
 
@@ -62,13 +62,13 @@ Share = Callable[[int], float]
 """How often proposals of this grade are accepted."""
 
 
-def share_of(own: Shares, engine: Shares) -> Share:
+def acceptance_rate_of(own: AcceptanceRates, engine: AcceptanceRates) -> Share:
     """A request's shares, begun with those of its engine."""
     return lambda grade: own.of(grade, engine.of(grade, _first_share(grade)))
 
 
 def add_tree(
-    shares: Shares, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int], unasked: Collection[int] = ()
+    shares: AcceptanceRates, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int], unasked: Collection[int] = ()
 ) -> None:
     """What became of proposals: these were accepted, and the other ones behind them and the request's own token were not. Those
     of `unasked` say nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api.speculation import CHAIN, Method, Tree
-from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, Shares
+from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, AcceptanceRates
 
 SHORTEST = 2
 """Tokens that must agree. One alone agrees nearly everywhere and says little."""
@@ -32,7 +32,7 @@ TRIES = 64
 """Places of one hash that a look goes through."""
 
 
-class Lookup:
+class NgramProposer:
     """The places of one request's tokens. Tokens are only ever appended."""
 
     __slots__ = ("_before", "_entered", "_first", "_latest")
@@ -103,7 +103,7 @@ def _following(tokens: Sequence[int], place: int, count: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class Proposing:
+class RequestSpeculation:
     """By which method, how many at once at most, and how they may branch.
 
     num_drafted_pages: so many of its first pages a draft model has computed whole; see `catching_up`.
@@ -112,7 +112,7 @@ class Proposing:
     method: Method
     most: int
     tree: Tree = CHAIN
-    lookup: Lookup = field(default_factory=Lookup)
-    shares: Shares = field(default_factory=lambda: Shares(FADE_OF_REQUEST))
+    lookup: NgramProposer = field(default_factory=NgramProposer)
+    shares: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(FADE_OF_REQUEST))
     num_drafted_pages: int = 0
     last_step: int = 0

@@ -7,13 +7,13 @@ Both are followed over about the last twenty steps that had decodes. A step with
 """
 
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.step_builder import Making
+from phalanx_runtime.core.step_builder import StepBuilder
 
 FOLLOWED = 20
 """How many of the latest values count."""
 
 
-class Followed:
+class MovingAverage:
     """A mean over about the last `FOLLOWED` values; over all of them while they are fewer."""
 
     __slots__ = ("_count", "mean")
@@ -28,11 +28,11 @@ class Followed:
         self.mean += (value - self.mean) / self._count
 
 
-class Pace:
+class EnginePace:
     """Follows the steps of one engine."""
 
     def __init__(self) -> None:
-        self._gained, self._stretch = Followed(), Followed()
+        self._gained, self._stretch = MovingAverage(), MovingAverage()
 
     @property
     def tokens_per_step(self) -> float:
@@ -44,7 +44,7 @@ class Pace:
         """By how much tokens come faster than one in each step without proposals."""
         return self.tokens_per_step / (self._stretch.mean or 1.0)
 
-    def stepped(self, making: Making, model: StepModel | None, wall_s: float) -> None:
+    def stepped(self, making: StepBuilder, model: StepModel | None, wall_s: float) -> None:
         """A step was computed in this time."""
         gained = [chunk.gained for chunk in making.chunks if chunk.is_decode and chunk.gained]
         if not gained:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys
-from phalanx_runtime.core.ngram import Proposing
+from phalanx_runtime.core.ngram import RequestSpeculation
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SchedulingHints:
     """What a request wants of the policy, in seconds; None is no wish. `arrived_s`: when it came to its router, or here."""
 
     priority: int = 0
@@ -61,7 +61,7 @@ class Request:
     row: int | None = None
     pages: list[int] = field(default_factory=list)
     gone: bool = False
-    wishes: Wishes = Wishes()
+    wishes: SchedulingHints = SchedulingHints()
     keys: PrefixKeys | None = None
     keyed: int = 0
     is_chained: bool = True
@@ -79,7 +79,7 @@ class Request:
     num_losses: int = 0
     found: int = 0
     waits_since_s: float = 0.0
-    proposing: Proposing | None = None
+    proposing: RequestSpeculation | None = None
     """What is known of it where tokens are proposed for it."""
     is_cut: bool = False
     """Pages that the ranks know were given back: they have to forget those after `sent`."""
@@ -132,13 +132,13 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         max_len=min(len(asked.prompt) + sampling.max_tokens, max_model_len),
         stop_token_ids=frozenset(sampling.stop_token_ids),
         alone=asked.alone,
-        wishes=Wishes(
+        wishes=SchedulingHints(
             asked.priority,
             asked.tenant,
-            now - asked.waited_ms / 1e3,
-            _seconds(asked.ttft_target_ms),
-            _seconds(asked.tpot_target_ms),
-            _seconds(asked.deadline_ms),
+            arrived_s=now - asked.waited_ms / 1e3,
+            ttft_s=_seconds(asked.ttft_target_ms),
+            tpot_s=_seconds(asked.tpot_target_ms),
+            deadline_s=_seconds(asked.deadline_ms),
         ),
         waits_since_s=now,
     )

@@ -9,7 +9,7 @@ from phalanx_runtime.core.step_plan import CatchUp, Growth, NewRow, Path, StepPl
 
 
 @dataclass(slots=True)
-class Chunk:
+class ScheduledChunk:
     """The next `count` tokens of a request from `start`, and behind them `depth` proposals.
 
     `proposed` is empty where the ranks draft them. `grades` say how likely each is, `parents` behind which each is; with `growth`
@@ -56,7 +56,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Making:
+class StepBuilder:
     """One step. `budget` counts tokens that prompts may still get, of `whole`; `others`: all but one with prompt tokens.
 
     `fresh`: pages that this step writes, which no copy before it may read; `drafted`: those that a draft model writes, so that a
@@ -67,7 +67,7 @@ class Making:
     budget: int = 0
     whole: int = 0
     others: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
@@ -84,13 +84,13 @@ class Making:
         """Tokens that the step computes, proposals included."""
         return sum(chunk.count + chunk.depth for chunk in self.chunks)
 
-    def add(self, request: Request, count: int) -> Chunk:
+    def add(self, request: Request, count: int) -> ScheduledChunk:
         """Puts the next tokens of a request into the step; a request that no rank knows yet is announced."""
         if not request.sent:
             assert request.row is not None, "only running requests compute"
             history = list(request.tokens) if needs_history(request.sampling) else []
             self.admitted.append(NewRow(request.row, request.sampling, request.num_prompt, history))
-        chunk = Chunk(request, request.computed, count, strays=request.strays)
+        chunk = ScheduledChunk(request, request.computed, count, strays=request.strays)
         self.chunks.append(chunk)
         request.in_flight = True
         return chunk
@@ -141,15 +141,15 @@ class Making:
         return StepPlan(
             self.step,
             self.admitted,
-            rows,
-            starts,
-            counts,
-            pages,
-            tokens,
-            self.draws,
-            self.copies,
-            paths,
-            cuts,
-            strays,
-            catch_ups,
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            pages=pages,
+            tokens=tokens,
+            draws=self.draws,
+            copies=self.copies,
+            paths=paths,
+            cuts=cuts,
+            strays=strays,
+            catch_ups=catch_ups,
         )

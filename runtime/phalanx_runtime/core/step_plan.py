@@ -142,7 +142,7 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
 # 0     among the results; from now on the drawer holds the grammar, until its number is dropped
 
 
-class Compile(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
+class CompileOrder(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
     """Compile and hold this grammar; hold those of the `dropped` numbers no longer."""
 
     number: int
@@ -150,7 +150,7 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
     dropped: list[int] = []
 
 
-class Compiled(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
+class CompileResult(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
     """The grammar is held; or it is not, for the reason told. `is_bug`: not the grammar's fault; the drawer's log says more."""
 
     number: int

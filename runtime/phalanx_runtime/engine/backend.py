@@ -1,6 +1,6 @@
-"""The door's Backend over the local engine: one mailbox per request, filled by the engine client.
+"""Backend of the API server over the local engine: one mailbox per request, filled by the engine client.
 
-Tokens that wait together leave together: a slow reader gets longer deltas, never a longer queue.
+Queued tokens leave as one delta: a slow reader gets longer deltas, not a longer queue.
 """
 
 import asyncio
@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
-from phalanx_frontend.backend import BackendError, Begun, Delta, KeepAlive
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 from phalanx_runtime.engine.client import RESTART_RETRY_S, EngineClient
 
 KEEP_ALIVE_S = 10.0
-"""Silence after which a stream is told that it lives. Proxies commonly cut at 30 s or 60 s."""
+"""Seconds of silence after which a stream gets a keep-alive. Proxies commonly disconnect after 30 s or 60 s."""
 
 
 @dataclass(slots=True)
 class _Mailbox:
-    """What came for one request since its reader last looked."""
+    """Events of one request that its reader has not taken yet."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -36,9 +36,16 @@ class _Mailbox:
             self.reader.set_result(None)
 
     def take(self) -> Delta:
-        """Everything that waits, as one delta."""
+        """Takes all queued tokens as one delta."""
         reason = None if self.finished is None else self.finished.reason
-        delta = Delta(self.index, self.tokens, reason, self.cached_tokens, self.details or (), self.prompt_details or ())
+        delta = Delta(
+            self.index,
+            self.tokens,
+            reason,
+            self.cached_tokens,
+            details=self.details or (),
+            prompt_details=self.prompt_details or (),
+        )
         self.index += len(self.tokens)
         self.tokens = []
         if self.details or self.prompt_details:
@@ -46,7 +53,7 @@ class _Mailbox:
         return delta
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when something came, or after the timeout."""
+        """Returns on a wake-up or after the timeout."""
         loop = asyncio.get_running_loop()
         self.reader = loop.create_future()
         timer = loop.call_later(timeout_s, self.wake)
@@ -67,7 +74,7 @@ class LocalBackend:
         client.subscribe(self._state_changed)
 
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
-        """Deltas in order of index, each index once, ending with one that has `finish`. Closing it early aborts."""
+        """Deltas in index order; the last has `finish`. Closing the generator early aborts the request."""
         mailbox = _Mailbox(len(request.delivered))
         handle = self._client.submit(request, self)
         self._mailboxes[handle] = mailbox
@@ -88,24 +95,24 @@ class LocalBackend:
             del self._mailboxes[handle]
             self._client.abort([handle])
 
-    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, Begun]:
-        """None: what runs here ends with its connection, and only routers keep journals."""
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
+        """Returns no streams: local streams end with their connection; only routers have journals."""
         return {}
 
-    async def awake(self) -> None:
-        """At once: what is not known yet, no request waits for."""
+    async def wait_for_assets(self) -> None:
+        """Returns at once: the local backend has no cold start."""
 
     def assets(self) -> wire.Assets:
-        """What the door needs of the model."""
+        """Model assets for the API server."""
         return self._client.assets()
 
     def not_ready(self) -> str | None:
-        """Why no request can be served now, or None."""
+        """Reason no request can be served now, or None."""
         state = self._client.state()
         return None if state.serving else state.reason
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """Puts each token into its request's mailbox."""
+        """Adds each token to its request's mailbox."""
         mailboxes = self._mailboxes
         for handle, token in zip(frame.handles, frame.tokens, strict=True):
             mailbox = mailboxes[handle]
@@ -113,9 +120,9 @@ class LocalBackend:
             mailbox.wake()
         if frame.details:
             for handle, detail in zip(frame.handles, frame.details, strict=True):
-                if detail is not None:  # every token of a request that asked has one
+                if detail is not None:  # either all tokens of a request have details or no token has
                     mailboxes[handle].details.append(detail)
-        for told in frame.prompt_details:  # nobody wakes for these: they leave with the first token
+        for told in frame.prompt_details:  # no wake-up: they leave with the first token
             mailboxes[told.handle].prompt_details.extend(told.details)
         for cached in frame.cached:
             mailboxes[cached.handle].cached_tokens = cached.cached_tokens
@@ -126,11 +133,11 @@ class LocalBackend:
             mailbox.wake()
 
     def refused(self, frame: wire.Refused) -> None:
-        """Ends one request with the engine's answer."""
+        """Ends one request with the engine's error."""
         self._fail(self._mailboxes[frame.handle], frame.status, frame.code, frame.message, frame.retry_after_s)
 
     def _state_changed(self) -> None:
-        """Ends the requests that the engine has no more: nobody else holds what they had. While it drains it still has them."""
+        """Fails the requests that the engine has dropped. While the group drains, running ones continue."""
         state = self._client.state()
         if state.serving:
             return

@@ -1,7 +1,7 @@
 """The engine's end of the socket between rank 0 and the HTTP process.
 
-A zmq PAIR over ipc; the HTTP process binds it before it starts the rank. No high-water mark: the receiver bounds what it asks
-for (requests and their lengths), and a full pipe would stop the engine for all requests because one reader is slow.
+A zmq PAIR over ipc; the HTTP process binds it before it starts the rank. No high-water mark: a full pipe would block the engine
+for all requests because of one slow reader; the number and length of requests bound the queue instead.
 """
 
 import math
@@ -12,7 +12,7 @@ import zmq
 
 
 class ZmqChannel:
-    """Frames to and from the HTTP process. Implements `ports.Channel`."""
+    """Frames to and from the HTTP process. Implements `ports.EngineChannel`."""
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self._owned = context is None
@@ -28,7 +28,7 @@ class ZmqChannel:
         self._poller.register(self._alarm, zmq.POLLIN)
 
     def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
-        """All messages that are there; with `block`, waits for one, for `wake`, or so long. None once the context was ended."""
+        """All pending messages; with `block`, waits for a message, `wake` or the timeout. None once the context is terminated."""
         messages: list[bytes] = []
         try:
             if block:
@@ -41,26 +41,26 @@ class ZmqChannel:
             return None
 
     def send(self, message: bytes) -> None:
-        """Queues one message; never waits. What cannot be sent is dropped: without the other side this process is ending."""
+        """Queues one message; never blocks. Drops it if the peer has closed, since this process then ends too."""
         try:
             self._socket.send(message, zmq.NOBLOCK)
         except (zmq.Again, zmq.ContextTerminated):
             return
 
     def wake(self) -> None:
-        """Ends a `receive` that blocks, or the next one. Any thread may call it, and after `close` it does nothing."""
+        """Ends a blocking `receive`, or the next one. Thread-safe; a no-op after `close`."""
         with self._waking:
             if not self._socket.closed:
                 os.eventfd_write(self._alarm, 1)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Returns when a message is there or `wake` was called, or after the timeout. Raises ContextTerminated."""
+        """Waits for a message, `wake` or the timeout. Raises ContextTerminated."""
         for ready, _ in self._poller.poll(None if timeout_s is None else math.ceil(1e3 * timeout_s)):
             if ready == self._alarm:
                 os.eventfd_read(self._alarm)
 
     def close(self) -> None:
-        """Lets go of the socket, and of the context when it is ours."""
+        """Closes the socket, and the context if owned."""
         with self._waking:
             self._socket.close()
             os.close(self._alarm)

@@ -1,8 +1,8 @@
-"""The HTTP process's face of the engine: requests go in, and the tokens of a step come out in one call per sink.
+"""Client of the engine in the HTTP process: submits requests and routes the tokens of each step, one call per sink.
 
-A sink is whoever submits: the local door, or the link of one router. The socket belongs to one incarnation of the group; when
-that ends every open request is forgotten and `state` changes, which those who subscribed are told.
-Everything here runs on one asyncio loop and nothing waits: the socket's descriptor wakes `_drain`.
+A sink is the local API server or the link of one router. The socket belongs to one incarnation of the group; when the incarnation
+ends, every open request is dropped and `state` changes. All code runs on one asyncio loop and no call blocks: the socket's
+descriptor triggers `_drain`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import zmq
 
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.engine.meter import Ended, Meter
+from phalanx_runtime.engine.meter import EndedRequest, EngineMeter
 from phalanx_runtime.engine.move_relay import MoveRelay
 from phalanx_runtime.engine.page_keys import PageKeys
 
@@ -30,35 +30,35 @@ RESTART_RETRY_S = 2.0
 NO_LOAD = wire.Load(0, 0, 0, 0, 0)
 
 
-class Sink(Protocol):
-    """Takes what the engine says of requests that were submitted with it. Called on the event loop; never blocks."""
+class RequestSink(Protocol):
+    """Receives the engine's frames about its requests. Called on the event loop; never blocks."""
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """All tokens of one step that belong to this sink's requests, and those of its requests that ended."""
+        """Tokens of one step that belong to this sink's requests, and those of its requests that ended."""
         ...
 
     def refused(self, frame: wire.Refused) -> None:
-        """A request does not run."""
+        """A request was refused or ended without finishing."""
         ...
 
 
-class Follower(Protocol):
-    """Hears what the engine says of itself. Called on the event loop; never blocks."""
+class EngineObserver(Protocol):
+    """Receives load reports and page changes. Called on the event loop; never blocks."""
 
     def load_changed(self) -> None:
-        """There is another load report."""
+        """A new load report is available."""
         ...
 
     def pages_changed(self, changes: wire.PageChanges) -> None:
-        """The prefix cache finds other pages than before."""
+        """The pages in the prefix cache changed."""
         ...
 
 
 @dataclass(slots=True)
-class _Open:
-    """One request in the engine, as the client sees it."""
+class _OpenRequest:
+    """One open request."""
 
-    sink: Sink
+    sink: RequestSink
     prompt_tokens: int
     max_tokens: int
     submitted: float
@@ -68,21 +68,29 @@ class _Open:
     cached_tokens: int = 0
     is_alone: bool = False
 
-    def end(self, reason: str, now: float) -> Ended:
-        """What is told of it."""
+    def end(self, reason: str, now: float) -> EndedRequest:
+        """Summary for the meter."""
         decode_s = self.last - self.first if self.first is not None else 0.0
-        return Ended(reason, self.prompt_tokens, self.cached_tokens, self.tokens, self.max_tokens, now - self.submitted, decode_s)
+        return EndedRequest(
+            reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.tokens,
+            max_tokens=self.max_tokens,
+            latency_s=now - self.submitted,
+            decode_s=decode_s,
+        )
 
 
 class EngineClient:
-    """Requests of all sinks, over the socket of the current incarnation. Belongs to one running event loop."""
+    """Requests of all sinks over the socket of the current incarnation. Bound to one running event loop."""
 
-    def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, meter: EngineMeter, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter = meter
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] | None = None
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._unsent: deque[bytes] = deque()
         self._handles = itertools.count(1)
         self._state = wire.State(False, 0, "starting")
@@ -92,7 +100,7 @@ class EngineClient:
         self._stops: str | None = None
         self._deaths, self._death = 0, ""
         self._subscribers: list[Callable[[], None]] = []
-        self._followers: list[Follower] = []
+        self._followers: list[EngineObserver] = []
         self._pages = PageKeys()
         self.moves = MoveRelay(self._send_order, lambda handle: self._drop([handle], "moved"))
 
@@ -101,45 +109,45 @@ class EngineClient:
         return self._state
 
     def has(self, handle: int) -> bool:
-        """Whether a request is still in the engine, as far as is known."""
+        """Whether a request is open."""
         return handle in self._open
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is."""
+        """Whether any request is open."""
         return bool(self._open)
 
     @property
     def stops(self) -> str | None:
-        """Why there will be no other incarnation, or None when there will be."""
+        """Reason no further incarnation will follow, or None."""
         return self._stops
 
     def load(self) -> wire.Load:
-        """What the engine last said it has in hand."""
+        """The last load report of the engine."""
         return self._load
 
     def pages(self) -> wire.PageChanges:
-        """A snapshot of what the prefix cache finds."""
+        """Snapshot of the page keys in the prefix cache."""
         return self._pages.snapshot()
 
     def assets(self) -> wire.Assets:
-        """What a door needs of the model. Raises BackendError 503 until an incarnation has served once."""
+        """Model assets for the API server. Raises BackendError 503 until an incarnation has served."""
         if self._assets is None:
             raise BackendError(503, "model_loading", f"the model is not loaded yet: {self._state.reason}", RESTART_RETRY_S)
         return self._assets
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Calls `changed` after each change of `state`, until the function that this returns is called."""
+        """Calls `changed` after each change of `state`. Returns a function that ends the subscription."""
         self._subscribers.append(changed)
         return lambda: self._subscribers.remove(changed)
 
-    def follow(self, follower: Follower) -> Callable[[], None]:
-        """Tells of load reports and pages, until the function that this returns is called."""
+    def follow(self, follower: EngineObserver) -> Callable[[], None]:
+        """Passes load reports and page changes to `follower`. Returns a function that ends the subscription."""
         self._followers.append(follower)
         return lambda: self._followers.remove(follower)
 
     def bind(self, endpoint: str) -> None:
-        """Opens the socket of a new incarnation, before its rank 0 starts. Requests are taken from `serve` on."""
+        """Opens the socket of a new incarnation, before its rank 0 starts. Requests are accepted after `serve`."""
         self._close_socket()
         if self._is_leaving or self._stops is not None:
             return
@@ -151,7 +159,7 @@ class EngineClient:
         asyncio.get_running_loop().add_reader(socket.fileno(), self._drain)
 
     def serve(self, assets: wire.Assets, served: wire.Served | None = None) -> None:
-        """Takes requests from now on: every rank of the incarnation is ready, and this is what doors and routers need to know."""
+        """Starts to accept requests: every rank of the incarnation is ready."""
         if self._is_leaving or self._stops is not None:
             return
         self._assets = assets
@@ -159,13 +167,13 @@ class EngineClient:
         self._drain()
 
     @property
-    def has_alone(self) -> bool:
-        """Whether a request is here that is computed alone, because groups died under it."""
+    def has_lone_request(self) -> bool:
+        """Whether an open request is computed alone, because groups died under it."""
         return any(request.is_alone for request in self._open.values())
 
-    def lose(self, next_incarnation: int, reason: str, is_outside: bool = False) -> None:
-        """Ends the incarnation: its requests are forgotten, and none are taken until the next one serves."""
-        cause: wire.Cause = "outside" if is_outside else "alone" if self.has_alone else ""
+    def end_incarnation(self, next_incarnation: int, reason: str, is_outside: bool = False) -> None:
+        """Ends the incarnation: drops its requests and refuses new ones until the next one serves."""
+        cause: wire.Cause = "outside" if is_outside else "alone" if self.has_lone_request else ""
         self._close_socket()
         self._forget(list(self._open), "error")
         self._load, self._pages = NO_LOAD, PageKeys()
@@ -173,61 +181,64 @@ class EngineClient:
         self._meter.load(NO_LOAD)
         self._change(wire.State(False, next_incarnation, reason, cause=cause))
 
-    def died(self, deaths: int, death: str) -> None:
-        """Tells with the next state how many incarnations ended for no cause outside, and why the last did."""
+    def set_deaths(self, deaths: int, death: str) -> None:
+        """Sets the number of deaths and the last reason, which the next state contains."""
         self._deaths, self._death = deaths, death
 
-    def tell(self, next_incarnation: int, reason: str) -> None:
-        """Says anew why the group does not serve."""
+    def set_reason(self, next_incarnation: int, reason: str) -> None:
+        """Updates the reason why the group does not serve."""
         self._change(wire.State(False, next_incarnation, reason))
 
     def pause(self, reason: str) -> None:
-        """Takes no more requests in this incarnation; those that run go on."""
+        """Accepts no more requests in this incarnation; running ones continue."""
         if self._stops is None:
             self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
 
     def drain(self, reason: str) -> None:
-        """Takes no more requests; those that run go on, unless their incarnation ends: there will be no other."""
+        """Accepts no more requests; running ones continue while their incarnation lasts. No other incarnation follows."""
         self._stops = reason
         self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
 
     def refuse(self, reason: str) -> None:
-        """Ends all requests and takes no more, whatever becomes of the incarnation: the process is stopping."""
+        """Ends all requests and accepts no more: the process is stopping."""
         self._stops = reason
-        self.lose(self._state.incarnation, reason, is_outside=True)
+        self.end_incarnation(self._state.incarnation, reason, is_outside=True)
         self._is_leaving = True
 
     def close(self) -> None:
-        """Ends everything for good."""
+        """Closes the client permanently."""
         self._is_leaving = True
         self._open.clear()
         self._close_socket()
         self._context.term()
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
-        """The engine's handle of a request that was started; `sink` hears of it later, never within this call.
+    def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
+        """Submits a request and returns its engine handle. `sink` is called later, never within this call.
 
-        With `move` it starts on the pages that came with that move. Raises BackendError 503 while the group does not serve.
+        move: id of the move whose transferred pages the request starts on. Raises BackendError 503 while the group does not
+        serve.
         """
         if self._stops is not None:
             raise BackendError(503, "draining", f"the group takes no more requests: {self._state.reason}", RESTART_RETRY_S)
         if not self._state.serving:
             raise BackendError(503, "group_restarting", f"the group does not serve: {self._state.reason}", RESTART_RETRY_S)
         handle = next(self._handles)
-        self._send(wire.Submit(handle, request, move))  # first: what cannot be encoded must leave nothing behind
+        self._send(wire.Submit(handle, request, move))  # first, so that an encoding error leaves no state
         if move:
             self.moves.over(move)
-        self._open[handle] = _Open(sink, len(request.prompt), request.sampling.max_tokens, self._clock(), is_alone=request.alone)
+        self._open[handle] = _OpenRequest(
+            sink, len(request.prompt), request.sampling.max_tokens, self._clock(), is_alone=request.alone
+        )
         return handle
 
-    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
-        """Lets another sink hear of these requests from now on; unknown handles are no error."""
+    def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:
+        """Assigns requests to another sink; unknown handles are ignored."""
         for handle in handles:
             if (request := self._open.get(handle)) is not None:
                 request.sink = sink
 
     def abort(self, handles: list[int]) -> None:
-        """Forgets requests; unknown handles are no error. Tokens that are on their way are dropped."""
+        """Aborts requests; unknown handles are ignored. Tokens in flight are dropped."""
         self._drop(handles, "abort")
 
     def _drop(self, handles: list[int], reason: str) -> None:
@@ -236,7 +247,7 @@ class EngineClient:
             self._send(wire.Abort(known))
 
     def _forget(self, handles: list[int], reason: str) -> list[int]:
-        """Those of the handles that were known."""
+        """Drops requests; returns the handles that were open."""
         known = []
         for handle in handles:
             request = self._open.pop(handle, None)
@@ -261,19 +272,20 @@ class EngineClient:
             self._unsent.clear()
 
     def _send_order(self, frame: wire.ToEngine) -> None:
-        """Gives the engine a frame of a move; without an engine there are none."""
+        """Sends a move frame if there is a socket."""
         if self._socket is not None:
             self._send(frame)
 
     def _send(self, frame: wire.ToEngine) -> None:
-        assert self._socket is not None, "requests are open only between bind and lose"
+        assert self._socket is not None, "requests are open only between `bind` and `end_incarnation`"
         self._unsent.append(wire.encode(frame))
         self._flush(self._socket)
-        # A zmq descriptor signals edges only, and sending may have consumed one: look whether something came in meanwhile.
+        # A zmq descriptor is edge-triggered, and sending may have consumed an edge: check for messages.
         asyncio.get_running_loop().call_soon(self._drain)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
-        """Sends what waits, and whether there was any; without a peer yet it goes on waiting, and the descriptor tells of one."""
+        """Sends queued frames; returns whether any was sent. Without a peer they stay queued; the descriptor signals its
+        arrival."""
         has_sent = False
         try:
             while self._unsent:
@@ -285,19 +297,19 @@ class EngineClient:
         return has_sent
 
     def _drain(self) -> None:
-        """Handles every message that is there, and sends what waits."""
+        """Handles all pending messages and sends queued frames."""
         while self._socket is not None:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                # recv has seen a peer that came, which send looks for only now and then; each may consume the other's edge.
+                # recv detects a new peer at once, send only occasionally; each may consume the other's edge.
                 if self._flush(self._socket):
                     continue
                 return
-            self.hear(message)
+            self.handle_message(message)
 
-    def hear(self, message: bytes) -> None:
-        """Takes one message of the engine."""
+    def handle_message(self, message: bytes) -> None:
+        """Handles one message of the engine."""
         try:
             frame = wire.decode_from_engine(message)
         except msgspec.DecodeError as error:
@@ -326,10 +338,10 @@ class EngineClient:
                     follower.pages_changed(frame)
 
     def _route(self, frame: wire.Tokens) -> None:
-        """Splits the tokens of one step by sink; those of aborted requests go nowhere."""
+        """Splits the tokens of one step by sink; drops those of aborted requests."""
         now = self._clock()
-        parts: dict[int, tuple[Sink, wire.Tokens]] = {}
-        runs, gaps_s = Counter(frame.handles), dict[int, float]()  # tokens that came together share the time since those before
+        parts: dict[int, tuple[RequestSink, wire.Tokens]] = {}
+        runs, gaps_s = Counter(frame.handles), dict[int, float]()  # tokens of one step share the time since the previous ones
         for handle, epoch, index, token in zip(frame.handles, frame.epochs, frame.indices, frame.tokens, strict=True):
             request = self._open.get(handle)
             if request is None:
@@ -360,8 +372,8 @@ class EngineClient:
         for sink, part in parts.values():
             sink.tokens(part)
 
-    def _route_details(self, frame: wire.Tokens, parts: dict[int, tuple[Sink, wire.Tokens]]) -> None:
-        """What was told of tokens, parallel to each part's tokens, and of prompts."""
+    def _route_details(self, frame: wire.Tokens, parts: dict[int, tuple[RequestSink, wire.Tokens]]) -> None:
+        """Routes cached token counts, and the details of output and prompt tokens."""
         for cached in frame.cached:
             request = self._open.get(cached.handle)
             if request is not None:
@@ -378,8 +390,8 @@ class EngineClient:
                 _part(parts, request.sink).prompt_details.append(told)
 
 
-def _part(parts: dict[int, tuple[Sink, wire.Tokens]], sink: Sink) -> wire.Tokens:
-    """The frame that this sink gets of the step."""
+def _part(parts: dict[int, tuple[RequestSink, wire.Tokens]], sink: RequestSink) -> wire.Tokens:
+    """The frame for this sink in this step."""
     entry = parts.get(id(sink))
     if entry is None:
         entry = parts[id(sink)] = (sink, wire.Tokens([], [], [], [], []))

@@ -1,7 +1,7 @@
-"""Compiles the grammars of requests beside the steps, so that a large one holds up its own request only.
+"""Compiles grammars in the background, so that a large grammar delays its own request only.
 
-Steps draw with compiled grammars. Here each is made, by whoever draws, before its request is in a step, and held as long as the
-request is in the engine, through preemptions too.
+Masks need compiled grammars. A grammar is compiled on the sampling rank before its request enters a step, and is held as long as
+the request is in the engine, including preemptions.
 """
 
 import logging
@@ -14,24 +14,24 @@ from functools import partial
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.admission import Refuse
-from phalanx_runtime.engine.ports import Grammars
+from phalanx_runtime.engine.ports import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """A grammar that is being compiled, and the requests that wait for it."""
+    """A grammar being compiled and the requests that wait for it."""
 
     grammar: wire.Grammar
     result: Future[object]
     handles: list[int] = field(default_factory=list)
 
 
-class Compiling:
-    """Grammars that requests wait for, and those that they hold. `wake` is called by another thread when one was compiled."""
+class GrammarQueue:
+    """Grammars that requests wait for or hold. Another thread calls `wake` when one is compiled."""
 
-    def __init__(self, grammars: Grammars, wake: Callable[[], None]) -> None:
+    def __init__(self, grammars: GrammarCompiler, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
         self._jobs: dict[wire.Grammar, _Job] = {}
@@ -40,7 +40,7 @@ class Compiling:
         self._done: deque[_Job] = deque()
 
     def begin(self, handle: int, grammar: wire.Grammar) -> bool:
-        """Whether this request can be served at once. Else its grammar is compiled from now on; equal ones are compiled once."""
+        """Returns true if the grammar is compiled already; else compiles it. Equal grammars are compiled once."""
         kept = self._grammars.kept(grammar)
         if kept is not None:
             self._held[handle] = kept
@@ -51,12 +51,12 @@ class Compiling:
         return False
 
     def warm(self, grammar: wire.Grammar) -> None:
-        """Compiles a grammar whose request will come by a move, so that it need not wait then."""
+        """Compiles the grammar of a request that a move will bring, so that the request does not wait for it."""
         if self._grammars.kept(grammar) is None and grammar not in self._jobs:
             self._start(grammar)
 
     def ended(self) -> list[tuple[int, Refuse | None]]:
-        """Requests that need wait no longer, in order of arrival for each grammar; with the reason why one cannot be served."""
+        """Requests whose compilation has ended, each with its error if it failed."""
         answers: list[tuple[int, Refuse | None]] = []
         while self._done:
             job = self._done.popleft()
@@ -70,7 +70,7 @@ class Compiling:
         return answers
 
     def forget(self, handle: int) -> None:
-        """Lets go of a request's grammar, compiled or not. A request without one is no error."""
+        """Releases the grammar of a request, compiled or not; a request without a grammar is ignored."""
         self._held.pop(handle, None)
         job = self._waiting.pop(handle, None)
         if job is not None:
@@ -79,7 +79,7 @@ class Compiling:
                 self._drop(job)
 
     def close(self) -> None:
-        """Begins no more of them. Those that are being compiled are not waited for."""
+        """Stops compiling, without waiting for compilations in progress."""
         self._grammars.close()
 
     def _start(self, grammar: wire.Grammar) -> _Job:
@@ -97,11 +97,11 @@ class Compiling:
 
 
 def _refusal(job: _Job) -> Refuse | None:
-    """Why the grammar cannot be used, if it cannot."""
+    """The error of a failed compilation, or None."""
     error = job.result.exception()
     if error is None:
         return None
     if isinstance(error, GrammarError):
         return Refuse(400, "invalid_grammar", f"grammar: {error}")
     log.error("a grammar could not be compiled", exc_info=error)
-    return Refuse(500, "internal_error", "the grammar could not be compiled; the engine's log says more")
+    return Refuse(500, "internal_error", "the grammar could not be compiled; see the log of the engine")

@@ -1,9 +1,9 @@
-"""The engine loop of rank 0: inbox, schedule, start, finish, commit, one frame of tokens, and load reports.
+"""The engine loop of rank 0: receive, schedule, start, finish, commit, send tokens, report load.
 
-Every step drains the inbox first, so that an abort takes effect within one step. As many plans are in flight as the runner works
-on at once; then the oldest is finished. With nothing to compute the loop blocks on its channel: an idle engine uses no CPU. What
-a step computes is decided in `core.scheduler`; who runs it stands behind `ports`.
-A request with a grammar is in no step before that was compiled, in a thread (`compiling`); the others go on meanwhile.
+Every step reads the inbox first, so that an abort takes effect within one step. Up to `StepRunner.depth` plans are in flight;
+then the oldest is finished. Without work the loop blocks on its channel: an idle engine uses no CPU. `core.scheduling.scheduler`
+decides what a step computes; `ports` defines the interfaces to ranks and HTTP process.
+A request with a grammar enters no step before the grammar is compiled in a thread (`compiling`); other requests continue.
 """
 
 import logging
@@ -18,30 +18,30 @@ import msgspec
 from phalanx_api import moves, wire
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits, Refuse
-from phalanx_runtime.core.scheduling.config import Rules, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.speculation.config import Fitting
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.engine.channel import ZmqChannel
-from phalanx_runtime.engine.compiling import Compiling
-from phalanx_runtime.engine.moving import Moving
-from phalanx_runtime.engine.ports import Carrier, Channel, Grammars, StepRunner, Watch
+from phalanx_runtime.engine.compiling import GrammarQueue
+from phalanx_runtime.engine.moving import EngineMoves
+from phalanx_runtime.engine.ports import EngineChannel, GrammarCompiler, PageTransport, StepRunner, StepWatcher
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
-"""How often a busy engine reports its load. Routers choose by it; more often costs frames, less often makes choices stale."""
+"""Load report interval of a busy engine. Routers choose groups by it: shorter costs frames, longer makes choices stale."""
 URGENT_INTERVAL_S = 0.01
-"""How soon after a report the next one may follow when there is cause: a request was refused or preempted, or may be soon."""
+"""Shortest interval of load reports after an urgent event: a refusal, a preemption, or an imminent one."""
 CHECK_INTERVAL_S = 1.0
-"""How often at most all pages are looked at: an engine may fall idle after every short request."""
-DEFAULT_RULES = Rules()
+"""Shortest interval of page pool checks: an engine may become idle after every short request."""
+DEFAULT_RULES = SchedulerConfig()
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Bounds of the Retry-After that a full queue answers: its backlog over the measured rate may be far off on either side."""
+"""Bounds of Retry-After when the queue is full; the estimate from backlog and measured rate may be far off."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A plan in flight: when it was made, and how long those waited whom it starts."""
+    """A plan in flight: its start time, and the queue times of the requests it starts."""
 
     plan: StepPlan
     started: float
@@ -49,18 +49,18 @@ class _Flight:
 
 
 class EngineLoop:
-    """A scheduler fed from a channel, its plans run by a runner. `clock` gives seconds that never go back."""
+    """Connects channel, scheduler and runner. `clock`: monotonic seconds."""
 
     def __init__(
         self,
         runner: StepRunner,
         limits: Limits,
-        channel: Channel,
+        channel: EngineChannel,
         clock: Callable[[], float] = time.monotonic,
-        rules: Rules = DEFAULT_RULES,
-        watch: Watch | None = None,
-        grammars: Grammars | None = None,
-        carrier: Carrier | None = None,
+        rules: SchedulerConfig = DEFAULT_RULES,
+        watch: StepWatcher | None = None,
+        grammars: GrammarCompiler | None = None,
+        carrier: PageTransport | None = None,
         fitting: Fitting | None = None,
     ) -> None:
         self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, rules, fitting)
@@ -68,11 +68,11 @@ class EngineLoop:
         self._channel = channel
         self._clock = clock
         self._watch = watch
-        self._compiling = None if grammars is None else Compiling(grammars, channel.wake)
-        self._moving: Moving | None = None
+        self._compiling = None if grammars is None else GrammarQueue(grammars, channel.wake)
+        self._moving: EngineMoves | None = None
         if carrier is not None:
             carrier.start(channel.wake)
-            self._moving = Moving(self._scheduler, carrier, lambda frame: channel.send(wire.encode(frame)), self._forget)
+            self._moving = EngineMoves(self._scheduler, carrier, lambda frame: channel.send(wire.encode(frame)), self._forget)
         self._is_stuck = False
         self._load_due = 0.0
         self._urgent_due = 0.0
@@ -82,19 +82,19 @@ class EngineLoop:
         self._check_due = -math.inf
         self._tokens_per_s = 0.0
         self._queued: dict[int, float] = {}
-        """When each request came that no step has had yet."""
+        """Arrival time of each request that has not been in a step."""
         self._leaks = 0
         self._flights: deque[_Flight] = deque()
         self._finished = 0.0
-        """When the last plan was finished."""
+        """Time when the last plan was finished."""
 
     @property
     def speculation(self) -> SpeculationCounts:
-        """What became of proposals since the start."""
+        """Speculation counters since the start."""
         return self._scheduler.speculator.counts()
 
     def run(self) -> None:
-        """Serves until the channel is closed. Raises PeerLost when a rank is gone."""
+        """Serves until the channel is closed. Raises PeerLost when a rank is lost."""
         try:
             while self.turn():
                 pass
@@ -103,7 +103,8 @@ class EngineLoop:
                 self._compiling.close()
 
     def turn(self) -> bool:
-        """Takes what came in and finishes at most one step; waits when there is none. False once the channel closed."""
+        """Handles received frames and finishes at most one step; blocks without work. Returns false once the channel is
+        closed."""
         must_wait = self._scheduler.must_wait()
         if must_wait:
             self._rest()
@@ -118,7 +119,7 @@ class EngineLoop:
         if self._moving is not None:
             refused = self._moving.num_refused
             self._moving.turn(self._clock())
-            self._is_settled &= self._moving.num_refused == refused  # who rests would keep it to itself
+            self._is_settled &= self._moving.num_refused == refused  # a settled loop would not report the count
         while len(self._flights) < self._runner.depth and self._start():
             pass
         self._report_urgent()
@@ -126,12 +127,13 @@ class EngineLoop:
         if self._flights:
             self._finish(self._flights.popleft())
         elif not must_wait and self._clock() >= self._load_due:
-            self._report(self._clock())  # what waits can't start yet: routers must not take silence for death
+            self._report(self._clock())  # no request can start: routers must not take silence for a failure
         return True
 
     def _receive(self, must_wait: bool) -> list[bytes] | None:
-        """What came in. Waits when nothing can be computed: for ever, or as long as a move allows. Pages that are frozen or
-        reserved may keep even the first of the queue waiting: then what is reported must not grow old."""
+        """Received messages; None once the channel is closed. Blocks without work, until a move's deadline at most.
+
+        Frozen or reserved pages may keep even the first request in the queue waiting; then load reports continue."""
         if self._flights or not (must_wait or self._is_stuck):
             return self._channel.receive(block=False)
         deadline = None if self._moving is None else self._moving.deadline
@@ -141,7 +143,7 @@ class EngineLoop:
         return self._channel.receive(block=True, timeout_s=longest_s if must_wait else min(longest_s, LOAD_INTERVAL_S))
 
     def _start(self) -> bool:
-        """Begins with the next plan, if there is one."""
+        """Schedules and starts the next plan, if any."""
         now, preemptions = self._clock(), self._scheduler.num_preemptions
         plan = self._scheduler.schedule(now)
         is_full_soon = self._scheduler.is_full_soon()
@@ -156,7 +158,7 @@ class EngineLoop:
         return True
 
     def _finish(self, flight: _Flight) -> None:
-        """Ends the oldest plan in flight and tells what came of it. A plan that waited for one before it took the time since."""
+        """Finishes the oldest plan in flight and sends its tokens. Its time counts from the end of the previous plan."""
         result = self._runner.finish()
         now = self._clock()
         wall_s = now - max(flight.started, self._finished)
@@ -164,7 +166,7 @@ class EngineLoop:
         if self._watch is not None:
             self._watch.ended(flight.plan, wall_s)
         if result.lost and not self.speculation.lost:
-            log.warning("the ranks draft no more, and requests go on without: %s", result.lost)
+            log.warning("the ranks can no longer draft; requests continue without speculation: %s", result.lost)
         tokens = self._scheduler.commit(result, wall_s)
         tokens.queue_times_s.extend(flight.queue_times_s)
         rejected = sum(flight.plan.depths) - (sum(result.runs) - len(result.runs))
@@ -183,11 +185,11 @@ class EngineLoop:
             self._report(now)
 
     def _take(self, message: bytes) -> None:
-        """Hands one frame to the scheduler and sends the answer, if there is one at once."""
+        """Passes one frame to the scheduler and sends an immediate answer, if any."""
         try:
             frame = wire.decode_to_engine(message)
         except msgspec.DecodeError as error:
-            # Both ends are this program in one pod, so this is a bug; the requests of other frames need not suffer for it.
+            # A defect, since both ends are the same version in one pod; the other requests continue.
             log.error("frame for the engine cannot be read: %s", error)
             self._channel.send(wire.encode(_unreadable(message)))
             return
@@ -202,7 +204,7 @@ class EngineLoop:
                     self._compiling.warm(frame.request.sampling.grammar)
                 self._moving.obey(frame, self._clock())
             case wire.Prepare(move) | moves.MoveOut(move):
-                why = "this engine moves nothing"
+                why = "this engine does not support moves"
                 self._channel.send(wire.encode(moves.MoveFailed(move, "incompatible", why)))
 
     def _submit(self, handle: int, request: wire.Request, move: str) -> None:
@@ -223,8 +225,8 @@ class EngineLoop:
             if self._compiling is not None and grammar is not None and self._compiling.begin(handle, grammar):
                 self._scheduler.release(handle, now)
 
-    def _take_compiled(self, compiling: Compiling) -> None:
-        """Lets requests be served whose grammar is compiled now, and refuses those whose grammar cannot be."""
+    def _take_compiled(self, compiling: GrammarQueue) -> None:
+        """Releases requests whose grammar is compiled, and refuses those whose grammar failed."""
         for handle, refuse in compiling.ended():
             if refuse is None:
                 self._scheduler.release(handle, self._clock())
@@ -235,14 +237,14 @@ class EngineLoop:
 
     def _forget(self, handle: int) -> None:
         if self._moving is not None:
-            self._moving.unwanted(handle, self._clock())
+            self._moving.request_left(handle, self._clock())
         self._scheduler.abort(handle)
         self._queued.pop(handle, None)
         if self._compiling is not None:
             self._compiling.forget(handle)
 
     def _left_queue(self, now: float) -> list[float]:
-        """How long the requests waited that this step has for the first time. One that was preempted came out long ago."""
+        """Queue times of the requests that this step contains for the first time; not those that return from preemption."""
         since = [self._queued.pop(handle, None) for handle in self._scheduler.admitted()]
         return [now - came for came in since if came is not None]
 
@@ -251,22 +253,22 @@ class EngineLoop:
         if refuse.backlog_tokens is not None:
             wanted_s = refuse.backlog_tokens / self._tokens_per_s if self._tokens_per_s else MIN_RETRY_S
             retry_after_s = min(max(wanted_s, MIN_RETRY_S), MAX_RETRY_S)
-        return wire.Refused(handle, epoch, refuse.status, refuse.code, refuse.message, retry_after_s)
+        return wire.Refused(handle, epoch, refuse.status, refuse.code, refuse.message, retry_after_s=retry_after_s)
 
     def _measure(self, num_tokens: int, wall_s: float) -> None:
-        """Follows the rate of computed tokens over about the last twenty steps."""
+        """Updates the rate of computed tokens, an average over about 20 steps."""
         rate = num_tokens / max(wall_s, 1e-6)
         self._tokens_per_s = rate if not self._tokens_per_s else 0.95 * self._tokens_per_s + 0.05 * rate
 
     def _report_urgent(self) -> None:
-        """Reports at once what cannot wait, unless that was done just now: then after this step."""
+        """Sends an urgent report, unless one was sent less than `URGENT_INTERVAL_S` ago; then it follows after this step."""
         if self._is_urgent:
             now = self._clock()
             if now >= self._urgent_due:
                 self._report(now)
 
     def _report(self, now: float) -> None:
-        """Tells which pages are found now and were not before, and the reverse, and the load."""
+        """Sends the page changes and a load report."""
         changes = self._scheduler.pool.take_changes()
         if changes.changes or changes.is_snapshot:
             self._channel.send(wire.encode(changes))
@@ -279,8 +281,9 @@ class EngineLoop:
         return msgspec.structs.replace(self._scheduler.load(now), leaks=self._leaks, refused_copies=refused)
 
     def _rest(self) -> None:
-        """Before the loop blocks: reports the load. When idleness starts, checks that every page came back; with a leak we serve
-        on, and say it. All pages are looked at, so this is done only so often."""
+        """Reports the load before the loop blocks. On becoming idle, checks the page pool, at most every `CHECK_INTERVAL_S`.
+
+        A leak is logged and counted; the engine continues."""
         if not self._scheduler.is_idle():
             self._report(self._clock())
             return
@@ -300,8 +303,9 @@ class EngineLoop:
 
 
 def _unreadable(message: bytes) -> wire.Refused:
-    """The end of a request whose frame cannot be read. Raises DecodeError when not even its handle can: then nobody knows who
-    waits, and the incarnation ends, which tells all."""
+    """Refusal of a request whose frame cannot be decoded.
+
+    Raises DecodeError if its handle cannot be decoded either, which ends the incarnation and thereby every waiting request."""
     try:
         _, handle, asked = msgspec.msgpack.decode(message, type=tuple[str, int, list[object]])
     except msgspec.MsgspecError as error:
@@ -314,13 +318,13 @@ def run_engine(
     runner: StepRunner,
     limits: Limits,
     endpoint: str,
-    rules: Rules = DEFAULT_RULES,
-    watch: Watch | None = None,
-    grammars: Grammars | None = None,
-    carrier: Carrier | None = None,
+    rules: SchedulerConfig = DEFAULT_RULES,
+    watch: StepWatcher | None = None,
+    grammars: GrammarCompiler | None = None,
+    carrier: PageTransport | None = None,
     fitting: Fitting | None = None,
 ) -> None:
-    """Serves the HTTP process at this zmq endpoint until told to leave. Raises PeerLost when a rank is gone."""
+    """Serves the HTTP process at this zmq endpoint until the channel is closed. Raises PeerLost when a rank is lost."""
     channel = ZmqChannel(endpoint)
     try:
         EngineLoop(runner, limits, channel, rules=rules, watch=watch, grammars=grammars, carrier=carrier, fitting=fitting).run()

@@ -1,9 +1,9 @@
-"""Moves as the engine acts them out: machines (`core.moving_source`, `core.moving_target`) decide, scheduler and ranks do.
+"""Moves in the engine: state machines (`core.migration`) decide, scheduler and ranks execute.
 
     frames of routers, reports of ranks, time  ->  machines  ->  freeze, reserve, send, expect, forget  and frames to routers
 
-Reserved pages are given to others only after every rank said that it writes them no more. A request that lost its pages while
-they were copied is not moved: its copy is worthless, and no last round of it is ever sent.
+Reserved pages return to the pool only after every rank has reported that it no longer writes them. A request that loses its pages
+during the copy is not moved: the copy is invalid, and its last round is never sent.
 """
 
 import logging
@@ -17,34 +17,36 @@ from phalanx_runtime.core.admission import Refuse
 from phalanx_runtime.core.migration import page_orders as copying
 from phalanx_runtime.core.migration import records as do
 from phalanx_runtime.core.migration.rescue import Rescue
-from phalanx_runtime.core.migration.source import MovesOut
-from phalanx_runtime.core.migration.target import MovesIn, Reserved
-from phalanx_runtime.core.scheduling.scheduler import Held, Scheduler
+from phalanx_runtime.core.migration.source import SourceMoves
+from phalanx_runtime.core.migration.target import PageReservation, TargetMoves
+from phalanx_runtime.core.scheduling.scheduler import RunningRequest, Scheduler
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
-from phalanx_runtime.engine.ports import Carrier
+from phalanx_runtime.engine.ports import PageTransport
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 COPY_FOLLOW, STEP_FOLLOW = 0.3, 0.1
-"""Weight of the latest copy in the rate of copies, of the latest step in their time."""
+"""Smoothing factors (weight of the latest sample) of the copy rate and of the step time."""
 Action = do.SourceAction | do.TargetAction
 MoveOrder = wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A request on its way out: what it had lost when the move began, of how many tokens a draft's part is in the pages that were
-    sent, and how far each rank of the target has them."""
+    """An outgoing request."""
 
     handle: int
     losses: int
+    """Number of times it had lost its pages when the move began."""
     drafted: int | None = None
+    """Leading tokens for which the sent pages contain the draft model's KV."""
     ends: dict[int, int] = field(default_factory=dict)
+    """Tokens that each rank has sent."""
 
 
-class Moving:
-    """The moves of one engine. `tell` sends a frame to the HTTP process; `forget` ends a request without a word.
+class EngineMoves:
+    """The moves of one engine. `tell` sends a frame to the HTTP process; `forget` ends a request without a frame.
 
     All calls come from the loop's thread, between steps.
     """
@@ -52,13 +54,13 @@ class Moving:
     def __init__(
         self,
         scheduler: Scheduler,
-        carrier: Carrier,
+        carrier: PageTransport,
         tell: Callable[[wire.FromEngine], None],
         forget: Callable[[int], None],
         limits: do.MoveLimits | None = None,
     ) -> None:
         self.num_refused = 0
-        """Connections for pages that were turned away."""
+        """Number of refused KV transfer connections."""
         self._step_s = 0.0
         self._step = 0
         self._limits = limits or do.MoveLimits()
@@ -68,23 +70,23 @@ class Moving:
         self._tell = tell
         self._forget = forget
         self._num_ranks = len(carrier.addresses)
-        self._out = MovesOut(self._size, self._limits)
-        self._in = MovesIn(self._num_ranks, self._limits)
+        self._out = SourceMoves(self._size, self._limits)
+        self._in = TargetMoves(self._num_ranks, self._limits)
         self._outgoing: dict[str, _Outgoing] = {}
-        self._opening: dict[str, tuple[Reserved, set[int]]] = {}
-        """Moves whose pages are reserved, and the ranks that do not let them in yet."""
+        self._opening: dict[str, tuple[PageReservation, set[int]]] = {}
+        """Moves with reserved pages, and the ranks that do not accept their pages yet."""
         self._closing: dict[str, set[int]] = {}
-        """Moves whose pages are given back, and the ranks that have not forgotten them yet."""
+        """Moves whose pages are being returned, and the ranks that may still write them."""
         self._pages_per_s = self._limits.slow_pages_per_s
         self._rescue = Rescue()
 
     @property
     def deadline(self) -> float | None:
-        """When `turn` has something to do at the latest, if nothing else happens."""
+        """Latest time of the next `turn`; None if no move is pending."""
         return min((at for at in (self._out.deadline, self._in.deadline) if at is not None), default=None)
 
     def obey(self, frame: MoveOrder, now: float) -> None:
-        """A frame of a router. Its handle is the engine's."""
+        """Executes a router's frame; its handle is the engine's."""
         match frame:
             case moves.MoveOut():
                 self._move_out(frame, now)
@@ -98,41 +100,42 @@ class Moving:
                 self._act(self._in.cancel(move, now), now)
 
     def submit(self, handle: int, request: wire.Request, move: str, now: float) -> bool:
-        """Whether pages for this request are here, so that the scheduler may start it on them; `began` follows."""
+        """Whether transferred pages exist for this request, so that the scheduler can start it on them; then call `began`."""
         begin, actions = self._in.submit(handle, request, move, now)
         self._act(actions, now)
         if begin is None:
-            log.info("a moved request is computed anew", extra={"move": move})
+            log.info("a moved request is recomputed", extra={"move": move})
             return False
         self._scheduler.reservations.arrived(move, begin.num_computed)
         return True
 
     def began(self, move: str) -> None:
-        """The scheduler took a request on these pages, or found that it cannot use them."""
+        """Call after the scheduler accepted or rejected a request on these pages."""
         if self._scheduler.reservations.get(move) is None:
-            self._carrier.forget(move)  # nothing comes any more: ranks need not remember
+            self._carrier.forget(move)  # the transfer is complete
         else:
             self._drop(move)
 
     def stepped(self, step: int, wall_s: float, ended: Sequence[int], now: float) -> None:
-        """A step was committed and its tokens were told; these requests ended. Offers some to others if pages run out soon."""
+        """Records a committed step; requests in `ended` have ended. Requests rescues if the page pool is about to be
+        exhausted."""
         self._step = step
         self._step_s += STEP_FOLLOW * (wall_s - self._step_s)
         for handle in ended:
-            self._ended(handle, "it ended by itself", now)
+            self._ended(handle, "it finished", now)
         self._ask_rescue(now)
 
-    def unwanted(self, handle: int, now: float) -> None:
-        """Nobody wants this request here any more: another group has it, or its client left."""
+    def request_left(self, handle: int, now: float) -> None:
+        """Ends the moves of a request that has left: another group owns it, or its client disconnected."""
         self._rescue.left(handle, now)
-        self._ended(handle, "nobody wants it any more", now)
+        self._ended(handle, "it was aborted", now)
 
     def _ended(self, handle: int, why: str, now: float) -> None:
         if self._out.is_moving(handle):
             self._act(self._out.ended(handle, "ended", why), now)
 
     def turn(self, now: float) -> None:
-        """Does what is due. Called between steps, before the next is planned."""
+        """Handles reports and timeouts. Called between steps, before the next is planned."""
         for rank, report in self._carrier.reports():
             self._heard(rank, report, now)
         for move, outgoing in list(self._outgoing.items()):
@@ -156,36 +159,36 @@ class Moving:
         epoch = None if held is None else self._scheduler.epoch_of(asked.handle)
         if (
             held is not None and epoch == asked.epoch and asked.move not in self._outgoing
-        ):  # asked again: what it lost stays known
+        ):  # a repeated MoveOut keeps the recorded losses
             self._outgoing[asked.move] = _Outgoing(asked.handle, held.num_losses)
         self._act(self._out.ask(asked, epoch, None if held is None else self._progress(held), now), now)
         if not self._out.is_moving(asked.handle):
             self._outgoing.pop(asked.move, None)
 
     def _heard(self, rank: int, report: copying.Report, now: float) -> None:
-        """What one rank tells."""
+        """Handles a report of one rank."""
         match report:
-            case copying.Sent():
+            case copying.PagesSent():
                 self._sent(rank, report, now)
             case copying.SendFailed(move, code, why):
                 self._act(self._out.failed(move, code, f"rank {rank}: {why}"), now)
             case copying.Expecting(move):
                 self._expecting(move, rank, now)
-            case copying.Came(move, num_bytes, num_computed, num_drafted):
+            case copying.PagesReceived(move, num_bytes, num_computed, num_drafted):
                 if num_drafted:
                     self._scheduler.reservations.drafted(move, num_drafted)
                 self._act(self._in.came(move, rank, num_bytes, num_computed, now), now)
-            case copying.ComeFailed(move, code, why):
+            case copying.ReceiveFailed(move, code, why):
                 self._act(self._in.failed(move, code, f"rank {rank}: {why}", now), now)
             case copying.Forgotten(move):
                 self._forgotten(move, rank)
-            case copying.Refused(why):
+            case copying.PeerRefused(why):
                 self.num_refused += 1
-                log.warning("turned away from the port for pages", extra={"rank": rank, "why": why})
+                log.warning("KV transfer connection refused", extra={"rank": rank, "why": why})
             case _:
                 assert_never(report)
 
-    def _sent(self, rank: int, sent: copying.Sent, now: float) -> None:
+    def _sent(self, rank: int, sent: copying.PagesSent, now: float) -> None:
         outgoing = self._outgoing.get(sent.move)
         held = None if outgoing is None else self._scheduler.held_by(outgoing.handle)
         if outgoing is None or held is None:
@@ -205,15 +208,15 @@ class Moving:
                 del self._closing[move]
                 self._scheduler.reservations.drop(move)
 
-    def _progress(self, held: Held) -> do.Progress:
-        return do.Progress(held.num_tokens, held.computed, self._step_s)
+    def _progress(self, held: RunningRequest) -> do.RequestProgress:
+        return do.RequestProgress(held.num_tokens, held.computed, self._step_s)
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
-        """Does each, in order. What one makes known leads to further ones."""
+        """Executes actions in order; some cause further ones."""
         for action in actions:
             log.debug("move", extra={"action": type(action).__name__, "why": action.why})
             match action:
-                case do.Say(frame):
+                case do.SendFrame(frame):
                     self._tell(frame)
                 case do.StartCopy():
                     self._start_copy(action, now)
@@ -222,10 +225,10 @@ class Moving:
                     self._carrier.stop(move)
                 case do.Freeze(move, handle):
                     if not self._scheduler.freeze(handle):
-                        self._act(self._out.failed(move, "unknown", "it does not run"), now)
+                        self._act(self._out.failed(move, "unknown", "the request does not run"), now)
                 case do.Unfreeze(_, handle):
                     self._scheduler.thaw(handle)
-                case do.LetGo(_, handle):
+                case do.ReleaseMoved(_, handle):
                     self._forget(handle)
                 case do.Reserve():
                     self._reserve(action, now)
@@ -246,9 +249,9 @@ class Moving:
             pages = list(held.pages[action.first : action.end])
             first, end = action.first * self._size, action.end * self._size
             outgoing.drafted = drafted_when_sent(outgoing.drafted, first, end, held.num_drafted)
-            # What it shares may be written by a plan in flight, so all of them come first.
+            # A plan in flight may write shared pages, so the copy follows the last planned step.
             step = self._scheduler.planned_step
-            self._carrier.send(asked, action.first, pages, step, action.num_computed, outgoing.drafted)
+            self._carrier.send(asked, action.first, pages, step, action.num_computed, num_drafted=outgoing.drafted)
 
     def _reserve(self, action: do.Reserve, now: float) -> None:
         move = action.asked.move
@@ -259,12 +262,12 @@ class Moving:
         key = secrets.token_bytes(KEY_BYTES)
         self._carrier.expect(move, key, answer.num_held, answer.pages[answer.num_held :], self._step)
         addresses = list(self._carrier.addresses)
-        reserved = Reserved(answer.num_held * self._size, len(answer.pages) * self._size, addresses, key)
+        reserved = PageReservation(answer.num_held * self._size, len(answer.pages) * self._size, addresses, key)
         self._opening[move] = reserved, set(range(1, self._num_ranks))
         self._expecting(move, 0, now)
 
     def _expecting(self, move: str, rank: int, now: float) -> None:
-        """A rank lets pages of this move in. Only when all do is the source told: it would be turned away by the others."""
+        """Records that a rank accepts pages of this move. The source is notified once all do, since others would refuse it."""
         reserved, left = self._opening.get(move, (None, set[int]()))
         left.discard(rank)
         if reserved is not None and not left:
@@ -272,7 +275,7 @@ class Moving:
             self._act(self._in.reserved(move, reserved, now), now)
 
     def _drop(self, move: str) -> None:
-        """Gives reserved pages back, once all ranks have forgotten the move."""
+        """Returns reserved pages once no rank can write them."""
         if self._scheduler.reservations.get(move) is not None and move not in self._closing:
             self._closing[move] = set(range(self._num_ranks))
             self._carrier.forget(move)

@@ -1,13 +1,13 @@
-"""What the prefix cache of one incarnation finds, put together from the engine's page changes: a snapshot for whoever asks.
+"""Page keys in the prefix cache of one incarnation, assembled from the engine's page changes.
 
-The HTTP process keeps it, so that routers that come and go cost the engine nothing. Parents come before what follows them.
+The HTTP process stores them, so that new links cost the engine no work. A parent key precedes its children.
 """
 
 from phalanx_api import wire
 
 
 class PageKeys:
-    """All keys, from the first change of an incarnation on."""
+    """All keys since the start of an incarnation."""
 
     __slots__ = ("_keys", "_next")
 
@@ -16,7 +16,7 @@ class PageKeys:
         self._next = 0
 
     def apply(self, changes: wire.PageChanges) -> None:
-        """Takes what the engine tells next: it leaves no gap, but gives a snapshot where changes were too many."""
+        """Applies the next changes; they have no gaps, and a snapshot replaces them when they are too many."""
         if changes.is_snapshot:
             self._keys = {key: None for _, key in changes.changes}
             self._next = changes.first
@@ -29,5 +29,5 @@ class PageKeys:
                 self._keys.pop(key, None)
 
     def snapshot(self) -> wire.PageChanges:
-        """Every key that is found now, and the number of the change to come."""
+        """All current keys, with the number of the next change."""
         return wire.PageChanges(self._next, [(True, key) for key in self._keys], is_snapshot=True)

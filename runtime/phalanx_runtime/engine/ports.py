@@ -1,4 +1,4 @@
-"""The seams of the engine loop: the ranks below it, the HTTP process above it."""
+"""Interfaces of the engine loop: to the ranks and to the HTTP process."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,111 +11,113 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
 class StepRunner(Protocol):
-    """Runs step plans on all ranks of the group. Implemented by `phalanx_runtime.rank`; tests have fakes."""
+    """Runs step plans on all ranks of the group. Implemented in `phalanx_runtime.rank.runner`."""
 
     @property
     def pool(self) -> PoolShape:
-        """The page pool that every rank made."""
+        """Shape of the page pool, equal on every rank."""
         ...
 
     @property
     def depth(self) -> int:
-        """How many plans it works on at once, at least 1: one in each stage of a pipeline."""
+        """Number of plans in flight at once: the number of pipeline stages."""
         ...
 
     def start(self, plan: StepPlan) -> None:
-        """Takes a plan while fewer than `depth` are in flight, and begins with it. Raises errors.PeerLost when a rank is gone."""
+        """Starts a plan; fewer than `depth` may be in flight. Raises errors.PeerLost when a rank is lost."""
         ...
 
     def finish(self) -> StepResult:
-        """The tokens drawn by the oldest plan in flight, after all ranks computed it. Raises errors.PeerLost."""
+        """Result of the oldest plan in flight, after all ranks computed it. Raises errors.PeerLost."""
         ...
 
 
-class Watch(Protocol):
-    """Hears of every step. Implemented by `phalanx_runtime.rank.process.heartbeat`."""
+class StepWatcher(Protocol):
+    """Observes the start and end of steps. Implemented by `phalanx_runtime.rank.process.heartbeat`."""
 
     def began(self, plan: StepPlan, expected_s: float | None) -> None:
-        """A step begins, which should take so long if that is known."""
+        """A step starts. `expected_s`: predicted time, if known."""
         ...
 
     def ended(self, plan: StepPlan, wall_s: float) -> None:
-        """It took so long."""
+        """A step ended after `wall_s`."""
         ...
 
 
-class Grammars(Protocol):
-    """Compiled grammars, of the rank that draws. Implemented by `rank.sampling.grammar_threads`; tests have fakes."""
+class GrammarCompiler(Protocol):
+    """Compiled grammars of the sampling rank. Implemented by `rank.sampling.grammar_threads`."""
 
     def kept(self, grammar: wire.Grammar) -> object | None:
-        """The compiled grammar, if there is one: as long as somebody holds it, steps find it. Returns at once."""
+        """The compiled grammar, if any; steps can use it as long as a reference to it exists. Returns at once."""
         ...
 
     def begin(self, grammar: wire.Grammar) -> Future[object]:
-        """The same, once it was compiled, which takes up to seconds. Returns at once; any thread ends the wait. Fails with
-        GrammarError, for the client. Called by the engine's thread. Raises errors.PeerLost when a rank is gone."""
+        """Compiles a grammar, which takes up to seconds; any thread may complete the future.
+
+        The future fails with GrammarError for an invalid grammar. Called by the engine's thread. Raises errors.PeerLost."""
         ...
 
     def close(self) -> None:
-        """Begins no more of them. Those that are being compiled are not waited for."""
+        """Stops compiling, without waiting for compilations in progress."""
         ...
 
 
-class Carrier(Protocol):
-    """The ranks as those who send and take pages, beside the steps. Implemented by `phalanx_runtime.rank.transfer.carrier`.
+class PageTransport(Protocol):
+    """KV transfer of all ranks, concurrent with steps. Implemented by `phalanx_runtime.rank.transfer.carrier`.
 
-    No call waits. An order to one rank comes after those before it; `reports` tells what came of them.
+    No call blocks. Orders to one rank are executed in order; `reports` returns their results.
     """
 
     @property
     def addresses(self) -> Sequence[PageAddress]:
-        """Where each rank takes pages in. One without a host is in the leader's pod."""
+        """Address where each rank receives pages. An empty host means the leader's pod."""
         ...
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Calls `wake`, from any thread, after each report."""
+        """Sets the function that is called after each report, from any thread."""
         ...
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
-        """Every rank takes positions from `first` on into these pages, from who knows the key, once it has computed the step.
+        """Lets every rank receive positions from `first` on into `pages`, once it has computed `step`. `key` authorises the
+        sender.
 
-        Rank 0 does so when this returns; each other one says Expecting then.
+        Rank 0 is ready on return; each other rank reports Expecting.
         """
         ...
 
     def forget(self, move: str) -> None:
-        """No rank takes more for this move; each says Forgotten once it writes nothing."""
+        """Ends reception for this move; each rank reports Forgotten once it no longer writes."""
         ...
 
     def send(
         self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
     ) -> None:
-        """Every rank sends positions from `first` on, which lie in these pages, once it has computed the step.
+        """Lets every rank send positions from `first` on, stored in `pages`, once it has computed `step`.
 
-        num_drafted: of so many of the first tokens all pages that were sent hold what a draft model computed.
+        num_drafted: number of leading tokens for which all sent pages contain the draft model's KV.
         """
         ...
 
     def stop(self, move: str) -> None:
-        """No rank sends more of this move."""
+        """Ends sending for this move."""
         ...
 
     def reports(self) -> Sequence[tuple[int, Report]]:
-        """What the ranks told since the last call, each with its rank."""
+        """Reports since the last call, each with its rank."""
         ...
 
 
-class Channel(Protocol):
+class EngineChannel(Protocol):
     """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
 
     def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
-        """All messages that are there; with `block`, waits for one, for `wake`, or so long. None once the channel is closed."""
+        """All pending messages; with `block`, waits for a message, `wake` or the timeout. None once the channel is closed."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Queues one message; never waits."""
+        """Queues one message; never blocks."""
         ...
 
     def wake(self) -> None:
-        """Ends a `receive` that blocks, or the next one, with no message. The only call that any thread may make."""
+        """Ends a blocking `receive`, or the next one, without a message. Thread-safe, unlike the other methods."""
         ...

@@ -1,4 +1,4 @@
-"""`python -m phalanx_runtime.fitting`: reads a FitSpec from stdin, fits, writes the file, and tells the agreement on stdout."""
+"""`python -m phalanx_runtime.fitting`: reads a FitSpec from stdin, writes the exit file, prints the agreement."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from phalanx_runtime.rank.process.cgroup import rank_threads, wait_briefly
 
 
 def main(line: bytes) -> int:
-    """The exit code: 0 done, 1 failed; stderr says why."""
+    """Exit code: 0 on success, 1 on failure, with the reason on stderr."""
     spec = msgspec.json.decode(line, type=FitSpec)
     wait_briefly(os.environ)
     began = time.monotonic()
@@ -26,7 +26,7 @@ def main(line: bytes) -> int:
 
 
 def _made(spec: FitSpec) -> str:
-    """What was fitted, in words. torch is loaded only here, once it is told how its threads wait."""
+    """Fits and returns a summary. Imports torch here, after its thread settings are in the environment."""
     import torch
 
     from phalanx_runtime.fitting.fit import fit

@@ -1,6 +1,6 @@
 """The model interface of a rank, for the fused decoder and for `transformers` models with our attention.
 
-A `Source` is a parsed model folder before its weights are read; `load` returns this rank's part of it, a `Model`.
+A `ModelFolder` is a parsed model folder before its weights are read; `load` returns this rank's part of it, a `Model`.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Model(Protocol):
         ...
 
 
-class Source(Protocol):
+class ModelFolder(Protocol):
     """A model folder before its weights are read."""
 
     @property

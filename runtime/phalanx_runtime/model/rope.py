@@ -114,11 +114,11 @@ def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
             return Rope(
                 theta,
                 "llama3",
-                number(given, "factor"),
-                number(given, "low_freq_factor"),
-                number(given, "high_freq_factor"),
-                integer(given, "original_max_position_embeddings"),
-                share,
+                factor=number(given, "factor"),
+                low_freq_factor=number(given, "low_freq_factor"),
+                high_freq_factor=number(given, "high_freq_factor"),
+                original_max_position=integer(given, "original_max_position_embeddings"),
+                share=share,
             )
         case "longrope" | "su":
             return _read_longrope(raw, given, theta, share)

@@ -10,13 +10,13 @@ from phalanx_runtime.model.attention.paged import Attention
 from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
 from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
-from phalanx_runtime.model.protocol import Form, Model, Source
+from phalanx_runtime.model.protocol import Form, Model, ModelFolder
 
 Level = Literal["auto", "fused", "transformers"]
 """`auto` is the fused decoder where it supports the architecture, else `transformers`."""
 
 
-def open_model(folder: Path, level: Level = "auto") -> Source:
+def open_model(folder: Path, level: Level = "auto") -> ModelFolder:
     """Returns the model in `folder` at the given level.
 
     Raises ModelError with the reason when no level, or not the requested level, supports the model.
@@ -35,7 +35,7 @@ def open_model(folder: Path, level: Level = "auto") -> Source:
             raise Unsupported(f"{fused}; through transformers: {generic}") from generic
 
 
-def _generic(folder: Path) -> Source:
+def _generic(folder: Path) -> ModelFolder:
     # Ranks of fused models never import transformers.
     from phalanx_runtime.model.generic.source import open_generic
 
@@ -65,4 +65,4 @@ class FusedSource:
 
     def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
         """Returns this rank's part of the model. Raises ModelError."""
-        return load(self.folder, self.config, collective, form, attention, stage)
+        return load(self.folder, self.config, collective=collective, form=form, attention=attention, stage=stage)

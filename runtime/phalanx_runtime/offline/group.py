@@ -1,4 +1,4 @@
-"""A group of ranks that belongs to this process: the server's supervisor and engine client, in a thread of their own."""
+"""A group of ranks in this process: the server's supervisor and engine client in a separate thread."""
 
 import asyncio
 import secrets
@@ -9,27 +9,27 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from phalanx_frontend.metrics import Tally
+from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.serve import make_parts
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
-from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, Place
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace
 from phalanx_runtime.settings import ServeSettings
 
 T = TypeVar("T")
 CLOSE_S = 10.0
-"""How long the ranks have to leave. They are killed after a second, so this bounds a bug."""
+"""Seconds to wait for the ranks' exit. They are killed after a second, so this only bounds a defect."""
 
 
 class GroupEnded(RuntimeError):
-    """The group was closed, or ended by a bug, before the work was done; the message says which."""
+    """The group was closed or failed before the work was done; the message has the reason."""
 
 
-class OwnGroup:
-    """Ranks, scheduler and engine of the server, without its HTTP. Closing it, or the end of this process, ends the ranks."""
+class LocalGroup:
+    """Ranks, scheduler and engine of the server without HTTP. The ranks end on `close` or with this process."""
 
     def __init__(self, settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> None:
         """Returns when every rank is ready. Raises ModelError when the first start fails."""
@@ -40,7 +40,7 @@ class OwnGroup:
         self._why = "the engine was closed"
         self._is_ending = False
         self._ending = threading.Lock()
-        """Held to begin work and to end: no work begins that nobody will end."""
+        """Held while work starts and while the group closes, so that no work starts after the close."""
         self._loop = asyncio.new_event_loop()
         self._leave = asyncio.Event()
         self._thread = threading.Thread(target=self._live, name="phalanx engine", daemon=True)
@@ -53,11 +53,11 @@ class OwnGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or ended by a bug."""
+        """Whether the group was closed or has failed."""
         return not self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What this coroutine gives on the group's event loop. Raises GroupEnded. An interrupt of the caller cancels it."""
+        """Result of the coroutine, run on the group's event loop; an interrupt cancels it. Raises GroupEnded."""
         with self._ending:
             if self._is_ending:
                 work.close()
@@ -72,7 +72,7 @@ class OwnGroup:
             raise
 
     def close(self) -> None:
-        """Ends the ranks and the thread. May be called again."""
+        """Ends the ranks and the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._leave.set)
             self._thread.join(CLOSE_S)
@@ -91,12 +91,12 @@ class OwnGroup:
             self._loop.close()
 
     async def _serve(self) -> None:
-        """Runs the group until it is told to leave."""
+        """Runs the group until `close`."""
         settings, stop = self._settings, threading.Event()
-        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.model.served_names[0], Tally()))
+        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.model.served_names[0], RequestTotals()))
         self.backend = LocalBackend(client)
         client.subscribe(lambda: self._changed(client))
-        place = Place(0, 1, settings.group.leader_host, settings.group.master_port, secrets.token_hex(32))
+        place = PodPlace(0, 1, settings.group.leader_host, settings.group.master_port, secrets.token_hex(32))
         supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
         leave = asyncio.create_task(self._leave.wait())
         try:
@@ -113,7 +113,7 @@ class OwnGroup:
             client.close()
 
     def _changed(self, client: EngineClient) -> None:
-        """The first start tells whether there is a group at all; later losses are its own to mend."""
+        """Completes the first start or fails it; later losses are handled by the supervisor."""
         state = client.state()
         if self._ready.done():
             return
@@ -124,7 +124,7 @@ class OwnGroup:
 
 
 async def _end_others() -> None:
-    """Cancels every other task of the running loop and waits for their ends: a loop that closes before leaves callers waiting."""
+    """Cancels every other task of the running loop and waits for it, so that no caller of `run` waits forever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,4 +1,4 @@
-"""What the offline engine gives back, in vLLM's words."""
+"""Results of the offline engine, with vLLM's names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the token that stands there first, then the most probable ones."""
+"""Logprobs by token id: the actual token first, then the most probable ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-def told(tokenizer: TextTokenizer, token: int, detail: wire.TokenDetail) -> Logprobs:
-    """The logprobs at one token's place."""
+def token_logprobs(tokenizer: TextTokenizer, token: int, detail: wire.TokenDetail) -> Logprobs:
+    """Logprobs at one position."""
 
     def one(id: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, tokenizer.decode([id], skip_special_tokens=False))
@@ -56,6 +56,8 @@ def told(tokenizer: TextTokenizer, token: int, detail: wire.TokenDetail) -> Logp
     return {token: one(token, detail.logprob, detail.rank + 1)} | {id: top for id, top in tops.items() if id != token}
 
 
-def told_prompt(tokenizer: TextTokenizer, prompt: Sequence[int], details: Sequence[wire.TokenDetail]) -> list[Logprobs | None]:
-    """The logprobs of a prompt, from the details of its tokens 1 and following."""
-    return [None, *(told(tokenizer, token, detail) for token, detail in zip(prompt[1:], details, strict=True))]
+def prompt_token_logprobs(
+    tokenizer: TextTokenizer, prompt: Sequence[int], details: Sequence[wire.TokenDetail]
+) -> list[Logprobs | None]:
+    """Logprobs of a prompt, from the details of its tokens 1 and following."""
+    return [None, *(token_logprobs(tokenizer, token, detail) for token, detail in zip(prompt[1:], details, strict=True))]

@@ -1,6 +1,6 @@
-"""What a user asks of the offline engine, in vLLM's words, and the same as the body of an HTTP request.
+"""Parameters of the offline engine, with vLLM's names.
 
-One meaning for both doors: the body is checked and turned into sampling by what serves HTTP.
+They are converted to the body of an HTTP request and validated by the API server's code, so that both have one meaning.
 """
 
 import argparse
@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from phalanx_frontend.errors import of_validation
+from phalanx_frontend.errors import api_error_of_validation
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_runtime.settings import ServeSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What the output must match, one of: JSON schema, regular expression, list of texts, Lark grammar, any JSON object."""
+    """Constraint on the output, exactly one of: JSON schema, regex, list of choices, Lark grammar, any JSON object."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -28,10 +28,10 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when a request ends; the names and defaults are vLLM's.
+    """Sampling parameters with vLLM's names and defaults.
 
-    `top_k` 0 or -1 keeps every token. `max_tokens` None goes on to the end of the context. `seed` None draws one. `logprobs` k
-    tells each token's logprob and those of the k most probable ones; `prompt_logprobs` those of the prompt.
+    `top_k` 0 or -1: no limit. `max_tokens` None: up to the context length. `seed` None: random. `logprobs` k: logprobs of the
+    output token and of the k most probable tokens; `prompt_logprobs`: the same for the prompt.
     """
 
     n: int = 1
@@ -58,8 +58,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
 
-def body_of(prompt: str | Sequence[int], params: SamplingParams) -> CompletionRequest:
-    """The HTTP body that asks for the same. Raises ValueError with the field's name."""
+def make_body(prompt: str | Sequence[int], params: SamplingParams) -> CompletionRequest:
+    """The equivalent HTTP body. Raises ValueError with the name of the invalid field."""
     body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     for field in fields(params):
         value = getattr(params, field.name)
@@ -73,11 +73,11 @@ def body_of(prompt: str | Sequence[int], params: SamplingParams) -> CompletionRe
     try:
         return CompletionRequest.model_validate(body)
     except ValidationError as error:
-        raise ValueError(of_validation(error.errors(), ()).message) from error
+        raise ValueError(api_error_of_validation(error.errors(), ()).message) from error
 
 
 def _plain(value: Any) -> Any:
-    """Lists for sequences and dicts for mappings, as JSON has them."""
+    """Lists for sequences and dicts for mappings, as in JSON."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -85,19 +85,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Keyword arguments of the offline engine: the flags of `phalanx-runtime serve`, with underscores for hyphens.
+# Options of the offline engine: the flags of `phalanx-runtime serve` as keyword arguments.
 
 
 class _Raising(argparse.ArgumentParser):
-    """A parser for a library: what is wrong is raised, not printed."""
+    """A parser that raises on errors."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError."""
         raise ValueError(message)
 
 
-def settings_of(model: str, options: Mapping[str, object], environment: Mapping[str, str]) -> ServeSettings:
-    """The settings of these options; the others, and those that are None, have the flags' defaults. Raises ValueError."""
+def make_settings(model: str, options: Mapping[str, object], environment: Mapping[str, str]) -> ServeSettings:
+    """Settings from the options; missing or None options have the flags' defaults. Raises ValueError."""
     arguments = ["serve", model]
     for name, value in options.items():
         flag = name.replace("_", "-")

@@ -9,14 +9,19 @@ import logging
 import os
 import sys
 import threading
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from phalanx_api.speculation import Tree
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import wait_briefly
-from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankSpec
+from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankReady, RankSpec
+
+if TYPE_CHECKING:
+    from phalanx_runtime.rank.process.heartbeat import StepWatch
+    from phalanx_runtime.rank.runner import ModelRunner
+    from phalanx_runtime.rank.transfer.carrier import PageCarrier
 
 log = logging.getLogger("phalanx_runtime.rank")
 
@@ -53,31 +58,36 @@ def _serve(spec: RankSpec) -> None:
     from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
     from phalanx_runtime.rank.process.cgroup import System
     from phalanx_runtime.rank.process.group import join_group
-    from phalanx_runtime.rank.process.heartbeat import Heart, StepWatch, say
-    from phalanx_runtime.rank.transfer.carrier import PageCarrier, Reports, open_door, secret_of
+    from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch, write_line
+    from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports, open_transfer_server, secret_of
 
-    heart = Heart()
+    heart = Heartbeat()
     heart.start()  # only now: libraries that load hold the interpreter for as long as the disk takes
     system = System()
     prepare_process(spec, system)
     device = choose_device(spec)
     collective = join_group(spec, device)
     runner, ready = load_rank(spec, collective, device, system)
-    reports = Reports()
-    door, ports = open_door(spec, runner, reports, collective, device)
+    reports = TransferReports()
+    door, ports = open_transfer_server(spec, runner, reports, collective, device)
     gc.collect()
     gc.freeze()
-    say(ready)
+    write_line(ready)
     if spec.rank > 0:
         runner.follow()
         return
+    secret, near = secret_of(spec), range(spec.local_world_size)
+    carrier = PageCarrier(door, reports, hosts=spec.hosts, ports=ports, near=near, secret=secret)
+    _run_engine(spec, ready, runner, StepWatch(heart), carrier)
+
+
+def _run_engine(spec: RankSpec, ready: RankReady, runner: "ModelRunner", watch: "StepWatch", carrier: "PageCarrier") -> None:
+    """Runs the engine loop of rank 0 with the settings of `spec.engine`."""
     from phalanx_runtime.core.admission import Limits
-    from phalanx_runtime.core.scheduling.config import Rules
-    from phalanx_runtime.core.speculation.config import Speculating
+    from phalanx_runtime.core.scheduling.config import SchedulerConfig
+    from phalanx_runtime.core.speculation.config import SpeculationConfig
     from phalanx_runtime.engine.loop import run_engine
 
-    secret, near = secret_of(spec), range(spec.local_world_size)
-    carrier = PageCarrier(door, reports, spec.hosts, ports, near, secret)
     config = spec.engine
     limits = Limits(
         ready.max_model_len,
@@ -88,14 +98,32 @@ def _serve(spec: RankSpec) -> None:
         long_prefill_tokens=config.long_prefill_token_threshold,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
     )
-    method = config.speculative_method
-    drafts = frozenset({method}) - {"none", "ngram"}
-    is_adaptive = config.speculative_control == "adaptive"
-    tree, may_branch = Tree(list(config.speculative_tree), config.speculative_tree_shape), not config.batch_invariant
-    speculating = Speculating(method, config.speculative_tokens, is_adaptive, drafts, runner.lost_draft, tree, may_branch)
-    model = ready.served.model_hash
-    rules = Rules(config.scheduling_policy, config.prefix_eviction_policy, config.enable_prefix_caching, model, speculating)
-    run_engine(runner, limits, spec.engine_socket, rules, StepWatch(heart), runner.grammars(), carrier, runner.fitting)
+    speculation = SpeculationConfig(
+        config.speculative_method,
+        config.speculative_tokens,
+        is_adaptive=config.speculative_control == "adaptive",
+        drafts=frozenset({config.speculative_method}) - {"none", "ngram"},
+        lost=runner.lost_draft,
+        tree=Tree(list(config.speculative_tree), config.speculative_tree_shape),
+        may_branch=not config.batch_invariant,
+    )
+    rules = SchedulerConfig(
+        config.scheduling_policy,
+        config.prefix_eviction_policy,
+        config.enable_prefix_caching,
+        ready.served.model_hash,
+        speculation,
+    )
+    run_engine(
+        runner,
+        limits,
+        endpoint=spec.engine_socket,
+        rules=rules,
+        watch=watch,
+        grammars=runner.grammars(),
+        carrier=carrier,
+        fitting=runner.fitting,
+    )
 
 
 def _leave_with_parent() -> None:

@@ -9,9 +9,9 @@ from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting
 from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes
-from phalanx_runtime.rank.memory.memory_profiler import Gauge
+from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
-from phalanx_runtime.rank.profile_run import Needs, rehearse
+from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
@@ -20,7 +20,7 @@ USUAL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class KvSizing:
     """Pages that all ranks hold, with their bytes on this rank and on all of them; and what else this rank holds and needs.
 
     A page holds the layers of the target and of a draft model. `lack`: what there is too little of, where they are too few.
@@ -30,7 +30,7 @@ class Room:
     page_bytes: int
     group_page_bytes: int
     held_bytes: int
-    needs: Needs
+    needs: PeakMemory
     usable_bytes: int
     lack: str = "there are too few pages: raise kv_cache_memory_bytes"
 
@@ -39,51 +39,61 @@ class Room:
         return self.num_pages * spec.engine.page_size >= (spec.engine.max_model_len or min(max_position, USUAL_TOKENS))
 
 
-def measure_room(
+def measure_kv_sizing(
     spec: RankSpec,
     model: Model,
     max_position: int,
     pipeline: Pipeline,
     dtype: torch.dtype,
     system: System,
-    gauge: Gauge,
+    gauge: MemoryProfiler,
     drafting: Drafting,
-) -> Room:
+) -> KvSizing:
     """The room beside what is loaded. All ranks call it together; a draft that leaves none makes no error, and no pages.
 
     Raises ModelError, PeerLost, and DraftLost where this is found only when other ranks wait.
     """
     device, held, has_draft = gauge.device, gauge.held(), drafting.model is not None
     size = page_bytes(model.kv, spec.engine.page_size, dtype) + drafting.page_bytes(spec.engine.page_size, dtype)
-    needs, usable = Needs(0, 0), _usable_bytes(spec, device, system)
-    first = _num_pages(spec, usable, held, size, device, system, has_draft)
+    needs, usable = PeakMemory(0, 0), _usable_bytes(spec, device, system)
+    first = _num_pages(spec, usable, taken=held, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(first, size, pipeline.world, device)
     if not num_pages:  # on any rank: all of them rehearse, or none
-        return Room(0, size, group_page_bytes, held, needs, usable)
+        return KvSizing(0, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable)
     longest = min(spec.engine.max_model_len or max_position, num_pages * spec.engine.page_size)
     try:
-        needs = rehearse(spec, model, pipeline, dtype, device, gauge, longest)
+        needs = profile_largest_step(spec, model, pipeline=pipeline, dtype=dtype, device=device, gauge=gauge, longest=longest)
     except ModelError as error:
         if not has_draft:
             raise
         if pipeline.world.world_size > 1:  # the others are in the step
             raise DraftLost(f"beside the draft model {error}") from error
-        return Room(0, size, group_page_bytes, held, needs, usable, str(error))
+        return KvSizing(
+            0, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable, lack=str(error)
+        )
     drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
     needs = needs.most(drafts or needs)
     usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
     taken = held + needs.activations + needs.logits_sampler
-    num_pages = _num_pages(spec, usable, taken, size, device, system, has_draft) if drafts is not None else 0
+    num_pages = (
+        _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
+        if drafts is not None
+        else 0
+    )
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
-    return Room(num_pages, size, group_page_bytes, held, needs, usable)
+    return KvSizing(num_pages, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable)
 
 
-def _rehearse_draft(spec: RankSpec, draft: Model | None, dtype: torch.dtype, gauge: Gauge, longest: int) -> Needs | None:
+def _rehearse_draft(
+    spec: RankSpec, draft: Model | None, dtype: torch.dtype, gauge: MemoryProfiler, longest: int
+) -> PeakMemory | None:
     """What the largest step of the draft needs; nothing where there is none; None when its device has no memory for it."""
     if draft is None:
-        return Needs(0, 0)
+        return PeakMemory(0, 0)
     try:
-        return rehearse(spec, draft, Pipeline(SoloCollective()), dtype, gauge.device, gauge, longest)
+        return profile_largest_step(
+            spec, draft, pipeline=Pipeline(SoloCollective()), dtype=dtype, device=gauge.device, gauge=gauge, longest=longest
+        )
     except ModelError:
         return None
 

@@ -22,7 +22,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from phalanx_runtime.rank.memory.memory_profiler import Gauge
+from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
@@ -39,27 +39,33 @@ _MASK_SCRATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class PeakMemory:
     """Bytes that the largest step takes at its peak beside weights and pages: in the model, and from the scores to the tokens."""
 
     activations: int
     logits_sampler: int
 
-    def most(self, other: "Needs") -> "Needs":
+    def most(self, other: "PeakMemory") -> "PeakMemory":
         """What two steps need that are never computed at once."""
-        return Needs(max(self.activations, other.activations), max(self.logits_sampler, other.logits_sampler))
+        return PeakMemory(max(self.activations, other.activations), max(self.logits_sampler, other.logits_sampler))
 
 
 @torch.inference_mode()
-def rehearse(
-    spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge, longest: int
-) -> Needs:
+def profile_largest_step(
+    spec: RankSpec,
+    model: Model,
+    pipeline: Pipeline,
+    dtype: torch.dtype,
+    device: torch.device,
+    gauge: MemoryProfiler,
+    longest: int,
+) -> PeakMemory:
     """What the largest step needs on this rank, when no request has more than `longest` tokens.
 
     Raises PeerLost, and ModelError when a GPU has no room for it.
     """
     try:
-        return _measure(spec, model, pipeline, dtype, device, gauge, longest)
+        return _measure(spec, model, pipeline=pipeline, dtype=dtype, device=device, gauge=gauge, longest=longest)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             "the device has no memory for the largest step: lower max_num_batched_tokens, max_num_seqs or max_model_len"
@@ -67,8 +73,14 @@ def rehearse(
 
 
 def _measure(
-    spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device, gauge: Gauge, longest: int
-) -> Needs:
+    spec: RankSpec,
+    model: Model,
+    pipeline: Pipeline,
+    dtype: torch.dtype,
+    device: torch.device,
+    gauge: MemoryProfiler,
+    longest: int,
+) -> PeakMemory:
     stage = pipeline.stage
     tokens = min(spec.engine.max_num_batched_tokens, model.positions)
     longest = max(tokens, longest)
@@ -90,7 +102,7 @@ def _measure(
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype) + 2 * TILE_BYTES
     drafts = stage.is_first and spec.engine.speculative_method == "self_draft"
     draws = stage.is_last or drafts
-    return Needs(activations, gauge.peak(partial(_draw, model, pipeline, seen[0][: len(plan.draws)])) if draws else 0)
+    return PeakMemory(activations, gauge.peak(partial(_draw, model, pipeline, seen[0][: len(plan.draws)])) if draws else 0)
 
 
 def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
@@ -99,7 +111,16 @@ def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
     own = -(-length // spec.engine.page_size) - first
     pages = [0] * first + list(range(own))
     draws = [(0, 0)] * (spec.engine.max_num_seqs + MORE_DRAWS)
-    return StepPlan(0, [NewRow(0, DEAREST)], [0], [length - tokens], [tokens], [pages], [0] * tokens, draws), own
+    return StepPlan(
+        0,
+        [NewRow(0, DEAREST)],
+        rows=[0],
+        starts=[length - tokens],
+        counts=[tokens],
+        pages=[pages],
+        tokens=[0] * tokens,
+        draws=draws,
+    ), own
 
 
 def _affordable(model: Model, tokens: int, page_size: int, dtype: torch.dtype) -> int:

@@ -17,14 +17,14 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.speculation.config import Fitting
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.engine.ports import Grammars
+from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.memory.page_memory import DraftPages, open_pages
-from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, FarGrammars, GrammarService, ThreadedGrammars
+from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
 from phalanx_runtime.rank.sampling.logprobs import rows_at_once, token_details
-from phalanx_runtime.rank.sampling.sampled_rows import DrawnRows
+from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, PromptPart, prompt_parts
 from phalanx_runtime.rank.step.paths import (
@@ -44,7 +44,7 @@ POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafts:
+class _DraftPlan:
     """What came of one plan's drafts: how long they took, shapes that were chosen, and proposals without a token."""
 
     draft_s: float = 0.0
@@ -75,14 +75,14 @@ class ModelRunner:
         self._sampler = sampler
         self._proposer = proposer
         self._all_caches = [*caches, *(proposer.caches if proposer is not None else ())]
-        self._latest = _Drafts()
-        self._drafts: deque[_Drafts] = deque()
+        self._latest = _DraftPlan()
+        self._drafts: deque[_DraftPlan] = deque()
         """Of the plans that were started and not finished."""
         self._done: deque[StepResult] = deque()
         self._step_done = 0
         self._orders = GrammarService(sampler.grammars, pipeline.give) if pipeline.draws and pipeline.world.rank else None
         is_drafter = proposer is not None and not proposer.lost and pipeline.world.rank == 0
-        self._followed = DrawnRows(sampler.vocab_size, sampler.grammars) if is_drafter and not pipeline.draws else None
+        self._followed = SampledRowMirror(sampler.vocab_size, sampler.grammars) if is_drafter and not pipeline.draws else None
 
     @property
     def pool(self) -> PoolShape:
@@ -111,12 +111,12 @@ class ModelRunner:
         while self._step_done < step:
             time.sleep(POLL_S)
 
-    def grammars(self) -> Grammars | None:
+    def grammars(self) -> GrammarCompiler | None:
         """Those that requests are drawn with, this rank's own or those of the drawer, and those that they are drafted with. Only
         on rank 0, once."""
         if self._pipeline.draws:
             return None if self._sampler.grammars is None else ThreadedGrammars(self._sampler.grammars)
-        far = FarGrammars(self._pipeline.ask)
+        far = RemoteGrammars(self._pipeline.ask)
         self._pipeline.listen(far.hear)
         if self._followed is None or self._sampler.grammars is None:
             return far
@@ -201,12 +201,12 @@ class ModelRunner:
         return StepResult(
             plan.step,
             drawn.tokens,
-            drawn.details,
-            drawn.ended,
-            told,
-            drawn.failed,
-            drawn.over,
-            drawn.runs,
+            details=drawn.details,
+            ended=drawn.ended,
+            prompt_details=told,
+            failed=drawn.failed,
+            over=drawn.over,
+            runs=drawn.runs,
             taken=drawn.taken,
         )
 
@@ -235,7 +235,7 @@ class ModelRunner:
         drafted = self._proposer.propose(plan, self._builder, rows) if plan.rows else []
         draft_s = self.clock() - began
         plan = filled(plan, drafted) if drafted else plan
-        self._latest = _Drafts(draft_s, grown_shapes(plan), undrafted(plan))
+        self._latest = _DraftPlan(draft_s, grown_shapes(plan), undrafted(plan))
         if self._followed is not None:
             self._followed.proposed(plan)
         return plan

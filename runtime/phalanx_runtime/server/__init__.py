@@ -1,1 +1,1 @@
-"""The HTTP process of a pod: the door over the local engine, the link to routers, the supervisor of the ranks."""
+"""The HTTP process of a pod: API server over the local engine, link to routers, supervisor of the ranks."""

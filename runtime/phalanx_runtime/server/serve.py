@@ -1,4 +1,4 @@
-"""One pod's HTTP process: settings become a supervisor and an application, and uvicorn runs them until a signal comes."""
+"""HTTP process of a pod: builds supervisor and application from the settings; uvicorn runs them until a signal."""
 
 import asyncio
 import logging
@@ -20,93 +20,93 @@ from uvicorn.config import WS_PROTOCOLS
 from phalanx_api import wire
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.limits import IDLE_CONNECTION_S
-from phalanx_frontend.metrics import Tally
+from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.http.app import make_leader_app, supervised
-from phalanx_runtime.server.http.health import PodVitals
+from phalanx_runtime.server.http.health import PodHealthSource
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
-from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, Parts, Place
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, PodPlace, SupervisorParts
 from phalanx_runtime.settings import ModelSettings, ServeSettings
 
-# What a group drafts with, found on this machine before its ranks start.
+# Draft model or exit, located before the ranks start.
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """The draft model's folder and the file of an exit, where they are wanted; `missing` says why one was not found."""
+class LocatedDraft:
+    """Folder of the draft model or file of the self-draft exit; `missing`: reason a configured one was not found."""
 
     draft_dir: str = ""
     exit: str = ""
     missing: str = ""
 
 
-NO_DRAFTS = Drafts()
+NO_DRAFT = LocatedDraft()
 
 
-def find_drafts(settings: ModelSettings, pod_index: int, stop: threading.Event) -> Drafts:
-    """What the settings ask for, fetched if need be. Blocks. A draft that cannot be had stops no group: it serves without."""
+def find_drafts(settings: ModelSettings, pod_index: int, stop: threading.Event) -> LocatedDraft:
+    """Locates the configured draft, with a download if necessary. Blocks. A missing draft only disables speculation."""
     cache, token, cached_only = settings.download_dir, settings.hf_token, settings.cached_only
     try:
         if settings.draft_model is not None and pod_index == 0:
             model = settings.draft_model
             found = locate(model, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
-            return Drafts(draft_dir=str(found.dir))
+            return LocatedDraft(draft_dir=str(found.dir))
         if settings.draft_exit is not None:
             uri = settings.draft_exit
             file = locate_exit(uri, cache_dir=cache, hf_token=token, progress=log.info, stop=stop, cached_only=cached_only)
-            return Drafts(exit=str(file))
+            return LocatedDraft(exit=str(file))
     except ModelError as error:
         log.warning("the group starts without speculation", extra={"why": str(error)})
-        return Drafts(missing=str(error))
-    return NO_DRAFTS
+        return LocatedDraft(missing=str(error))
+    return NO_DRAFT
 
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3
-"""How long open streams have to take their last event at the end. With the ranks' own second it stays below 5 s."""
+"""Seconds that open streams have at shutdown to receive their last event. With the ranks' own second below 5 s."""
 DRAIN_LOOK_S = 0.02
 LINK_FRAME_BYTES = 64 << 20
-"""More than any request that the door lets through: a link is never cut because of one."""
+"""More than any request the API server accepts, so that no request exceeds the link's frame limit."""
 EXIT_SUPERVISOR = 1
 STOPPING = "the pod is stopping"
 
 
-class Leaver(Protocol):
-    """What the pod leaves when a signal comes: its engine's requests at the leader, its group elsewhere."""
+class Drainable(Protocol):
+    """Receiver of the shutdown: the engine client on the leader, the supervisor on other pods."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything open would break if the pod ended now."""
+        """Whether open requests would fail if the pod ended now."""
         ...
 
     def drain(self, reason: str) -> None:
-        """Takes nothing new; what runs goes on."""
+        """Accepts no new requests; running ones continue."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """Ends what still runs."""
+        """Ends all requests that still run."""
         ...
 
 
 class PodServer(uvicorn.Server):
-    """A server that takes no more requests when a signal comes, and ends open streams after `drain_s` or a second signal.
+    """A server that drains on a signal, and ends open streams after `drain_s` or on a second signal.
 
-    Routers hear at once that the group drains, and send it nothing new. A pod that is not the leader's stays as long as its
-    group serves: its ranks compute the leader's open streams.
+    Routers receive the drain at once and send no new requests. A pod other than the leader's stays as long as its group serves:
+    its ranks compute the leader's open streams.
     """
 
-    def __init__(self, config: uvicorn.Config, leaver: Leaver, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, leaver: Drainable, drain_s: float) -> None:
         super().__init__(config)
         self._leaver = leaver
         self._drain_s = drain_s
@@ -115,7 +115,7 @@ class PodServer(uvicorn.Server):
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Remembers the loop, which signals must be brought to."""
+        """Stores the event loop for `handle_exit`, then starts listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup()
         for server in self.servers:
@@ -123,7 +123,7 @@ class PodServer(uvicorn.Server):
                 log.info("listening", extra={"address": listening.getsockname()[:2]})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends the server once open streams are done; at the second signal they are ended."""
+        """Starts the drain; a second signal ends open streams."""
         if self._loop is not None and not self.should_exit:
             self._loop.call_soon_threadsafe(self._leave, self._drain_s)
         else:
@@ -137,7 +137,7 @@ class PodServer(uvicorn.Server):
 
     async def _drain(self, drain_s: float) -> None:
         self._leaver.drain(STOPPING)
-        log.info("leaving: open streams go on", extra={"seconds": drain_s})
+        log.info("draining: open streams continue", extra={"seconds": drain_s})
         end = asyncio.get_running_loop().time() + drain_s
         while self._leaver.is_busy and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_LOOK_S)
@@ -145,15 +145,15 @@ class PodServer(uvicorn.Server):
         self.should_exit = True
 
     def fail(self, error: BaseException) -> None:
-        """Ends the server with a code that says so."""
+        """Ends the server with exit code `EXIT_SUPERVISOR`."""
         self.exit_code = EXIT_SUPERVISOR
         self.should_exit = True
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT; the exit code: 0 then, 1 when the supervisor failed.
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a signal, 1 when the supervisor failed.
 
-    The server hears signals before uvicorn takes them over, and again when uvicorn raises them once it is done.
+    The handlers also cover the time before and after uvicorn's own: uvicorn re-raises captured signals when it has ended.
     """
     server = make_server(settings)
     signal.signal(signal.SIGTERM, server.handle_exit)
@@ -163,12 +163,12 @@ def serve(settings: ServeSettings) -> int:
 
 
 def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> PodServer:
-    """The server of this pod, ready to run. `rank_command` is the program of a rank."""
+    """The server of this pod. `rank_command`: program of a rank."""
     registry = CollectorRegistry()
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
     group = settings.group
-    place = Place(
+    place = PodPlace(
         group.pod_index,
         group.num_pods,
         group.leader_host,
@@ -177,14 +177,14 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     )
     client: EngineClient | None = None
     supervisor: LeaderSupervisor | MemberSupervisor
-    leaver: Leaver
-    tally = Tally()
+    leaver: Drainable
+    tally = RequestTotals()
     if group.pod_index == 0:
         client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], tally))
         leaver, supervisor = client, LeaderSupervisor(place, parts, client)
     else:
         leaver = supervisor = MemberSupervisor(place, parts)
-    vitals = PodVitals(supervisor, tally, client)
+    health = PodHealthSource(supervisor, tally, client)
 
     def ended() -> None:
         stop.set()
@@ -197,15 +197,15 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         link = None
         if group.token is not None:
             link = LinkSettings(group.token, group.name, group.revision, settings.engine.page_size)
-        app = make_leader_app(vitals, client, link, registry, lifespan, settings.http.api_keys)
+        app = make_leader_app(health, client, link, registry=registry, lifespan=lifespan, keys=settings.http.api_keys)
     else:
-        app = create_health_app(vitals.health, registry=registry, lifespan=lifespan)
+        app = create_health_app(health.health, registry=registry, lifespan=lifespan)
     server = PodServer(make_config(app, settings.http.host, settings.http.port), leaver, settings.http.shutdown_timeout)
     return server
 
 
 def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
-    """How uvicorn serves the application."""
+    """uvicorn configuration for the application."""
     return uvicorn.Config(
         app,
         host=host,
@@ -223,10 +223,10 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
     )
 
 
-def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Sequence[str]) -> Parts:
-    """How the model is found, what each rank is told, and what doors need to know. `stop` ends a download."""
+def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Sequence[str]) -> SupervisorParts:
+    """Functions of the supervisor: locate the model, build rank specs, read assets. `stop` aborts a download."""
 
-    drafts: dict[Path, Drafts] = {}
+    drafts: dict[Path, LocatedDraft] = {}
     versions: dict[Path, str] = {}
 
     source = settings.model
@@ -245,7 +245,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         drafts[local.dir] = find_drafts(source, settings.group.pod_index, stop)
         return local.dir
 
-    async def find_beside() -> Path:
+    async def find_in_thread() -> Path:
         return await asyncio.to_thread(find)
 
     def make_specs(launch: Launch, folder: Path) -> list[RankSpec]:
@@ -255,13 +255,13 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
         return read_assets(folder, source.served_names, longest)
 
-    return Parts(find_beside, make_specs, assets, rank_command)
+    return SupervisorParts(find_in_thread, make_specs, assets, rank_command)
 
 
 def make_rank_specs(
-    settings: ServeSettings, launch: Launch, folder: Path, drafts: Drafts = NO_DRAFTS, model_version: str = ""
+    settings: ServeSettings, launch: Launch, folder: Path, drafts: LocatedDraft = NO_DRAFT, model_version: str = ""
 ) -> list[RankSpec]:
-    """What each rank of this pod is told: pods hold the ranks in order, the same number each."""
+    """Specs of this pod's ranks. Every pod has `local_world_size` consecutive ranks."""
     group = settings.group
     local = group.local_world_size
     first = group.pod_index * local

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy, Budgets
-from phalanx_router.balancing.balancer import Balancer, Decision
-from phalanx_router.balancing.records import Proposal, StreamView
+from phalanx_router.balancing.balancer import BalanceDecision, Balancer
+from phalanx_router.balancing.records import PlannedMove, StreamView
 from phalanx_router.routing.view import GroupView
 
 PAGES, PAGE = 1000, 16
@@ -66,10 +66,10 @@ class World:
         own = [s for s, at in self.where.items() if at == name and self.mine(s)]
         return [self.records.get(s) or stream(s, name, self.contexts[s]) for s in own]
 
-    def tick(self, now: float) -> Decision:
+    def tick(self, now: float) -> BalanceDecision:
         return self.balancer.tick(self.views(), self.streams_of, now)
 
-    def obey(self, proposal: Proposal, now: float) -> bool:
+    def obey(self, proposal: PlannedMove, now: float) -> bool:
         """Moves the stream at once; whether it came back to a group just left."""
         source, target = (key.split("/")[0] for key in (proposal.source, proposal.target))
         assert self.where[proposal.stream] == source

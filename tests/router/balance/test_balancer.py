@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
-from phalanx_router.balancing.balancer import Balancer, Decision, Shed, Shedding
+from phalanx_router.balancing.balancer import BalanceDecision, Balancer, Shed, SheddingTimer
 from phalanx_router.balancing.budget import MoveBudget
 from phalanx_router.balancing.ladder import Action
-from phalanx_router.balancing.records import Proposal, Refusal, Rung
-from phalanx_router.balancing.targets import way_of
+from phalanx_router.balancing.records import NoMove, PlannedMove, Rung
+from phalanx_router.balancing.targets import select_transfer
 from tests.router.balance.groups import FREE, World, group, stream
 
 
@@ -20,7 +20,7 @@ def hot_world(policy: BalancePolicy | None = None, count: int = 14, context: int
     return World(streams, dict.fromkeys(streams, context), names, Balancer(policy or BalancePolicy(budgets=FREE)))
 
 
-def first_moves(world: World, ticks: int = 8) -> Decision:
+def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
     """The first tick that proposes something, or the last one."""
     for number in range(ticks):
         decision = world.tick(0.25 * number)
@@ -134,7 +134,7 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
     rungs: list[tuple[Rung, float]] = [("migrate", 1000.0), ("evacuate", 2500.0)]
     for rung, most in rungs:
         assert budget.forbids("a", "b", rung) is None
-        budget.spend(Proposal("s", "a", "b", "precopy", rung, 100, None, ""), most + 500)
+        budget.spend(PlannedMove("s", "a", "b", "precopy", rung, 100, None, ""), most + 500)
         assert [budget.forbids(*pair, rung) for pair in (("a", "c"), ("c", "b"), ("c", "d"))] == ["bytes"] * 3
     budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.25)
     assert [budget.forbids("a", "c", rung) for rung, _ in rungs] == ["bytes", None]
@@ -151,7 +151,7 @@ def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
     tired = {proposal.stream for proposal in failed}
     again = world.tick(1.25).proposals
     assert len(again) == 2 and not {p.stream for p in again} & tired, "they rest for a second"
-    assert world.balancer.guard.burdened(group("a"), 1.0) == group("a")
+    assert world.balancer.guard.with_departed_load(group("a"), 1.0) == group("a")
 
 
 @pytest.mark.parametrize(("queued", "gives"), [(0, False), (60_000, True)])
@@ -231,7 +231,7 @@ def test_a_group_stays_filled_where_nobody_has_room() -> None:
     assert not decision.proposals and decision.refusals[0].code == "no_target"
 
 
-def rescue(world: World, *, policy: BalancePolicy | None = None) -> Proposal | Refusal:
+def rescue(world: World, *, policy: BalancePolicy | None = None) -> PlannedMove | NoMove:
     world.balancer.policy = policy or BalancePolicy()
     return world.balancer.rescue("a/1/1", stream("s00", "a", 2000), world.views(), 0.0)
 
@@ -240,7 +240,7 @@ def test_a_rescued_stream_goes_to_the_group_with_most_room() -> None:
     world = hot_world()
     world.fields = {name: {"used_pages": used} for name, used in zip("bcde", (700, 300, 500, 600), strict=True)}
     found = rescue(world)
-    assert isinstance(found, Proposal)
+    assert isinstance(found, PlannedMove)
     assert (found.target, found.way, found.rung) == ("c/1/1", "stop", "rescue")
 
 
@@ -264,13 +264,13 @@ def test_nobody_is_rescued_when(fields: dict[str, dict[str, object]], policy: Ba
     world = hot_world()
     world.fields = fields
     found = rescue(world, policy=policy)
-    assert isinstance(found, Refusal) and found.code == code
+    assert isinstance(found, NoMove) and found.code == code
 
 
 def test_a_running_request_goes_before_those_that_wait_at_its_target() -> None:
     world = hot_world()
     world.fields = {name: {"used_pages": 700, "demand_pages": 400} for name in "bcde"}
-    assert isinstance(rescue(world), Proposal)
+    assert isinstance(rescue(world), PlannedMove)
 
 
 def test_a_stream_that_came_round_does_not_close_the_circle() -> None:
@@ -280,26 +280,26 @@ def test_a_stream_that_came_round_does_not_close_the_circle() -> None:
         world.balancer.pingpong.moved("s00", source, target, now)
     world.where["s00"] = "c"
     here = stream("s00", "c", 2000, moves=2, moved_s=4.0, left="b/1/1")
-    assert isinstance(world.balancer.rescue("c/1/1", here, world.views(), 8.0), Refusal)
+    assert isinstance(world.balancer.rescue("c/1/1", here, world.views(), 8.0), NoMove)
     found = world.balancer.rescue("c/1/1", here, world.views(), 12.0)
-    assert isinstance(found, Proposal) and found.target == "a/1/1"
+    assert isinstance(found, PlannedMove) and found.target == "a/1/1"
 
 
 def test_a_rescue_counts_against_the_next_one() -> None:
     world = hot_world()
     world.names = ["a", "b"]
     world.fields = {"b": {"used_pages": 740}}
-    assert isinstance(rescue(world), Proposal)
+    assert isinstance(rescue(world), PlannedMove)
     again = world.balancer.rescue("a/1/1", stream("s01", "a", 2000), world.views(), 0.0)
-    assert isinstance(again, Refusal) and again.code == "no_target", "125 pages of the first are promised"
+    assert isinstance(again, NoMove) and again.code == "no_target", "125 pages of the first are promised"
 
 
 def test_a_stream_is_not_rescued_into_the_group_it_just_left() -> None:
     world = hot_world()
     world.names = ["a", "b"]
     back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b/1/1")
-    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 5.0), Refusal)
-    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 11.0), Proposal)
+    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 5.0), NoMove)
+    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 11.0), PlannedMove)
 
 
 WAYS = {
@@ -315,7 +315,7 @@ WAYS = {
 def test_a_stream_takes_its_pages_along_where_that_is_cheaper(
     here: dict[str, object], there: dict[str, object], context: int, way: str
 ) -> None:
-    assert way_of(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == way
+    assert select_transfer(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == way
 
 
 def test_a_group_that_gave_away_does_not_look_free_at_once() -> None:
@@ -323,10 +323,10 @@ def test_a_group_that_gave_away_does_not_look_free_at_once() -> None:
     for proposal in first_moves(world).proposals:
         world.obey(proposal, 10.0)
     guard = world.balancer.guard
-    assert guard.burdened(before, 10.0).running > before.running
-    burdens = [guard.burdened(before, now).used_pages - before.used_pages for now in (10.0, 11.0, 12.0)]
+    assert guard.with_departed_load(before, 10.0).running > before.running
+    burdens = [guard.with_departed_load(before, now).used_pages - before.used_pages for now in (10.0, 11.0, 12.0)]
     assert burdens[0] > 100 and burdens[1] == pytest.approx(burdens[0] / 2, abs=1) and burdens[2] == 0
-    assert guard.burdened(group("b"), 10.0) == group("b")
+    assert guard.with_departed_load(group("b"), 10.0) == group("b")
 
 
 def test_requests_that_go_back_and_forth_turn_moves_off_for_a_minute() -> None:
@@ -351,7 +351,7 @@ def test_few_returns_of_many_moves_do_not() -> None:
 
 
 def test_waiting_requests_are_shed_band_by_band_while_saturation_lasts() -> None:
-    shedding = Shedding()
+    shedding = SheddingTimer()
     late = [shedding.decide(True, 5.0, 2.0, now) for now in (0.0, 0.9, 1.0, 2.0)]
     assert [shed.bands if shed else 0 for shed in late] == [0, 0, 1, 2]
     assert isinstance(late[2], Shed) and late[2].retry_after_s == 3.0
@@ -359,7 +359,7 @@ def test_waiting_requests_are_shed_band_by_band_while_saturation_lasts() -> None
     assert shedding.decide(True, 5.0, 2.0, 3.5) is None, "the second starts anew"
     never: list[tuple[bool, float | None, float | None]] = [(False, 5.0, 2.0), (True, None, 2.0), (True, 5.0, None)]
     for is_saturated, best_ttft_s, target_s in never:
-        shedding = Shedding()
+        shedding = SheddingTimer()
         assert [shedding.decide(is_saturated, best_ttft_s, target_s, now) for now in (0.0, 5.0)] == [None, None]
 
 

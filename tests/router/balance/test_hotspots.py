@@ -3,15 +3,17 @@
 import pytest
 
 from phalanx_api.summary import Cause
-from phalanx_router.balancing.hotspots import HotspotBook, Seen, Targets
+from phalanx_router.balancing.hotspots import HotspotBook, HotspotReport, HotspotTargets
 from phalanx_router.routing.view import GroupView
 from tests.router.balance.groups import group
 
-TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
+TARGETS = HotspotTargets(ttft_s=2.0, itl_s=0.1)
 EVEN = [group(name, 0.4) for name in "bcde"]
 
 
-def ticks(book: HotspotBook, views: list[GroupView], count: int, start: float = 0.0, targets: Targets = TARGETS) -> Seen:
+def ticks(
+    book: HotspotBook, views: list[GroupView], count: int, start: float = 0.0, targets: HotspotTargets = TARGETS
+) -> HotspotReport:
     for number in range(count):
         seen = book.tick(views, targets, start + 0.25 * number)
     return seen
@@ -19,7 +21,7 @@ def ticks(book: HotspotBook, views: list[GroupView], count: int, start: float = 
 
 HOT = {
     "pages": (group("a", 0.9), "kv"),
-    "a preemption": (group("a", 0.7, preempted_lately=True), "kv"),
+    "a preemption": (group("a", 0.7, recently_preempted=True), "kv"),
     "backlog": (group("a", 0.4, queued_prompt_tokens=15_000), "prefill"),
     "step time": (group("a", 0.4, running=900), "decode"),
     "one prefix": (group("a", 0.4, queued_prompt_tokens=15_000, prefix_share=0.6), "prefix"),
@@ -46,7 +48,7 @@ COOL = {
 
 @pytest.mark.parametrize("case", COOL)
 def test_a_group_is_no_hotspot_when(case: str) -> None:
-    targets = Targets() if case == "no target is set" else TARGETS
+    targets = HotspotTargets() if case == "no target is set" else TARGETS
     assert ticks(HotspotBook(), COOL[case], 8, targets=targets).hot == {}
 
 
@@ -102,7 +104,7 @@ def test_a_pause_starts_the_ten_seconds_anew() -> None:
 def test_fifty_steps_take_longer_than_ten_seconds_when_steps_are_slow() -> None:
     book, views = HotspotBook(), [group("a", 0.4, speed=40.0, running=16), *EVEN]
     assert views[0].itl_s * 50 > 12
-    assert ticks(book, views, 48, targets=Targets()).hot == {}
+    assert ticks(book, views, 48, targets=HotspotTargets()).hot == {}
 
 
 @pytest.mark.parametrize(

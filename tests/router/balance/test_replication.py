@@ -34,7 +34,7 @@ def test_a_hot_prefix_gets_another_home_by_the_stream_that_costs_least_and_the_n
     assert (spot.cause, spot.action) == ("prefix", "replicate")
     (proposal,) = decision.proposals
     assert (proposal.stream, proposal.rung, proposal.way, proposal.context) == ("s01", "replicate", "precopy", 2700)
-    assert "gets the prefix of 2000 tokens that 50% of a's prompts are" in proposal.why
+    assert "gets the prefix of 2000 tokens, 50% of the prompt tokens of a" in proposal.why
     world.obey(proposal, 0.5)
     found = {0.25 * number: [p.rung for p in world.tick(0.25 * number).proposals] for number in range(3, 60)}
     assert [now for now, rungs in found.items() if rungs] == [10.25], "the prefix went at 0.25"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from phalanx_api.conditions import Reason, set_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.conditions.status import is_quota
-from phalanx_operator.decide.groups.admission import Turn
+from phalanx_operator.decide.groups.admission import PlacementTurn
 from phalanx_operator.decide.state.groups import live
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, age_s
 
@@ -14,7 +14,7 @@ MISSING_S = 10.0
 """For how long a pod may be missing: the controller of StatefulSets makes one within a moment, if it may."""
 
 
-def with_capacity_condition(status: Status, snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> Status:
+def with_capacity_condition(status: Status, snapshot: Snapshot, waits: PlacementTurn, ungated: str, now: str) -> Status:
     """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if so;
     `ungated`: why what places pods together could not be made, if so."""
     reason, message = _verdict(snapshot, waits, ungated, now)
@@ -36,7 +36,7 @@ def left_s(groups: Iterable[ObservedGroup], now: str) -> float | None:
     return min((MISSING_S - age for age in ages if age < MISSING_S), default=None)
 
 
-def _verdict(snapshot: Snapshot, waits: Turn, ungated: str, now: str) -> tuple[Reason, str]:
+def _verdict(snapshot: Snapshot, waits: PlacementTurn, ungated: str, now: str) -> tuple[Reason, str]:
     for group in live(snapshot.groups):
         if is_quota(group.refused):
             return Reason.QUOTA_EXCEEDED, f"group {group.name}: {group.refused}"

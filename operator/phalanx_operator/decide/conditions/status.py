@@ -45,7 +45,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         conditions = set_condition(conditions, "Ready", False, reason=reason, message=message, generation=generation, now=now)
     holds = desired.holds and not desired.replicas
     conditions = _set_available(conditions, snapshot.router, serving, generation, now, holds=holds)
-    conditions = _set_progressing(conditions, desired, settled, bool(behind), generation, now)
+    conditions = _set_progressing(conditions, desired, settled=settled, behind=bool(behind), generation=generation, now=now)
     conditions = _set_reconciling(conditions, settled, generation, now)
     conditions = _set_router_ready(conditions, snapshot.router, desired.routers, generation, now)
     conditions = _set_stalled(conditions, desired, generation, now)

@@ -12,7 +12,7 @@ from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingSt
 from phalanx_api.summary import Cause, Hotspot
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import live
-from phalanx_operator.decide.state.snapshot import Snapshot, overruled, parsed
+from phalanx_operator.decide.state.snapshot import Snapshot, override_condition, parsed
 
 LASTING_S = 5.0
 REASONS: dict[Cause, Reason] = {
@@ -123,5 +123,7 @@ def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: s
     verdicts += [("Ready", False)] if ready and ready.status == "True" else []
     verdicts += [("Stalled", True)] if find_condition(conditions, "Stalled") is None else []
     for kind, is_true in verdicts:
-        conditions = overruled(conditions, kind, is_true, Reason.REJECTED, message, snapshot, now)
+        conditions = override_condition(
+            conditions, kind, is_true=is_true, reason=Reason.REJECTED, message=message, snapshot=snapshot, now=now
+        )
     return status.model_copy(update={"conditions": conditions})

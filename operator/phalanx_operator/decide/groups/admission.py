@@ -13,7 +13,7 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlacementTurn:
     """Whether a service may make a group now: `why` not, empty if it may, and when to look again. `told`: it waits for long.
 
     is_stuck: it waits for no group that goes or is placed, so what there is of groups is all that there will be for now.
@@ -27,7 +27,7 @@ class Turn:
     in_line: bool = False
 
 
-FREE = Turn()
+FREE = PlacementTurn()
 
 
 def unplaced(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:

@@ -6,7 +6,7 @@ could hold one; or when its time is over. What is noted on the group is all that
 
 from collections.abc import Iterable, Sequence
 
-from phalanx_operator.decide.state.actions import DrainGroup, EndPod, GroupAction, KeepGroup, MarkLeader
+from phalanx_operator.decide.state.actions import DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, changed
 
@@ -76,10 +76,10 @@ def left_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
     return max(timeout_s - age, 0.0) if age is not None else 0.0
 
 
-def to_end(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[EndPod]:
+def to_end(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[DeletePod]:
     """Pods of groups that are being deleted after their streams had their time: they have LAST_S to say so to what is left."""
     return [
-        EndPod(pod.name, pod.uid, LAST_S, f"its streams had {timeout_s:.0f} s")
+        DeletePod(pod.name, pod.uid, LAST_S, f"its streams had {timeout_s:.0f} s")
         for group in groups
         if group.terminating and left_s(group, timeout_s, now) == 0
         for pod in group.pods

@@ -8,7 +8,7 @@ their own.
 
 from collections.abc import Iterable, Mapping
 
-from phalanx_operator.decide.state.actions import EndPod
+from phalanx_operator.decide.state.actions import DeletePod
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, changed
 
 
@@ -42,10 +42,10 @@ def left_s(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], l
     return limit_s - max(ages) if ages else None
 
 
-def to_end(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> list[EndPod]:
+def to_end(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> list[DeletePod]:
     """Pods on lost nodes of groups that are being deleted, or are now."""
     return [
-        EndPod(pod.name, pod.uid, 0, why)
+        DeletePod(pod.name, pod.uid, 0, why)
         for group in groups
         if group.terminating or group.lost
         for pod in group.pods

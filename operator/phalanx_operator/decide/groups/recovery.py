@@ -34,14 +34,14 @@ OUTSIDE = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLos
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class RestartCount:
     """A group's restarts as they are to be noted, and how many of them were in the window."""
 
     note: Restarts
     recent: int
 
 
-def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> Counted:
+def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> RestartCount:
     """The note on a group with what has happened since. What only routers know counts when they tell it."""
     note = changed(group.restarts, since="", pods=()) if group.ready else group.restarts
     engine, before, deaths = _deaths(group, note, fleet)
@@ -54,12 +54,15 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
     at = at[: max(0, len(at) - taken_back)]
     if new or taken_back:
-        return Counted(Restarts(at, note.pods, engine, deaths, containers, note.since, excused), len(at))
+        return RestartCount(
+            Restarts(at, note.pods, engine=engine, deaths=deaths, containers=containers, since=note.since, excused=excused),
+            len(at),
+        )
     same = (deaths, containers, excused) == (note.deaths, note.containers, note.excused) and (not deaths or engine == note.engine)
     if same:
-        return Counted(note, len(recent))
+        return RestartCount(note, len(recent))
     # Times that grew old are left where they are: to take them off is not worth a write.
-    return Counted(replace(note, engine=engine, deaths=deaths, containers=containers, excused=excused), len(recent))
+    return RestartCount(replace(note, engine=engine, deaths=deaths, containers=containers, excused=excused), len(recent))
 
 
 def _excused(group: ObservedGroup, note: Restarts, fleet: Fleet) -> int:

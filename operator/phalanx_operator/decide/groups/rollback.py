@@ -17,7 +17,7 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.decide.groups import progress, recovery
 from phalanx_operator.decide.state.groups import Desired, staying
-from phalanx_operator.decide.state.snapshot import Snapshot, overruled
+from phalanx_operator.decide.state.snapshot import Snapshot, override_condition
 
 NO_RECORD = "there is no record of a revision that was rolled out whole while spec.rollout.onFailure said Rollback"
 _WELL: tuple[ConditionType, ...] = ("Ready", "Progressing")
@@ -69,9 +69,13 @@ def with_rollback_condition(status: Status, note: RollbackStatus | None, lacks: 
     conditions, ready = status.conditions, find_condition(status.conditions, "Ready")
     if ready and ready.status == "True":
         for kind in _WELL:
-            conditions = overruled(conditions, kind, False, Reason.ROLLED_BACK, message, snapshot, now)
+            conditions = override_condition(
+                conditions, kind, is_true=False, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
+            )
     conditions = drop_condition(conditions, "Reconciling")  # though groups may come and go: a person must act
-    conditions = overruled(conditions, "Stalled", True, Reason.ROLLED_BACK, message, snapshot, now)
+    conditions = override_condition(
+        conditions, "Stalled", is_true=True, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
+    )
     updated = sum(group.revision == note.revision for group in staying(snapshot.groups))
     return status.model_copy(
         update={

@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
 from phalanx_operator.decide.state.groups import Desired, free_names, in_order_of_deletion, live, outdated, staying
-from phalanx_operator.decide.state.snapshot import Draining, ObservedGroup, Purpose
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, Purpose
 
 Leaving = tuple[ObservedGroup, str, Purpose]
 """A group that is to leave now, why, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RolloutStep:
     """Groups to keep after all, to empty, to delete and to create, in this order."""
 
     keep: tuple[KeepGroup, ...]
@@ -46,7 +46,7 @@ class Step:
         return (*self.keep, *self.drain, *self.delete, *self.create)
 
 
-def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | None:
+def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> RolloutStep | None:
     """What to do now, or None when there is nothing to do but wait, or nothing at all."""
     here = live(groups)
     old = [] if desired.paused else outdated(groups, desired)
@@ -74,7 +74,7 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> Step | Non
         CreateGroup(name, f"{left} groups of {wanted}, revision {desired.revision}")
         for name in free_names(desired, groups, max(wanted - left, 0))
     )
-    step = Step(keep, drain, delete, create)
+    step = RolloutStep(keep, drain, delete, create)
     return step if step.actions else None
 
 
@@ -133,12 +133,12 @@ def run_to_end(
     groups: tuple[ObservedGroup, ...],
     settle: Callable[[tuple[ObservedGroup, ...]], tuple[ObservedGroup, ...]],
     max_steps: int = 10_000,
-) -> list[tuple[Step | None, tuple[ObservedGroup, ...]]]:
+) -> list[tuple[RolloutStep | None, tuple[ObservedGroup, ...]]]:
     """Every step of a rollout with the groups after it, for tests. `settle` is what the world does between two steps.
 
     Ends when there is no step and `settle` changes nothing. Raises: RuntimeError when that is not so after `max_steps`.
     """
-    history: list[tuple[Step | None, tuple[ObservedGroup, ...]]] = []
+    history: list[tuple[RolloutStep | None, tuple[ObservedGroup, ...]]] = []
     for moment in range(max_steps):
         step = next_step(desired, groups)
         after = carry_out(step, desired, groups, moment) if step else groups
@@ -149,11 +149,11 @@ def run_to_end(
     raise RuntimeError(f"no end after {max_steps} steps: {groups}")
 
 
-def carry_out(step: Step, desired: Desired, groups: tuple[ObservedGroup, ...], moment: int) -> tuple[ObservedGroup, ...]:
+def carry_out(step: RolloutStep, desired: Desired, groups: tuple[ObservedGroup, ...], moment: int) -> tuple[ObservedGroup, ...]:
     """The groups right after a step: those given up are being emptied or deleted, new groups are not ready."""
     size = groups[0].size if groups else 1
     kept = {action.uid for action in step.keep}
-    drained = {action.uid: Draining(f"{moment:06}", action.why, action.purpose) for action in step.drain}
+    drained = {action.uid: DrainMark(f"{moment:06}", action.why, action.purpose) for action in step.drain}
     doomed = {action.uid for action in step.delete}
     left = tuple(
         replace(

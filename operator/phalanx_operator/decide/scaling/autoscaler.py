@@ -18,7 +18,7 @@ from phalanx_api.spec.cron import parse_cron
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import MAX_HISTORY, AutoscalingStatus, ScaleChange, Status
 from phalanx_operator.decide.scaling.demand import KV_SHARE, Targets
-from phalanx_operator.decide.scaling.scale import COLD_S, LOST_S, Decision, Memory, Rules, Scene, evaluate
+from phalanx_operator.decide.scaling.scale import COLD_S, LOST_S, ScaleDecision, ScaleHistory, ScaleInputs, ScalingRules, evaluate
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ReplicasWriter, Snapshot, age_s, parsed
 
@@ -29,7 +29,7 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup, ReplicasWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ReplicaBounds:
     """Fewest and most groups, and which schedule says so."""
 
     least: int
@@ -37,18 +37,18 @@ class Bounds:
     why: str = "spec.autoscaling"
 
 
-def bounds(autoscaling: Autoscaling, now: datetime.datetime) -> Bounds:
+def bounds(autoscaling: Autoscaling, now: datetime.datetime) -> ReplicaBounds:
     """The bounds at this time, which has a zone."""
     fired = [(at, index) for index, one in enumerate(autoscaling.schedules) if (at := last_fired(one, now)) is not None]
     if not fired:
-        return Bounds(autoscaling.min_replicas, autoscaling.max_replicas)
+        return ReplicaBounds(autoscaling.min_replicas, autoscaling.max_replicas)
     index = max(fired)[1]
     one = autoscaling.schedules[index]
     least = autoscaling.min_replicas if one.min is None else one.min
     most = autoscaling.max_replicas if one.max is None else one.max
     if one.min is None:
         least = min(least, most)
-    return Bounds(least, max(least, most), f"schedules[{index}], {one.cron} {one.timezone}")
+    return ReplicaBounds(least, max(least, most), f"schedules[{index}], {one.cron} {one.timezone}")
 
 
 def last_fired(schedule: Schedule, now: datetime.datetime) -> datetime.datetime | None:
@@ -72,7 +72,7 @@ STARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Mind:
+class AutoscalerState:
     """What is remembered of a service. `starting`: groups seen that never served; `served`: those that did; `starts_s`: how
     long they took to.
 
@@ -80,7 +80,7 @@ class Mind:
     are there nobody knows whether they served.
     """
 
-    memory: Memory = field(default_factory=Memory)
+    memory: ScaleHistory = field(default_factory=ScaleHistory)
     starting: frozenset[str] = frozenset()
     served: frozenset[str] = frozenset()
     starts_s: tuple[float, ...] = ()
@@ -92,7 +92,7 @@ class Mind:
 class Scaling:
     """The autoscaler's word. `write`: the count to write; None when nothing is to be written."""
 
-    decision: Decision
+    decision: ScaleDecision
     write: int | None
     is_active: bool
     reason: Reason
@@ -101,29 +101,33 @@ class Scaling:
 
 
 def scaling(
-    service: InferenceService, snapshot: Snapshot, fleet: Fleet, mind: Mind, now: str, now_s: float
-) -> tuple[Mind, Scaling | None]:
+    service: InferenceService, snapshot: Snapshot, fleet: Fleet, mind: AutoscalerState, now: str, now_s: float
+) -> tuple[AutoscalerState, Scaling | None]:
     """What to remember, and the word for this moment; None without autoscaling, or while the service is suspended."""
     mind = _timed(mind, snapshot.groups, now)
     policy = service.spec.autoscaling
     if policy is None or service.spec.suspend or service.spec.replicas is None:
-        return replace(mind, memory=Memory(), advised=None), None
+        return replace(mind, memory=ScaleHistory(), advised=None), None
     between = bounds(policy, parsed(now) or datetime.datetime.fromtimestamp(0, datetime.UTC))
     replicas = service.spec.replicas
     count = replicas if policy.mode == "Internal" or mind.advised is None else mind.advised
     former = snapshot.status.autoscaling or AutoscalingStatus()
     serving = frozenset(group.name for group in snapshot.groups if group.serving)
-    scene = Scene(now_s, count, serving, fleet, _cold_s(mind, former))
+    scene = ScaleInputs(now_s, count, serving, fleet, _cold_s(mind, former))
     memory, decision = evaluate(mind.memory, scene, rules_of(service, policy, between))
     mind = replace(mind, memory=memory, advised=decision.groups)
     conflict = _conflict(policy, snapshot, former, replicas, now)
     writes = policy.mode == "Internal" and not conflict and decision.groups != replicas
     active, reason, message = _verdict(policy, decision, conflict)
     counts = writes or policy.mode != "Internal"
-    status = _status(former, between, decision, count, mind, now if writes else former.last_scale_time)
+    status = _status(
+        former, between, decision=decision, before=count, mind=mind, last_scale_time=now if writes else former.last_scale_time
+    )
     if counts and decision.groups != count:
         status = status.model_copy(update={"history": _history(former, decision, count, now)})
-    return mind, Scaling(decision, decision.groups if writes else None, active, reason, message, status)
+    return mind, Scaling(
+        decision, decision.groups if writes else None, is_active=active, reason=reason, message=message, status=status
+    )
 
 
 def with_scaling_conditions(
@@ -146,7 +150,7 @@ def with_scaling_conditions(
     return status.model_copy(update={"autoscaling": autoscaling, "conditions": conditions})
 
 
-def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) -> Rules:
+def rules_of(service: InferenceService, policy: Autoscaling, between: ReplicaBounds) -> ScalingRules:
     """The rules of a spec, with the bounds of the hour."""
     goals = policy.targets
     targets = Targets(
@@ -154,7 +158,7 @@ def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) ->
         itl_s=goals.itl_p95_ms / 1000 if goals.itl_p95_ms else None,
         kv=goals.kv_utilization / 100 if goals.kv_utilization else KV_SHARE,
     )
-    return Rules(
+    return ScalingRules(
         least=between.least,
         most=between.most,
         targets=targets,
@@ -170,7 +174,7 @@ def rules_of(service: InferenceService, policy: Autoscaling, between: Bounds) ->
     )
 
 
-def _timed(mind: Mind, groups: Iterable[ObservedGroup], now: str) -> Mind:
+def _timed(mind: AutoscalerState, groups: Iterable[ObservedGroup], now: str) -> AutoscalerState:
     """The mind with the starts of groups that were seen before they served, and serve now."""
     groups = tuple(groups)
     ready = {group.uid: group for group in groups if group.ready}
@@ -184,7 +188,7 @@ def _timed(mind: Mind, groups: Iterable[ObservedGroup], now: str) -> Mind:
     return replace(mind, starting=young, served=served, starts_s=(*mind.starts_s, *starts)[-STARTS:])
 
 
-def _cold_s(mind: Mind, former: AutoscalingStatus) -> float:
+def _cold_s(mind: AutoscalerState, former: AutoscalingStatus) -> float:
     """How long a group takes until it serves, 95 of 100."""
     if mind.starts_s:
         return sorted(mind.starts_s)[int(0.95 * (len(mind.starts_s) - 1) + 0.5)]
@@ -210,7 +214,7 @@ def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus
     return "" if is_ours or age is None or age >= CONFLICT_S else f"{writer.manager} wrote spec.replicas at {writer.at}"
 
 
-def _verdict(policy: Autoscaling, decision: Decision, conflict: str) -> tuple[bool, Reason, str]:
+def _verdict(policy: Autoscaling, decision: ScaleDecision, conflict: str) -> tuple[bool, Reason, str]:
     if conflict:
         return False, Reason.CONFLICTING_SCALER, f"{conflict}; one writer only: take it away, or set mode External"
     if decision.verdict in ("Hold", "Fallback"):
@@ -221,7 +225,7 @@ def _verdict(policy: Autoscaling, decision: Decision, conflict: str) -> tuple[bo
     return True, reasons[policy.mode], ""
 
 
-def _history(former: AutoscalingStatus, decision: Decision, before: int, now: str) -> tuple[ScaleChange, ...]:
+def _history(former: AutoscalingStatus, decision: ScaleDecision, before: int, now: str) -> tuple[ScaleChange, ...]:
     """The last changes with this one, the newest last."""
     why = decision.why[:256]
     change = ScaleChange(time=now, before=before, after=decision.groups, reason=decision.verdict, message=why)
@@ -229,7 +233,12 @@ def _history(former: AutoscalingStatus, decision: Decision, before: int, now: st
 
 
 def _status(
-    former: AutoscalingStatus, between: Bounds, decision: Decision, before: int, mind: Mind, last_scale_time: str
+    former: AutoscalingStatus,
+    between: ReplicaBounds,
+    decision: ScaleDecision,
+    before: int,
+    mind: AutoscalerState,
+    last_scale_time: str,
 ) -> AutoscalingStatus:
     changed = decision.groups != before
     return AutoscalingStatus(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.state.fleet import SeenGroup
+from phalanx_operator.decide.state.fleet import GroupLoadView
 
 BUSY = 0.75
 ITL_SHARE_OUT, ITL_SHARE_IN = 0.85, 0.80
@@ -44,7 +44,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
+class GroupCapacity:
     """What one group can do: its step model and speed (1 is as the model says), tokens of a step, tokens its pages hold."""
 
     model: StepModel
@@ -63,7 +63,7 @@ class Ability:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """What is asked for. `rate` is requests per second, `shape` their means, `kv_tokens` in pages or waiting for them.
 
     backlog_s: seconds of one group's work that wait to be begun.
@@ -104,17 +104,17 @@ class Demand:
         return f"{cause} needs {parts[cause]}" + (f", the backlog {self.backlog} more" if self.backlog else "")
 
 
-def demand(load: Load, ability: Ability, targets: Targets) -> Demand:
+def demand(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> Demand:
     """How many groups the load needs."""
     busy = busy_groups(load, ability, targets)
     time = math.ceil(round(busy / BUSY, 6))
     kv = math.ceil(round(load.kv_tokens / max(targets.kv * ability.capacity, 1.0), 6))
     ttft, within = _groups_for_ttft(load, ability, targets, busy)
     backlog = int(load.backlog_s / DRAIN_S)
-    return Demand(max(time, kv, ttft) + backlog, busy, time, kv, ttft, backlog, within)
+    return Demand(max(time, kv, ttft) + backlog, busy, time=time, kv=kv, ttft=ttft, backlog=backlog, ttft_is_within_reach=within)
 
 
-def busy_groups(load: Load, ability: Ability, targets: Targets) -> float:
+def busy_groups(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> float:
     """Groups' worth of work in each second."""
     shape = load.shape
     prefill_s = _prefill_s(shape, ability)
@@ -123,12 +123,12 @@ def busy_groups(load: Load, ability: Ability, targets: Targets) -> float:
     return min(load.rate * (prefill_s + decode_s), MOST_BUSY)
 
 
-def _prefill_s(shape: Traffic, ability: Ability) -> float:
+def _prefill_s(shape: Traffic, ability: GroupCapacity) -> float:
     """Seconds of work in a request's prompt."""
     return shape.missed * ability.token_s + ability.speed * ability.model.attention_s * shape.prompt_squared / 2
 
 
-def most_streams(load: Load, ability: Ability, targets: Targets) -> int:
+def most_streams(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> int:
     """How many streams a group can have at once: their pages fit, and their steps stay within the ITL target. At least 1.
 
     In a steady state each step of B streams also computes B * missed / output prompt tokens.
@@ -146,7 +146,7 @@ def most_streams(load: Load, ability: Ability, targets: Targets) -> int:
     return low
 
 
-def wait_p95_s(groups: int, busy: float, load: Load, ability: Ability) -> float:
+def wait_p95_s(groups: int, busy: float, load: OfferedLoad, ability: GroupCapacity) -> float:
     """Predicted P95 of the wait before a prompt is begun, with so many groups; infinite when they cannot keep up."""
     use = busy / groups if groups else math.inf
     if use >= 1:
@@ -164,13 +164,13 @@ def _spread(shape: Traffic) -> float:
     return max(shape.prompt_squared / shape.prompt**2 - 1, 0.0) if shape.prompt >= 1 else 0.0
 
 
-def own_ttft_s(load: Load, ability: Ability) -> float:
+def own_ttft_s(load: OfferedLoad, ability: GroupCapacity) -> float:
     """Time to the first token of a long prompt on an idle group."""
     shape = load.shape
     return _prefill_s(shape, ability) * (1 + 1.65 * math.sqrt(_spread(shape))) + ability.step_s(0, 1, 0)
 
 
-def _groups_for_ttft(load: Load, ability: Ability, targets: Targets, busy: float) -> tuple[int, bool]:
+def _groups_for_ttft(load: OfferedLoad, ability: GroupCapacity, targets: Targets, busy: float) -> tuple[int, bool]:
     """The fewest groups that keep the TTFT target, and whether any number does; else those that keep the wait small."""
     if targets.ttft_s is None or busy <= 0:
         return 0, True
@@ -198,7 +198,9 @@ def _groups_for_ttft(load: Load, ability: Ability, targets: Targets, busy: float
 BUSY_IN_OF_OUT = 0.9
 
 
-def objection(n: int, load: Load, groups: list[SeenGroup], ability: Ability, targets: Targets) -> str | None:
+def why_not_fitted(
+    n: int, load: OfferedLoad, groups: list[GroupLoadView], ability: GroupCapacity, targets: Targets
+) -> str | None:
     """Why n groups (at least 1) would not do for what `groups` do now; None when they would."""
     busy = busy_groups(load, ability, targets)
     if busy > BUSY_IN_OF_OUT * BUSY * n:
@@ -219,7 +221,7 @@ def objection(n: int, load: Load, groups: list[SeenGroup], ability: Ability, tar
     return None
 
 
-def _step_s(n: int, groups: list[SeenGroup], ability: Ability, load: Load) -> float:
+def _step_s(n: int, groups: list[GroupLoadView], ability: GroupCapacity, load: OfferedLoad) -> float:
     """Step time of n groups that share the streams of these. What prompts add to a step now, they add in proportion."""
     share = len(groups) / n
     streams = statistics.fmean(group.running for group in groups)

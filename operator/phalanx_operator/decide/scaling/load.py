@@ -5,38 +5,38 @@ import statistics
 from dataclasses import dataclass, replace
 
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.scaling.demand import ROOM, Ability, Load
-from phalanx_operator.decide.state.fleet import Fleet, SeenGroup, middle_model
+from phalanx_operator.decide.scaling.demand import ROOM, GroupCapacity, OfferedLoad
+from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView, middle_model
 
 SHORT_S, USUAL_S, LONG_S = 6.0, 60.0, 300.0
 """The windows of a router's summary."""
 SPREAD, PANIC_SPREAD = 2.0, 1.5
 """Square roots of counts vary by a half, whatever the count: these are four and three standard deviations of it."""
-_NOTHING = Traffic(USUAL_S, 0, 0.0, 0.0, 0.0, 0.0)
+_NOTHING = Traffic(USUAL_S, 0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
 
 
-def fresh(fleet: Fleet) -> list[SeenGroup]:
+def fresh(fleet: Fleet) -> list[GroupLoadView]:
     """The groups whose numbers may be believed."""
     return [group for group in fleet.groups.values() if group.fresh]
 
 
-def ability_of(fleet: Fleet, room: int | None) -> Ability | None:
+def ability_of(fleet: Fleet, room: int | None) -> GroupCapacity | None:
     """What one group can do: the middle of all. None while no group has measured its steps."""
     groups = fresh(fleet)
     model = middle_model(groups)
     if model is None:
         return None
     speed = statistics.median(group.speed for group in groups)
-    return Ability(model, speed, int(statistics.median(group.capacity for group in groups)), room or ROOM)
+    return GroupCapacity(model, speed, int(statistics.median(group.capacity for group in groups)), room or ROOM)
 
 
-def load_of(fleet: Fleet, ability: Ability, grows: float = 1.0) -> Load:
+def load_of(fleet: Fleet, ability: GroupCapacity, grows: float = 1.0) -> OfferedLoad:
     """The load of the last minute, or what it becomes when it grows so many times. Means are of five minutes."""
     usual = fleet.traffic.get(USUAL_S, _NOTHING)
     return _load(fleet, ability, usual.arrivals / USUAL_S, grows)
 
 
-def arrivals_alone(load: Load) -> Load:
+def arrivals_alone(load: OfferedLoad) -> OfferedLoad:
     """What of a load follows from arrivals: not pages and queues, which change with the groups."""
     return replace(load, kv_tokens=0.0, backlog_s=0.0)
 
@@ -46,7 +46,7 @@ def burstiness_of(fleet: Fleet) -> float:
     return _shape(fleet).scv
 
 
-def heaviest_load_of(fleet: Fleet, ability: Ability) -> Load:
+def heaviest_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad:
     """The heaviest minute that a load like that of the last five minutes brings by chance, once in hours."""
     usual, long = fleet.traffic.get(USUAL_S, _NOTHING), fleet.traffic.get(LONG_S, _NOTHING)
     expected = max(usual.arrivals, long.arrivals * USUAL_S / LONG_S)
@@ -56,7 +56,7 @@ def heaviest_load_of(fleet: Fleet, ability: Ability) -> Load:
     return replace(load, kv_tokens=load.kv_tokens * (1 + SPREAD / math.sqrt(max(streams, 1))))
 
 
-def panic_load_of(fleet: Fleet, ability: Ability) -> Load | None:
+def panic_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad | None:
     """The load of the last seconds, by the lowest rate that explains their arrivals; None without that window."""
     short = fleet.traffic.get(SHORT_S)
     if short is None:
@@ -66,11 +66,11 @@ def panic_load_of(fleet: Fleet, ability: Ability) -> Load | None:
     return _load(fleet, ability, certain / SHORT_S, 1.0)
 
 
-def _load(fleet: Fleet, ability: Ability, rate: float, grows: float) -> Load:
+def _load(fleet: Fleet, ability: GroupCapacity, rate: float, grows: float) -> OfferedLoad:
     shape = _shape(fleet)
     in_pages = sum(group.pressure * group.capacity for group in fresh(fleet))
     waiting_s = fleet.queued_tokens * ability.token_s + sum(group.backlog_s for group in fresh(fleet))
-    return Load(rate * grows, shape, in_pages * grows + fleet.queued_tokens, waiting_s)
+    return OfferedLoad(rate * grows, shape, in_pages * grows + fleet.queued_tokens, waiting_s)
 
 
 def _shape(fleet: Fleet) -> Traffic:
@@ -102,7 +102,7 @@ FEWEST_ARRIVALS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
+class ArrivalTrend:
     """The arrivals of the minutes that ended at these times, the newest last. since_s: when it began, before which perhaps nobody
     counted; noted_s: the latest evaluation."""
 
@@ -111,18 +111,18 @@ class Trend:
     noted_s: float = 0.0
 
 
-def followed(trend: Trend, now_s: float, arrivals: int) -> Trend:
+def followed(trend: ArrivalTrend, now_s: float, arrivals: int) -> ArrivalTrend:
     """The trend after one more evaluation, with the arrivals of the last minute."""
     if trend.since_s is None or not 0 <= now_s - trend.noted_s <= GAP_S:
-        return Trend(since_s=now_s, noted_s=now_s)
+        return ArrivalTrend(since_s=now_s, noted_s=now_s)
     if now_s - trend.since_s < WINDOW_S - SLACK_S:
-        return Trend(since_s=trend.since_s, noted_s=now_s)
+        return ArrivalTrend(since_s=trend.since_s, noted_s=now_s)
     longest_s = SPANS_S[-1] + GAP_S
     kept = tuple(minute for minute in trend.minutes if now_s - minute[0] <= longest_s)
-    return Trend((*kept, (now_s, arrivals)), trend.since_s, now_s)
+    return ArrivalTrend((*kept, (now_s, arrivals)), trend.since_s, now_s)
 
 
-def growth(trend: Trend, horizon_s: float, scv: float) -> float:
+def growth(trend: ArrivalTrend, horizon_s: float, scv: float) -> float:
     """How many times the present rate is expected after so long: from 1 to 2. `scv`: how bursty arrivals are, 1 as by chance."""
     arrivals = trend.minutes[-1][1] if trend.minutes else 0
     if arrivals < FEWEST_ARRIVALS:
@@ -132,7 +132,7 @@ def growth(trend: Trend, horizon_s: float, scv: float) -> float:
     return min(1 + more / arrivals, MOST)
 
 
-def _rise(trend: Trend, span_s: float, chance: float) -> float:
+def _rise(trend: ArrivalTrend, span_s: float, chance: float) -> float:
     """By how much a minute's arrivals rose over this span all along; 0 when they did not, or perhaps by chance."""
     part_s = (span_s - WINDOW_S) / 2
     ages = (0.0, part_s, span_s - part_s, span_s)
@@ -144,7 +144,7 @@ def _rise(trend: Trend, span_s: float, chance: float) -> float:
     return now - then if is_more and min(now - late, early - then) >= least else 0.0
 
 
-def _before(trend: Trend, age_s: float) -> float | None:
+def _before(trend: ArrivalTrend, age_s: float) -> float | None:
     """A minute's arrivals so long before the latest evaluation, between two that were noted; None before the first of them."""
     at_s = trend.noted_s - age_s
     later = trend.minutes[-1]

@@ -17,11 +17,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from phalanx_operator.decide.scaling.demand import DRAIN_S, Ability, Demand, Targets, demand, objection
+from phalanx_operator.decide.scaling.demand import DRAIN_S, Demand, GroupCapacity, Targets, demand, why_not_fitted
 from phalanx_operator.decide.scaling.load import (
     SHORT_S,
     USUAL_S,
-    Trend,
+    ArrivalTrend,
     ability_of,
     arrivals_alone,
     burstiness_of,
@@ -59,7 +59,7 @@ Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hol
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ScalingRules:
     """The policy: from the spec, and for the bounds from the hour. `streams_move`: a group can be emptied without waiting.
 
     fallback: how many groups there are at least while nothing is heard; None: as many as there were.
@@ -80,7 +80,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ScaleInputs:
     """What is so now: groups wanted, those that serve, what the routers say, how long a group takes to start."""
 
     now_s: float
@@ -91,7 +91,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScaleDecision:
     """Groups that should be wanted, and why. `needed`: what the load needs, where it was computed."""
 
     groups: int
@@ -102,7 +102,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ScaleHistory:
     """What one evaluation hands to the next. Losing it costs a stabilisation time, and nothing else.
 
     needs: of the evaluations in a row that needed more, the newest last. fits_since_s: since when fewer groups do.
@@ -111,7 +111,7 @@ class Memory:
 
     ticked_s: float | None = None
     panic_ticked_s: float | None = None
-    trend: Trend = field(default_factory=Trend)
+    trend: ArrivalTrend = field(default_factory=ArrivalTrend)
     needs: tuple[int, ...] = ()
     over_since_s: float = 0.0
     fits_since_s: float | None = None
@@ -123,12 +123,12 @@ class Memory:
     frozen_until_s: float = 0.0
     panic_until_s: float = 0.0
     lost_since_s: float | None = None
-    ability: Ability | None = None
+    ability: GroupCapacity | None = None
     why: str = ""
     needed: int | None = None
 
 
-def evaluate(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+def evaluate(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> tuple[ScaleHistory, ScaleDecision]:
     """What to remember, and the decision. May be called at any time: between two evaluations nothing is decided."""
     memory, decision = _decided(_noted(memory, scene, rules), scene, rules)
     now_s = scene.now_s
@@ -140,7 +140,7 @@ def evaluate(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decisi
     return replace(memory, why=decision.why, needed=decision.needed), decision
 
 
-def _noted(memory: Memory, scene: Scene, rules: Rules) -> Memory:
+def _noted(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleHistory:
     """The memory with what is noted at every look: the count, whether the groups that serve changed, and who is heard."""
     now_s = scene.now_s
     recent = tuple((at, n) for at, n in memory.counts if now_s - at < TICK_S)
@@ -153,55 +153,59 @@ def _noted(memory: Memory, scene: Scene, rules: Rules) -> Memory:
     return replace(memory, counts=counts, serving=scene.serving, ability=ability, lost_since_s=lost_s)
 
 
-def _decided(memory: Memory, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+def _decided(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> tuple[ScaleHistory, ScaleDecision]:
     n = scene.groups
     if not rules.least <= n <= rules.most and not (n == 0 and rules.to_zero and rules.least == 0):
         bound = min(max(n, rules.least), rules.most)
-        return memory, Decision(bound, "Bounds", f"{n} groups, between {rules.least} and {rules.most} are allowed")
+        return memory, ScaleDecision(bound, "Bounds", f"{n} groups, between {rules.least} and {rules.most} are allowed")
     if not scene.fleet.is_heard:
         return replace(memory, needs=(), fits_since_s=None), _unheard(memory, scene, rules)
     if n == 0:
         return memory, _woken(memory, scene, rules)
     if _is_idle(scene, rules):
-        return memory, Decision(0, "Zero", f"nothing was asked for {scene.fleet.idle_s:.0f} s")
+        return memory, ScaleDecision(0, "Zero", f"nothing was asked for {scene.fleet.idle_s:.0f} s")
     if memory.ability is None:
-        return memory, Decision(n, "Unmeasured", "no group has measured its steps yet")
+        return memory, ScaleDecision(n, "Unmeasured", "no group has measured its steps yet")
     if _is_due(memory.ticked_s, scene.now_s, TICK_S):
         return _evaluated(memory, memory.ability, scene, rules)
     if _is_due(memory.panic_ticked_s, scene.now_s, PANIC_TICK_S):
-        return _panicked(memory, memory.ability, scene, rules, Decision(n, "Steady", memory.why, memory.needed))
-    return memory, Decision(n, "Steady", memory.why, memory.needed)
+        return _panicked(memory, memory.ability, scene, rules, ScaleDecision(n, "Steady", memory.why, memory.needed))
+    return memory, ScaleDecision(n, "Steady", memory.why, memory.needed)
 
 
-def _unheard(memory: Memory, scene: Scene, rules: Rules) -> Decision:
+def _unheard(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleDecision:
     """The decision while too few routers answer: what is there stays, and after a while there is what the spec falls back to."""
     n, why = scene.groups, f"{scene.fleet.answered} of {scene.fleet.asked} routers answered lately"
     is_lost = memory.lost_since_s is not None and scene.now_s - memory.lost_since_s >= LOST_S
     fallback = min(rules.fallback, rules.most) if rules.fallback is not None and is_lost else 0
-    return Decision(fallback, "Fallback", f"{why}: at least {fallback} groups") if fallback > n else Decision(n, "Hold", why)
+    return (
+        ScaleDecision(fallback, "Fallback", f"{why}: at least {fallback} groups")
+        if fallback > n
+        else ScaleDecision(n, "Hold", why)
+    )
 
 
 def _is_due(former_s: float | None, now_s: float, every_s: float) -> bool:
     return former_s is None or now_s - former_s >= every_s - min(SLACK_S, every_s / 4)
 
 
-def _is_frozen(memory: Memory, now_s: float) -> bool:
+def _is_frozen(memory: ScaleHistory, now_s: float) -> bool:
     """Whether the groups that serve have just changed, and not for ever."""
     return now_s < memory.frozen_until_s and now_s - memory.frozen_since_s < LONGEST_FREEZE_S
 
 
-def _woken(memory: Memory, scene: Scene, rules: Rules) -> Decision:
+def _woken(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleDecision:
     fleet = scene.fleet
     short = fleet.traffic.get(SHORT_S)
     served = sum(group.streams for group in fleet.groups.values()) + (short.arrivals if short else 0)
     waiting = fleet.held + fleet.queued + served  # a group that is still being emptied may serve some
     if not waiting:
-        return Decision(0, "Steady", "nothing is asked for")
+        return ScaleDecision(0, "Steady", "nothing is asked for")
     implied = fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
-    return Decision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests want a group")
+    return ScaleDecision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests want a group")
 
 
-def _is_idle(scene: Scene, rules: Rules) -> bool:
+def _is_idle(scene: ScaleInputs, rules: ScalingRules) -> bool:
     """Whether nothing was asked for long enough, by the word of every router."""
     fleet = scene.fleet
     idle_s = rules.idle_s if rules.idle_s is not None else max(LEAST_IDLE_S, 3 * scene.cold_s)
@@ -209,7 +213,9 @@ def _is_idle(scene: Scene, rules: Rules) -> bool:
     return rules.to_zero and rules.least == 0 and fleet.all_heard and not busy and fleet.idle_s >= idle_s
 
 
-def _evaluated(memory: Memory, ability: Ability, scene: Scene, rules: Rules) -> tuple[Memory, Decision]:
+def _evaluated(
+    memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules
+) -> tuple[ScaleHistory, ScaleDecision]:
     """The evaluation of every 15 s."""
     fleet, now_s = scene.fleet, scene.now_s
     usual = fleet.traffic.get(USUAL_S)
@@ -218,20 +224,22 @@ def _evaluated(memory: Memory, ability: Ability, scene: Scene, rules: Rules) -> 
     grows = growth(trend, scene.cold_s + TICK_S + MEAN_AGE_S, burstiness_of(fleet))
     load, frozen = load_of(fleet, ability, grows), _is_frozen(memory, now_s)
     need = demand(arrivals_alone(load) if frozen else load, ability, rules.targets)
-    memory, decision = _panicked(memory, ability, scene, rules, Decision(scene.groups, "Steady", need.why, need.groups))
+    memory, decision = _panicked(memory, ability, scene, rules, ScaleDecision(scene.groups, "Steady", need.why, need.groups))
     if decision.groups > scene.groups:
         return memory, decision
     if need.groups > scene.groups:
         return _more(memory, scene, rules, need, grows)
     if frozen:
-        return memory, Decision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
+        return memory, ScaleDecision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
     memory = replace(memory, needs=())
     if now_s < memory.frozen_until_s:
         return memory, decision
     return _fewer(memory, ability, scene, rules, need)
 
 
-def _more(memory: Memory, scene: Scene, rules: Rules, need: Demand, grows: float) -> tuple[Memory, Decision]:
+def _more(
+    memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules, need: Demand, grows: float
+) -> tuple[ScaleHistory, ScaleDecision]:
     """Out, once two evaluations in a row said so for long enough; growth has been seen for longer than that already."""
     since_s = memory.over_since_s if memory.needs else scene.now_s
     looks = EVALUATIONS if grows == 1 else 1
@@ -241,11 +249,13 @@ def _more(memory: Memory, scene: Scene, rules: Rules, need: Demand, grows: float
     enough = len(needs) == looks and scene.now_s - since_s >= rules.up_s - SLACK_S
     count = _capped(min(needs), memory, scene, rules) if enough else scene.groups
     if count > scene.groups:
-        return memory, Decision(count, "Out", why, need.groups)
-    return memory, Decision(scene.groups, "Steady", f"{why}: not yet, or no more are allowed", need.groups)
+        return memory, ScaleDecision(count, "Out", why, need.groups)
+    return memory, ScaleDecision(scene.groups, "Steady", f"{why}: not yet, or no more are allowed", need.groups)
 
 
-def _panicked(memory: Memory, ability: Ability, scene: Scene, rules: Rules, calm: Decision) -> tuple[Memory, Decision]:
+def _panicked(
+    memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules, calm: ScaleDecision
+) -> tuple[ScaleHistory, ScaleDecision]:
     """Out at once when the last seconds alone need far more; `calm` otherwise. What they need also keeps groups from going."""
     memory = replace(memory, panic_ticked_s=scene.now_s)
     load = panic_load_of(scene.fleet, ability)
@@ -260,10 +270,10 @@ def _panicked(memory: Memory, ability: Ability, scene: Scene, rules: Rules, calm
     count = _capped(need.groups, memory, scene, rules)
     if count <= scene.groups:
         return memory, calm
-    return memory, Decision(count, "Panic", f"in the last 6 s {need.why}", need.groups)
+    return memory, ScaleDecision(count, "Panic", f"in the last 6 s {need.why}", need.groups)
 
 
-def _capped(wanted: int, memory: Memory, scene: Scene, rules: Rules) -> int:
+def _capped(wanted: int, memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> int:
     """At most so many groups, by what there were 15 s ago and the bounds."""
     base = min((n for _, n in memory.counts), default=scene.groups)
     limit = max(2 * base, base + OUT_STEP)
@@ -272,7 +282,9 @@ def _capped(wanted: int, memory: Memory, scene: Scene, rules: Rules) -> int:
     return max(scene.groups, min(wanted, limit, rules.most))
 
 
-def _fewer(memory: Memory, ability: Ability, scene: Scene, rules: Rules, need: Demand) -> tuple[Memory, Decision]:
+def _fewer(
+    memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules, need: Demand
+) -> tuple[ScaleHistory, ScaleDecision]:
     """In, once fewer groups have done for the whole stabilisation time."""
     n, now_s = scene.groups, scene.now_s
     step = rules.down_step or max(1, n // IN_SHARE)
@@ -281,21 +293,21 @@ def _fewer(memory: Memory, ability: Ability, scene: Scene, rules: Rules, need: D
     reason: str | None = f"{floor} are needed"
     fitting = n
     for count in range(n - 1, max(n - step, floor) - 1, -1):
-        reason = objection(count, load, groups, ability, rules.targets)
+        reason = why_not_fitted(count, load, groups, ability, rules.targets)
         if reason is not None:
             break
         fitting = count
     if fitting == n:
-        return replace(memory, fits_since_s=None), Decision(n, "Steady", reason or need.why, need.groups)
+        return replace(memory, fits_since_s=None), ScaleDecision(n, "Steady", reason or need.why, need.groups)
     since_s = now_s if memory.fits_since_s is None else memory.fits_since_s
     memory = replace(memory, fits_since_s=since_s)
     paced = memory.in_s is None or now_s - memory.in_s >= IN_EVERY_S - SLACK_S
     if now_s - since_s < _stable_s(memory, scene, rules) - SLACK_S or not paced:
-        return memory, Decision(n, "Steady", f"{fitting} would do, but not for long enough yet", need.groups)
-    return memory, Decision(fitting, "In", f"{fitting} have done for {now_s - since_s:.0f} s", need.groups)
+        return memory, ScaleDecision(n, "Steady", f"{fitting} would do, but not for long enough yet", need.groups)
+    return memory, ScaleDecision(fitting, "In", f"{fitting} have done for {now_s - since_s:.0f} s", need.groups)
 
 
-def _stable_s(memory: Memory, scene: Scene, rules: Rules) -> float:
+def _stable_s(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> float:
     """For how long fewer groups must do."""
     if rules.down_s is not None:
         return rules.down_s

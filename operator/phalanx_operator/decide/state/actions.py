@@ -71,7 +71,7 @@ class MarkLeader:
 
 
 @dataclass(frozen=True, slots=True)
-class EndPod:
+class DeletePod:
     """Delete a pod with less grace than it has: none at all where its kubelet is not there to end it."""
 
     name: str
@@ -157,7 +157,7 @@ class SetReplicas:
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
-OfPods = MarkLeader | EndPod | RetryPods | RetryRouters
+OfPods = MarkLeader | DeletePod | RetryPods | RetryRouters
 Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | NoteRestarts | KeepGang | KeepRevision
 
 

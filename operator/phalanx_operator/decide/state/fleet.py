@@ -24,7 +24,7 @@ _REFERENCE = StepWork(prefill_tokens=256, decodes=16, context_tokens=16 * 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RouterAnswer:
     """The latest answer of one router, and how long ago it came."""
 
     router: str
@@ -33,7 +33,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenGroup:
+class GroupLoadView:
     """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
     `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
     ended for no cause outside, as far as any router knows; `death`: why the last one did; `excused`: those that
@@ -71,7 +71,7 @@ class Fleet:
 
     asked: int = 0
     answered: int = 0
-    groups: Mapping[str, SeenGroup] = field(default_factory=dict)
+    groups: Mapping[str, GroupLoadView] = field(default_factory=dict)
     traffic: Mapping[float, Traffic] = field(default_factory=dict)
     queued: int = 0
     queued_tokens: int = 0
@@ -96,7 +96,7 @@ class Fleet:
         return self.answered >= self.asked
 
 
-def merge(heard: Iterable[Heard], asked: int, max_age_s: float) -> Fleet:
+def merge(heard: Iterable[RouterAnswer], asked: int, max_age_s: float) -> Fleet:
     """The fleet by the answers that are no older than that."""
     young = [one for one in heard if one.age_s <= max_age_s]
     summaries = [one.summary for one in young]
@@ -161,7 +161,7 @@ def _added(window_s: float, parts: Sequence[Traffic]) -> Traffic:
     )
 
 
-def _groups(summaries: Sequence[RouterSummary]) -> dict[str, SeenGroup]:
+def _groups(summaries: Sequence[RouterSummary]) -> dict[str, GroupLoadView]:
     by_name: dict[str, list[GroupSummary]] = {}
     for group in (group for summary in summaries for group in summary.groups):
         by_name.setdefault(group.group, []).append(group)
@@ -171,11 +171,11 @@ def _groups(summaries: Sequence[RouterSummary]) -> dict[str, SeenGroup]:
     return {name: replace(group, backlog_s=min(group.backlog_s, bound_s)) for name, group in groups.items()}
 
 
-def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
+def _seen(seen: Sequence[GroupSummary]) -> GroupLoadView:
     """One group, from what each router says of it."""
     most = max(seen, key=lambda group: group.deaths)
     best = min(seen, key=lambda group: _BY_FRESHNESS.index(group.state))
-    return SeenGroup(
+    return GroupLoadView(
         name=best.group,
         fresh=best.state in ("fresh", "degraded") and best.total_pages > 0 and best.page_size > 0,
         streams=sum(max(group.streams, 0) for group in seen),
@@ -198,7 +198,7 @@ def _seen(seen: Sequence[GroupSummary]) -> SeenGroup:
     )
 
 
-def middle_model(groups: Iterable[SeenGroup]) -> StepModel | None:
+def middle_model(groups: Iterable[GroupLoadView]) -> StepModel | None:
     """The step model of the group that is neither the fastest nor the slowest: one that lies is never believed among three."""
     models = [group.model for group in groups if group.fresh and group.model is not None]
     return sorted(models, key=lambda model: model.predict(_REFERENCE))[(len(models) - 1) // 2] if models else None

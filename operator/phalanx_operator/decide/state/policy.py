@@ -54,7 +54,7 @@ def policy_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class PublishedPolicy:
     """The policy as it was told last. Its number rises with each change, also over restarts of the operator, by the clock."""
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
@@ -70,8 +70,12 @@ class Granted:
         revision: str = "",
         for_good: Sequence[str] = (),
         wanted: bool = True,
-    ) -> "Granted":
+    ) -> "PublishedPolicy":
         """The policy to tell from now on: the former one, number and all, when nothing changed."""
         number = self.policy.number
         same = policy_of(spec, routers, number, empty, awaited=awaited, revision=revision, for_good=for_good, wanted=wanted)
-        return self if same == self.policy else Granted(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))
+        return (
+            self
+            if same == self.policy
+            else PublishedPolicy(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))
+        )

@@ -83,7 +83,7 @@ asked for it by the annotation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class DrainMark:
     """A group is being emptied before it goes: since when, what for, and why."""
 
     since: str
@@ -116,7 +116,7 @@ class ObservedGroup:
     size: int
     terminating: bool = False
     pods: tuple[ObservedPod, ...] = ()
-    draining: Draining | None = None
+    draining: DrainMark | None = None
     drained: str = ""
     lost: str = ""
     slow: str = ""
@@ -219,7 +219,7 @@ class Snapshot:
 # Conditions that were set already in a look, set again by what weighs more.
 
 
-def overruled(
+def override_condition(
     conditions: tuple[Condition, ...],
     kind: ConditionType,
     is_true: bool,

@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: fp32 safetensors, config.json, tokenizer.json and their companions.
+"""Converts a GGUF file to a model folder: fp32 safetensors, config.json, tokenizer.json, tokenizer_config.json.
 
-Tensors equal, bit for bit, what transformers loads from the same file. llama.cpp stores the query and key rows of Llama models
-interleaved for its own rotary embedding: row (head, i, half) there is row (head, half, i) here.
+Tensors are bitwise equal to those that transformers loads from the same file. llama.cpp stores query and key rows of Llama models
+interleaved for its rotary embedding: its row (head, i, half) becomes row (head, half, i).
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from phalanx_runtime.checkpoint.folder import made_once
+from phalanx_runtime.checkpoint.folder import make_once
 from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 
-# The rotary embedding that a GGUF file describes, as `rope_parameters` of config.json.
-# Llama 3's scaling is in the file only as its result, a divisor for each frequency (tensor rope_freqs). All of its models
-# have the same bounds, so the factor, which is the largest divisor, says the rest; the divisors computed back must be the
-# file's. Source: Llama 3.1's reference code (apply_scaling) and llama.cpp's converter.
+# Rotary embedding, as `rope_parameters` of config.json.
+# A file contains Llama 3's scaling only as a divisor for each frequency (tensor rope_freqs). All Llama 3 models share the other
+# parameters, so the factor is the largest divisor; the divisors computed from it must equal the file's.
+# Source: Llama 3.1's reference code (apply_scaling) and llama.cpp's converter.
 
 ROPE_DIVISORS = "rope_freqs.weight"
 _DEFAULT_THETA = 10000.0
@@ -30,7 +30,7 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
 def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
-    """The file's base and scaling. Raises ModelError for a scaling that config.json could not say."""
+    """The file's base and scaling. Raises ModelError for a scaling that config.json cannot express."""
     theta = file.metadata.get(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
     if not isinstance(theta, int | float):
         raise ModelError(f"{file.path}: {architecture}.rope.freq_base must be a number, it is {theta!r:.40}")
@@ -62,7 +62,7 @@ def _llama3(file: GgufFile, theta: float, divisors: npt.NDArray[np.float32]) -> 
 
 
 def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.NDArray[np.float64]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, between them a blend of the two."""
+    """Divisor of each frequency: 1 for short wavelengths, `factor` for long ones, interpolated between them."""
     wavelengths = 2 * np.pi * theta ** (np.arange(num_frequencies) / num_frequencies)
     share = (_ORIGINAL_POSITIONS / wavelengths - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
     kept = np.clip(share, 0.0, 1.0)
@@ -71,7 +71,7 @@ def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.ND
 
 
 CONVERTER_VERSION = 2
-"""Raised whenever the same GGUF file would give another folder: cached folders are named by it."""
+"""Increment whenever the same GGUF file would give another folder: cache folder names depend on it."""
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ROOTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -92,9 +92,9 @@ _INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Writes the model folder `out`, whole or not at all; an `out` that is there already is left alone.
+    """Writes the model folder `out` atomically; raises ModelError if `out` exists and is not empty.
 
-    Takes about three seconds for a model of 135 million parameters, and the memory of its largest tensor. Raises ModelError.
+    Takes about 3 s for 135 million parameters, and the memory of the largest tensor. Raises ModelError.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ModelError(f"{out} exists already: give the folder another name or remove it")
@@ -104,7 +104,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
-    """`out`, converted unless it is there already: for caches that name folders by content. Setting `stop` ends it.
+    """Returns `out`, converted if absent; for caches with content-based names. Setting `stop` aborts.
 
     Raises ModelError.
     """
@@ -117,7 +117,7 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> 
             shutil.rmtree(part, ignore_errors=True)
             raise
 
-    return made_once(out, make, stop)
+    return make_once(out, make, stop)
 
 
 def _write_folder(file: GgufFile, folder: Path, stop: threading.Event) -> None:
@@ -136,7 +136,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
-    """The content of config.json. Raises ModelError for an architecture or a feature that cannot be converted faithfully."""
+    """Content of config.json. Raises ModelError for an architecture or feature that cannot be converted exactly."""
     architecture = file.text("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(f"{file.path}: architecture {architecture!r} cannot be converted, only {', '.join(_ARCHITECTURES)}")
@@ -195,7 +195,7 @@ def _required(file: GgufFile, key: str) -> object:
 
 
 def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
-    """The tensor with its name in the folder. An unknown one is an error: leaving it out would change the model unseen."""
+    """The tensor with its name in the folder. Raises ModelError for an unknown one: dropping it would change the model."""
     match tensor.name.split("."):
         case [root, kind] if root in _ROOTS:
             return f"{_ROOTS[root]}.{kind}", tensor
@@ -207,7 +207,7 @@ def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
 def _write_safetensors(
     out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event
 ) -> None:
-    """One tensor at a time, so that memory does not grow with the model. Source: the safetensors format's description."""
+    """Writes one tensor at a time to bound memory. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
@@ -230,6 +230,6 @@ def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> 
 
 
 def _halves_apart(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Rows (head, i, half) reordered to (head, half, i)."""
+    """Reorders rows (head, i, half) to (head, half, i)."""
     split = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)

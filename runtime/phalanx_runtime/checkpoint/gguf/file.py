@@ -1,7 +1,7 @@
-"""What a GGUF file holds: its metadata, and its tensors as they lie in the file (mapped, not read).
+"""Reader of GGUF files: metadata, and memory-mapped tensors.
 
-Source: the GGUF specification in ggml's docs/gguf.md. The `gguf` package's reader does the same, but takes seconds for a
-vocabulary of 50,000 tokens; of that package only the dequantisation is used.
+Source: the GGUF specification in ggml's docs/gguf.md. The `gguf` package's reader takes seconds for a vocabulary of 50,000
+tokens; only its dequantisation is used.
 """
 
 import mmap
@@ -28,7 +28,7 @@ _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: rows first in `shape`, as numpy and torch count; `raw` has a row of bytes per row of the tensor."""
+    """One tensor. `shape` has rows first, as in numpy and torch; `raw` has one row of bytes per row of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class GgufTensor:
     raw: npt.NDArray[np.uint8]
 
     def float32(self) -> npt.NDArray[np.float32]:
-        """The values, dequantised. Raises ModelError for a quantisation that the gguf package cannot undo."""
+        """The dequantised values. Raises ModelError for a quantisation that the gguf package does not support."""
         try:
             values = dequantize(self.raw, self.quantization)
         except NotImplementedError as error:
@@ -53,25 +53,25 @@ class GgufFile:
     tensors: list[GgufTensor]
 
     def text(self, key: str) -> str | None:
-        """The string under `key`, if any. Raises ModelError when it is something else."""
+        """The string under `key`, or None. Raises ModelError for another type."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise ModelError(f"{self.path}: {key} must be a string, it is {value!r:.40}")
         return value
 
     def number(self, key: str) -> int | None:
-        """The integer under `key`, if any. Raises ModelError when it is something else."""
+        """The integer under `key`, or None. Raises ModelError for another type."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, int):
             raise ModelError(f"{self.path}: {key} must be an integer, it is {value!r:.40}")
         return value
 
     def flag(self, key: str) -> bool:
-        """Whether `key` is there and true."""
+        """Whether `key` is true."""
         return self.metadata.get(key) is True
 
     def texts(self, key: str) -> list[str]:
-        """The strings under `key`. Raises ModelError when they are missing or something else."""
+        """The strings under `key`. Raises ModelError if absent or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ModelError(f"{self.path}: {key} must be a list of strings")
@@ -79,7 +79,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads the header from front to back."""
+    """Sequential reader of the header."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
@@ -120,7 +120,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The file's metadata and tensors; tensor bytes are mapped. Raises ModelError when it is no whole GGUF file."""
+    """Metadata and memory-mapped tensors of the file. Raises ModelError for an incomplete or invalid file."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as header:
             cursor = _Cursor(header)

@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file's metadata describes, as a tokenizer.json.
+"""Converts the tokenizer in a GGUF file's metadata to a tokenizer.json.
 
-The file names its pre-tokenizer (`tokenizer.ggml.pre`), and llama.cpp's source says what the name means. That meaning is
-followed, also where transformers does not know the name: `smollm` splits every numeral off, so " ½" is two pieces and not one.
-(The vocabulary of SmolLM2 has no token of two digits or of a space and a digit, so other prompts give equal ids.)
+llama.cpp's source defines the pre-tokenizer that `tokenizer.ggml.pre` names. This module follows it, also for names that
+transformers does not know: `smollm` splits off every digit, so " ½" is two pieces. (SmolLM2's vocabulary has no token of two
+digits or of a space and a digit, so other prompts give equal ids.)
 """
 
 from collections.abc import Callable
@@ -46,11 +46,11 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _by_pattern(_QWEN2),
 }
 _IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3"}
-"""Vocabularies where a piece that is a token stays whole, whatever the merges say."""
+"""Vocabularies in which a piece that is a token is not split by merges."""
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer:
-    """The tokenizer with the file's vocabulary, merges, special tokens and pre-tokenizer. Raises ModelError."""
+    """Tokenizer with the file's vocabulary, merges, special tokens and pre-tokenizer. Raises ModelError."""
     kind, pre = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; only byte-level BPE (gpt2) can be converted")
@@ -107,7 +107,7 @@ def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, object]:
-    """The content of tokenizer_config.json: special tokens and chat template."""
+    """Content of tokenizer_config.json: special tokens and chat template."""
     tokens = file.texts("tokenizer.ggml.tokens")
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     special = {f"{short}_token": _special(file, tokens, name) for name, short in named.items()}

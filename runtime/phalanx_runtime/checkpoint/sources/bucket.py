@@ -8,14 +8,14 @@ from pathlib import Path
 
 import httpx
 
-from phalanx_runtime.checkpoint.sources.remote_file import RemoteFile, Work
+from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl, RemoteFile
 from phalanx_runtime.errors import ModelError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class BucketAddress:
     """A folder of a bucket, and the one file of it that is wanted, if one is."""
 
     scheme: str
@@ -39,9 +39,9 @@ class Prefix:
     """What lies under one prefix of one bucket: what every such source says of itself."""
 
     endpoint: str
-    address: Address
+    address: BucketAddress
     client: httpx.Client
-    work: Work
+    work: DownloadControl
 
     @property
     def uri(self) -> str:
@@ -59,7 +59,7 @@ class Prefix:
         return f"{self.address.uri} at {self.endpoint}"
 
 
-def address(scheme: str, rest: str, suffix: str = ".gguf") -> Address:
+def address(scheme: str, rest: str, suffix: str = ".gguf") -> BucketAddress:
     """The address after `scheme://`; what ends in the suffix is one file. Raises ModelError."""
     bucket, _, path = rest.partition("/")
     path = path.removesuffix("/")
@@ -67,9 +67,9 @@ def address(scheme: str, rest: str, suffix: str = ".gguf") -> Address:
         forms = f"{scheme}://bucket, {scheme}://bucket/prefix or {scheme}://bucket/prefix/file{suffix}"
         raise ModelError(f"model '{scheme}://{rest}': {forms} is expected")
     if not path.endswith(suffix):
-        return Address(scheme, bucket, path)
+        return BucketAddress(scheme, bucket, path)
     prefix, _, file = path.rpartition("/")
-    return Address(scheme, bucket, prefix, file)
+    return BucketAddress(scheme, bucket, prefix, file)
 
 
 def version_of(files: Iterable[RemoteFile], tags: Iterable[str]) -> str:

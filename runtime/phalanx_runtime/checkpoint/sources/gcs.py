@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.sources.bucket import Address, Prefix, version_of
+from phalanx_runtime.checkpoint.sources.bucket import BucketAddress, Prefix, version_of
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
-from phalanx_runtime.checkpoint.sources.remote_file import Digest, RemoteFile, Work
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile
 from phalanx_runtime.errors import ModelError
 
 _PUBLIC = "https://storage.googleapis.com"
@@ -70,36 +70,36 @@ class MetadataServer:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class GcsStore:
     """The service, and who asks."""
 
     endpoint: str
     token: Callable[[], str | None]
 
 
-def store_of(environment: Mapping[str, str]) -> Store:
+def store_of(environment: Mapping[str, str]) -> GcsStore:
     """The service that the environment names. Raises ModelError for credentials that cannot be used."""
     emulator = environment.get("STORAGE_EMULATOR_HOST", "").rstrip("/")
     endpoint = (emulator if "://" in emulator else f"http://{emulator}") if emulator else _PUBLIC
     if token := environment.get("GOOGLE_OAUTH_ACCESS_TOKEN"):
-        return Store(endpoint, lambda: token)
+        return GcsStore(endpoint, lambda: token)
     if environment.get("GOOGLE_APPLICATION_CREDENTIALS"):
         instead = "set GOOGLE_OAUTH_ACCESS_TOKEN, or give the pod a service account of the cloud"
         raise ModelError(f"GOOGLE_APPLICATION_CREDENTIALS names a file that cannot be used for gs://: {instead}")
     if emulator and not environment.get("GCE_METADATA_HOST"):
-        return Store(endpoint, lambda: None)
-    return Store(endpoint, MetadataServer(environment.get("GCE_METADATA_HOST") or _METADATA).token)
+        return GcsStore(endpoint, lambda: None)
+    return GcsStore(endpoint, MetadataServer(environment.get("GCE_METADATA_HOST") or _METADATA).token)
 
 
-def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Snapshot:
+def download(store: GcsStore, address: BucketAddress, cache_dir: Path, work: DownloadControl) -> Snapshot:
     """The files under the prefix, fetched unless they are there already. Raises ModelError."""
     with httpx.Client(timeout=TIMEOUT, auth=_Bearer(store.token)) as client:
-        source = _Prefix(store.endpoint, address, client, work)
+        source = _GcsPrefix(store.endpoint, address, client, work)
         return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.file)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix(Prefix):
+class _GcsPrefix(Prefix):
     """What lies under one prefix of one bucket."""
 
     @property

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
-from phalanx_runtime.checkpoint.sources.remote_file import Digest, RemoteFile, Work
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile
 from phalanx_runtime.errors import ModelError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -20,7 +20,7 @@ class Hub:
 
     endpoint: str
     token: str | None
-    work: Work
+    work: DownloadControl
 
     @property
     def headers(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class _Repository:
         return f"{self.name} at revision {self.revision}"
 
     @property
-    def work(self) -> Work:
+    def work(self) -> DownloadControl:
         return self.hub.work
 
     def listing(self) -> Listing:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
-from phalanx_runtime.checkpoint.sources.remote_file import Digest, RemoteFile, Work, raise_for_passing_trouble
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile, raise_for_passing_trouble
 from phalanx_runtime.errors import ModelError
 
 # Who asks a registry: credentials of config.json, given as they are or changed into a token where the registry says so.
@@ -124,7 +124,7 @@ _TAR = re.compile(r".*\.tar([+.]gzip)?$|.*/(tar|gzip|x-tar|x-gzip)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ImageAddress:
     """A manifest of a repository, by tag or digest."""
 
     registry: str
@@ -150,17 +150,17 @@ class Address:
         return f"{self.uri}{'@' if _DIGEST.fullmatch(self.reference) else ':'}{self.reference}"
 
 
-def address(rest: str) -> Address:
+def address(rest: str) -> ImageAddress:
     """The address after `oci://`. Raises ModelError."""
     found = _ADDRESS.fullmatch(rest)
     if not found:
         raise ModelError(
             f"model 'oci://{rest}': oci://registry/repository:tag or oci://registry/repository@sha256:... is expected"
         )
-    return Address(found["registry"], found["repository"], found["tag"] or found["digest"])
+    return ImageAddress(found["registry"], found["repository"], found["tag"] or found["digest"])
 
 
-def download(address: Address, credentials: Credentials | None, cache_dir: Path, work: Work) -> Snapshot:
+def download(address: ImageAddress, credentials: Credentials | None, cache_dir: Path, work: DownloadControl) -> Snapshot:
     """The files of the layers, fetched unless they are there already. Raises ModelError."""
     auth = RegistryAuth(str(address), address.host, credentials)
     folder = cache_dir / "oci" / re.sub(r"[/:]", "--", f"{address.registry}/{address.repository}")[-200:]
@@ -174,10 +174,10 @@ def download(address: Address, credentials: Credentials | None, cache_dir: Path,
 class _Image:
     """One manifest and its layers."""
 
-    address: Address
+    address: ImageAddress
     known: bool
     client: httpx.Client
-    work: Work
+    work: DownloadControl
 
     @property
     def uri(self) -> str:

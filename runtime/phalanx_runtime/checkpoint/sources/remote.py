@@ -4,7 +4,7 @@
     <folder>/<version>/           the snapshot; whole once it has this name
     <folder>/<version>.part/      a download under way, or cut: the next one continues it
 
-Only what serving needs is fetched: configuration, tokenizer, safetensors. What a kind of source adds is a `Source`.
+Only what serving needs is fetched: configuration, tokenizer, safetensors. What a kind of source adds is a `RemoteSource`.
 """
 
 import shutil
@@ -20,13 +20,13 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.folder import made_once, write_whole
+from phalanx_runtime.checkpoint.folder import make_once, write_whole
 from phalanx_runtime.checkpoint.sources.remote_file import (
+    DownloadControl,
+    DownloadProgress,
     Fetch,
     RemoteFile,
-    Tally,
     Unreachable,
-    Work,
     raise_for_passing_trouble,
     with_retries,
 )
@@ -120,7 +120,7 @@ class Listing:
     archives: Sequence[RemoteFile] = ()
 
 
-class Source(Protocol):
+class RemoteSource(Protocol):
     """One place where a model is kept."""
 
     @property
@@ -144,7 +144,7 @@ class Source(Protocol):
         ...
 
     @property
-    def work(self) -> Work:
+    def work(self) -> DownloadControl:
         """Whom to tell, and what ends the download."""
         ...
 
@@ -161,7 +161,7 @@ class Source(Protocol):
         ...
 
 
-def ask(source: Source, method: str, url: str, what: str, headers: dict[str, str] | None = None) -> httpx.Response:
+def ask(source: RemoteSource, method: str, url: str, what: str, headers: dict[str, str] | None = None) -> httpx.Response:
     """The answer to a small request, after a few attempts. Raises Unreachable, ModelError."""
 
     def attempt() -> httpx.Response:
@@ -175,7 +175,7 @@ def ask(source: Source, method: str, url: str, what: str, headers: dict[str, str
         raise ModelError(f"{what}: {url!r} is no URL: {error}") from error
 
 
-def snapshot(source: Source, folder: Path, label: str, *, file: str | None = None, version: str | None = None) -> Snapshot:
+def snapshot(source: RemoteSource, folder: Path, label: str, *, file: str | None = None, version: str | None = None) -> Snapshot:
     """The files of a source, fetched unless they are there already. With `file`, only that one. Raises ModelError.
 
     A `version` that is known and there needs no source; nor does a label while the source cannot be reached, if it was
@@ -202,23 +202,23 @@ def snapshot(source: Source, folder: Path, label: str, *, file: str | None = Non
             archives = [part / archive.name for archive in listing.archives]
             unpack(archives, part, lambda names: _names(names, source), source.name, source.work.stop)
 
-    target = made_once(folder / (listing.version + suffix), make, source.work.stop)
+    target = make_once(folder / (listing.version + suffix), make, source.work.stop)
     _remember(folder, label, listing.version)
     return Snapshot(target, listing.version)
 
 
-def _names(names: list[str], source: Source) -> list[str]:
+def _names(names: list[str], source: RemoteSource) -> list[str]:
     return [file.name for file in wanted([RemoteFile(name, "") for name in names], None, source.where, source.uri)]
 
 
-def _chosen(listing: Listing, file: str | None, source: Source) -> list[RemoteFile]:
+def _chosen(listing: Listing, file: str | None, source: RemoteSource) -> list[RemoteFile]:
     if listing.archives:
         _check_names(listing.files, source.where)
         return [*listing.archives, *(entry for entry in listing.files if "/" not in entry.name and _is_of_a_model(entry.name))]
     return wanted(listing.files, file, source.where, source.uri)
 
 
-def _fetched_before(source: Source, folder: Path, label: str, suffix: str, error: ModelError) -> Snapshot:
+def _fetched_before(source: RemoteSource, folder: Path, label: str, suffix: str, error: ModelError) -> Snapshot:
     reference = folder / "refs" / quote(label, safe="")
     version = reference.read_text() if reference.is_file() else ""
     if not version or not (folder / (version + suffix)).is_dir():
@@ -277,7 +277,7 @@ def _gguf_hint(by_name: dict[str, RemoteFile], uri: str) -> str:
     return f"; to serve a GGUF file, write {uri}/{found[0]}" if found and not uri.startswith("oci://") else ""
 
 
-def _fetch(source: Source, version: str, files: list[RemoteFile], part: Path) -> None:
+def _fetch(source: RemoteSource, version: str, files: list[RemoteFile], part: Path) -> None:
     """Fills `part` with the files, a few at a time; the first error ends the others. Raises ModelError."""
     what = f"downloading {source.name}"
     total_bytes = sum(file.size or 0 for file in files)
@@ -287,7 +287,7 @@ def _fetch(source: Source, version: str, files: list[RemoteFile], part: Path) ->
     fetch = Fetch(
         work=source.work,
         client=source.client,
-        tally=Tally(what, total_bytes, source.work),
+        tally=DownloadProgress(what, total_bytes, source.work),
         stopped=lambda: failed.is_set() or source.work.stop.is_set(),
         refusal=source.refusal,
     )

@@ -111,7 +111,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DownloadControl:
     """Whom a download tells, and what ends it. Setting `stop` ends everything within a second.
 
     backoff_s: first wait after a failure; doubles, up to 10 s. report_every_s: least time between two lines of progress.
@@ -157,12 +157,12 @@ class Transient(Exception):
 
 
 @dataclass(slots=True)
-class Tally:
+class DownloadProgress:
     """Bytes of a whole download, counted by several threads; says how far it is every few seconds."""
 
     what: str
     total_bytes: int
-    work: Work
+    work: DownloadControl
     done_bytes: int = 0
     _reported_at: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -178,7 +178,7 @@ class Tally:
         self.work.progress(f"{self.what}: {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB")
 
 
-def with_retries(work: Work, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
+def with_retries(work: DownloadControl, what: str, attempt: Callable[[], _T], progress_of: Callable[[], int] = lambda: 0) -> _T:
     """What `attempt` gives, tried again after a cut or a passing trouble, at most five times in a row without new bytes.
 
     `progress_of` tells how many bytes there are. Raises Unreachable when it gives up, ModelError when stopped; other errors pass.
@@ -209,9 +209,9 @@ def raise_for_passing_trouble(response: httpx.Response) -> None:
 class Fetch:
     """Everything that fetching the files of one source shares."""
 
-    work: Work
+    work: DownloadControl
     client: httpx.Client
-    tally: Tally
+    tally: DownloadProgress
     stopped: Callable[[], bool]
     refusal: Callable[[httpx.Response, str], ModelError]
 

@@ -17,9 +17,9 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.sources.bucket import Address, Prefix, version_of
+from phalanx_runtime.checkpoint.sources.bucket import BucketAddress, Prefix, version_of
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, ask, snapshot
-from phalanx_runtime.checkpoint.sources.remote_file import Digest, RemoteFile, Work
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile
 from phalanx_runtime.errors import ModelError
 
 # Signs requests with an access key as AWS Signature Version 4 has it. The body of a request is empty.
@@ -80,7 +80,7 @@ _MD5 = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class S3Store:
     """A service with buckets, and who asks."""
 
     endpoint: str
@@ -88,7 +88,7 @@ class Store:
     key: AccessKey | None
 
 
-def store_of(environment: Mapping[str, str]) -> Store:
+def store_of(environment: Mapping[str, str]) -> S3Store:
     """The service that the environment names. Raises ModelError when only half of a key is there."""
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
     named = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
@@ -96,19 +96,19 @@ def store_of(environment: Mapping[str, str]) -> Store:
     if bool(id) != bool(secret):
         raise ModelError("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together: one of them is not set")
     key = AccessKey(id, secret, environment.get("AWS_SESSION_TOKEN") or None) if id else None
-    return Store((named or f"https://s3.{region}.amazonaws.com").rstrip("/"), region, key)
+    return S3Store((named or f"https://s3.{region}.amazonaws.com").rstrip("/"), region, key)
 
 
-def download(store: Store, address: Address, cache_dir: Path, work: Work) -> Snapshot:
+def download(store: S3Store, address: BucketAddress, cache_dir: Path, work: DownloadControl) -> Snapshot:
     """The files under the prefix, fetched unless they are there already. Raises ModelError."""
     auth = SignatureV4(store.key, store.region) if store.key else None
     with httpx.Client(timeout=TIMEOUT, auth=auth) as client:
-        source = _Prefix(store.endpoint, address, client, work, store.region, store.key is not None)
+        source = _S3Prefix(store.endpoint, address, client=client, work=work, region=store.region, has_key=store.key is not None)
         return snapshot(source, address.folder(cache_dir, store.endpoint), "latest", file=address.file)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix(Prefix):
+class _S3Prefix(Prefix):
     """What lies under one prefix of one bucket. `region` and `has_key`: how the store is asked."""
 
     region: str

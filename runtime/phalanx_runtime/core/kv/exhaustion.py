@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class RunningEstimate:
     """A running request: steps that it is expected to go on, and the slots that it fills now and gives back then."""
 
     rest: float
     slots: int
 
 
-def expected_rest(generated: int, most: int, mean_output: float) -> float:
+def expected_remaining_steps(generated: int, most: int, mean_output: float) -> float:
     """Output tokens still to come of a request that has so many and may have `most` more; `mean_output` 0: none is known."""
     if not mean_output:
         return float(most)
     return min(float(most), max(mean_output - generated, generated / 2))
 
 
-def steps_to_full(free_slots: float, going: Iterable[Going], newcomer_slots: float = 0.0) -> float | None:
+def steps_to_full(free_slots: float, going: Iterable[RunningEstimate], newcomer_slots: float = 0.0) -> float | None:
     """After how many steps no slot is free; None when requests end early enough, or nothing runs.
 
     newcomer_slots: what requests that begin take, a step.

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 
-class Beginnings:
+class PartialPageIndex:
     """Tokens of cached pages, found by (page before it, first token). Of pages that meet there the latest is found."""
 
     __slots__ = ("_found_by", "_page_size", "_places", "_tokens")

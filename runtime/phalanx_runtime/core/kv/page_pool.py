@@ -35,7 +35,7 @@ from phalanx_api import wire
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.registry import make_eviction
 from phalanx_runtime.core.kv.page_check import PoolState, find_wrong
-from phalanx_runtime.core.kv.page_index import Beginnings, PageEvents
+from phalanx_runtime.core.kv.page_index import PageEvents, PartialPageIndex
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class PagePool:
         self._idle = bytearray(num_pages)
         """1: cached, and no published page follows."""
         self._policy = make_eviction(eviction, num_pages, self._idle)
-        self._beginnings = Beginnings(num_pages, page_size)
+        self._beginnings = PartialPageIndex(num_pages, page_size)
 
     @property
     def free_pages(self) -> int:
@@ -224,15 +224,15 @@ class PagePool:
         state = PoolState(
             self.page_size,
             self._free,
-            self._refs,
-            self._written,
-            self._keys,
-            self._page_of,
-            self._published,
-            self._parents,
-            self._children,
-            self._idle,
-            self._num_cached,
+            refs=self._refs,
+            written=self._written,
+            keys=self._keys,
+            page_of=self._page_of,
+            published=self._published,
+            parents=self._parents,
+            children=self._children,
+            idle=self._idle,
+            num_cached=self._num_cached,
         )
         return find_wrong(state, held)
 

@@ -20,7 +20,7 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
 # Which prefixes many prompts begin with: the heaviest by their share of the prompt tokens that came lately.
 # Space-saving (Metwally et al. 2005) over page keys: `COUNTERS` counters; a key without one takes that of the lightest, with
@@ -58,7 +58,7 @@ def depths(pages: int) -> Iterator[int]:
         depth *= 2
 
 
-class HeavyPrefixes:
+class HotPrefixes:
     """Counts prompts by what they begin with."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ Tail = tuple[bytes, tuple[int, ...]]
 """Key before the page, and the tokens in it."""
 
 
-class Sharing:
+class PrefixSharing:
     """The pages of requests, over one pool. Counts prompt tokens: those wanted, and those that were there already."""
 
     def __init__(self, pool: PagePool, model: str, is_on: bool = True) -> None:
@@ -127,7 +127,7 @@ class Sharing:
         self.hit_tokens = 0
         self.taken_pages = 0
         """New pages that requests got when they started, since the start."""
-        self.heavy = HeavyPrefixes()
+        self.heavy = HotPrefixes()
         self._model = model
         self._is_on = is_on
         self._tails: dict[Tail, list[int]] = {}
@@ -145,14 +145,14 @@ class Sharing:
             return []
         return self.pool.match(self._keys(request)[: self._full(request)])
 
-    def must_wait(self, request: Request, run: list[int], making: Making) -> bool:
+    def must_wait(self, request: Request, run: list[int], making: StepBuilder) -> bool:
         """Whether all but the tail of a waiting request is written, and the tail is being written in this step."""
         if len(run) < self._full(request) or not self._shares(request):
             return False
         pages = self._tails.get(self._tail(request))
         return pages is not None and pages[0] in making.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
 
-    def take(self, request: Request, run: list[int], making: Making) -> None:
+    def take(self, request: Request, run: list[int], making: StepBuilder) -> None:
         """Gives a request all pages for its tokens: the run, which `find` gave just now, and new ones, published for others."""
         pool, keys = self.pool, self._keys(request)
         pool.reuse(run, self._full(request))
@@ -190,7 +190,7 @@ class Sharing:
         for page in pages[num_held:full]:
             self.pool.mark_written(page, self.pool.page_size)
 
-    def skip(self, request: Request, making: Making) -> bool:
+    def skip(self, request: Request, making: StepBuilder) -> bool:
         """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
         if not self._shares(request) or request.missing <= 1:
             return True
@@ -209,7 +209,7 @@ class Sharing:
         self._note_hits(request, before)
         return ready
 
-    def note_written(self, chunk: Chunk, making: Making) -> None:
+    def note_written(self, chunk: ScheduledChunk, making: StepBuilder) -> None:
         """This chunk writes its tokens: pages that become full get their key, and others may read them from this step on."""
         request, size = chunk.request, self.pool.page_size
         if request.is_chained and chunk.end // size > request.keyed:
@@ -222,7 +222,7 @@ class Sharing:
         if chunk.count > 1:
             self._offer_tail(request)
 
-    def note_accepted(self, chunk: Chunk) -> None:
+    def note_accepted(self, chunk: ScheduledChunk) -> None:
         """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now, as
         far as they lie in their places."""
         request, size = chunk.request, self.pool.page_size
@@ -232,7 +232,7 @@ class Sharing:
         for page in request.pages[chunk.start // size : full]:
             self.pool.mark_written(page, size)
 
-    def goes_on(self, chunk: Chunk) -> bool:
+    def goes_on(self, chunk: ScheduledChunk) -> bool:
         """Whether nobody wrote what follows the chunk, so that it may be made longer."""
         size = self.pool.page_size
         return self.pool.written(chunk.request.pages[chunk.end // size]) <= chunk.end % size
@@ -272,7 +272,7 @@ class Sharing:
         before = request.keys.keys[full - 1] if full else request.keys.root
         return before, tuple(request.tokens[full * self.pool.page_size : -1])
 
-    def _take_tail(self, request: Request, full: int, making: Making) -> bool:
+    def _take_tail(self, request: Request, full: int, making: StepBuilder) -> bool:
         """Copies the tail from a page that holds it, or makes this request the one that others copy from.
 
         The page that is copied to may have other sharers: when the prompt ends with a page, that page has a key already. They
@@ -310,7 +310,7 @@ class Sharing:
             self._tails.setdefault(tail, []).append(page)
             self._tail_of[page] = tail
 
-    def _copy_beginning(self, request: Request, position: int, making: Making) -> None:
+    def _copy_beginning(self, request: Request, position: int, making: StepBuilder) -> None:
         """Copies what a cached page has in common with the first page that was not found."""
         if not position or request.missing <= 1:
             return
@@ -323,7 +323,7 @@ class Sharing:
             self._copy(found[0], request.pages[position], same, making)
             request.computed += same
 
-    def _copy(self, source: int, target: int, count: int, making: Making) -> None:
+    def _copy(self, source: int, target: int, count: int, making: StepBuilder) -> None:
         """Copies happen before the pass: what a draft computes in this very step is not among them."""
         making.copies.append((source, target))
         self.pool.copied(source, target, count, is_drafted=source not in making.drafted)

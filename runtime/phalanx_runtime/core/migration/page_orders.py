@@ -12,7 +12,7 @@ import msgspec
 from phalanx_api.moves import PageAddress
 
 
-class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
     """Take positions from `first` on into these pages, from who knows the key; once."""
 
     move: str
@@ -22,13 +22,13 @@ class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
     step: int
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     """Take nothing more for this move, known or not."""
 
     move: str
 
 
-class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Send positions from `first` on, which lie in these pages; with `num_computed` they are the last of so many tokens, and a
     draft model has computed `num_drafted` of the tokens in all pages that were sent."""
 
@@ -43,13 +43,13 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     num_drafted: int = 0
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class StopPages(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Send nothing more for this move, known or not."""
 
     move: str
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
+class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     """The target has all positions before `end`, checked; so many bytes went since the last one, and they took so long."""
 
     move: str
@@ -72,7 +72,7 @@ class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
     move: str
 
 
-class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
+class PagesReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them.
 
     num_drafted: they came with the layers of the draft model that this rank has, which computed so many of the first tokens.
@@ -84,7 +84,7 @@ class Came(msgspec.Struct, frozen=True, array_like=True, tag="came"):
     num_drafted: int = 0
 
 
-class ComeFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):
+class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):
     """What came was no good, or its sender left. `code` as in `moves.MoveFailed`."""
 
     move: str
@@ -98,11 +98,11 @@ class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
     move: str
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """Somebody was turned away who wanted to send pages, or order about: a wrong or spent key, or nonsense."""
 
     why: str
 
 
-Order = Expect | Forget | Send | Stop
-Report = Sent | SendFailed | Expecting | Came | ComeFailed | Forgotten | Refused
+Order = ExpectPages | ForgetMove | SendPages | StopPages
+Report = PagesSent | SendFailed | Expecting | PagesReceived | ReceiveFailed | Forgotten | PeerRefused

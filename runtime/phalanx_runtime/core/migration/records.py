@@ -31,7 +31,7 @@ class MoveLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RequestProgress:
     """Where a request is: tokens it has, tokens in its pages, and how long a step takes."""
 
     num_tokens: int
@@ -40,7 +40,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendFrame:
     """Send this frame to the router of the move."""
 
     frame: moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed
@@ -88,7 +88,7 @@ class Unfreeze:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class ReleaseMoved:
     """The request runs elsewhere: it ends here without a word, and its pages stay in the prefix cache."""
 
     move: str
@@ -115,7 +115,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class StartMoved:
     """The request starts here, on the reserved pages of the move, with so many tokens computed."""
 
     move: str
@@ -125,5 +125,5 @@ class Begin:
     why: str
 
 
-SourceAction = Say | StartCopy | StopCopy | Freeze | Unfreeze | LetGo
-TargetAction = Say | Reserve | Drop
+SourceAction = SendFrame | StartCopy | StopCopy | Freeze | Unfreeze | ReleaseMoved
+TargetAction = SendFrame | Reserve | Drop

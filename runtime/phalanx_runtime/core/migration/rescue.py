@@ -13,7 +13,7 @@ Pure: times and sizes are arguments.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from phalanx_runtime.core.pace import Followed
+from phalanx_runtime.core.pace import MovingAverage
 
 MARGIN_S = 0.1
 LEAVE_FACTOR = 2.0
@@ -49,7 +49,7 @@ class Rescue:
 
     def __init__(self) -> None:
         self._asked: dict[int, float] = {}
-        self._leave_s = Followed()
+        self._leave_s = MovingAverage()
 
     def left(self, handle: int, now: float) -> None:
         """Another group has this request, or nobody wants it any more; counts when it was asked for within the last second."""

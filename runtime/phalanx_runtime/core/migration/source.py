@@ -17,10 +17,10 @@ from enum import Enum
 from phalanx_api import moves
 from phalanx_runtime.core.migration.records import (
     Freeze,
-    LetGo,
     MoveLimits,
-    Progress,
-    Say,
+    ReleaseMoved,
+    RequestProgress,
+    SendFrame,
     SourceAction,
     StartCopy,
     StopCopy,
@@ -28,7 +28,7 @@ from phalanx_runtime.core.migration.records import (
 )
 
 
-class State(Enum):
+class SourceState(Enum):
     """Where one move is."""
 
     COPYING = "copying"
@@ -37,12 +37,12 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class _Out:
+class _SourceMove:
     """One move. Pages [0, sent) are at the target; [sent, end) are being copied; `pages_per_s` is None before the first copy."""
 
     asked: moves.MoveOut
     sent: int
-    state: State = State.COPYING
+    state: SourceState = SourceState.COPYING
     end: int = 0
     rounds: int = 0
     began: float = 0.0
@@ -51,13 +51,13 @@ class _Out:
     deadline: float = 0.0
 
 
-class MovesOut:
+class SourceMoves:
     """All moves that go out of one leader; at most one of each request."""
 
     def __init__(self, page_size: int, limits: MoveLimits | None = None) -> None:
         self._size = page_size
         self._limits = limits or MoveLimits()
-        self._moves: dict[str, _Out] = {}
+        self._moves: dict[str, _SourceMove] = {}
         self._of: dict[int, str] = {}
         """The move of a request, by handle."""
 
@@ -82,22 +82,22 @@ class MovesOut:
         """The move of this request, if it is on its way out."""
         return self._of.get(handle)
 
-    def ask(self, asked: moves.MoveOut, epoch: int | None, at: Progress | None, now: float) -> list[SourceAction]:
+    def ask(self, asked: moves.MoveOut, epoch: int | None, at: RequestProgress | None, now: float) -> list[SourceAction]:
         """A router asks for a move. `epoch`, `at`: of the request with that handle; None when there is none."""
         if asked.move in self._moves:
             return []
         if at is None or epoch != asked.epoch:
             why = f"no request with handle {asked.handle} in epoch {asked.epoch}"
-            return [Say(moves.MoveFailed(asked.move, "unknown", why), why)]
+            return [SendFrame(moves.MoveFailed(asked.move, "unknown", why), why)]
         actions: list[SourceAction] = []
         before = self._of.get(asked.handle)
         if before is not None:
             actions += self._give_up(before, "replaced", f"{asked.move} takes its place")
-        out = self._moves[asked.move] = _Out(asked, asked.prepared.held_tokens // self._size)
+        out = self._moves[asked.move] = _SourceMove(asked, asked.prepared.held_tokens // self._size)
         self._of[asked.handle] = asked.move
         return actions + self._next(out, at, now)
 
-    def copied(self, move: str, end: int, at: Progress, now: float) -> list[SourceAction]:
+    def copied(self, move: str, end: int, at: RequestProgress, now: float) -> list[SourceAction]:
         """Every rank of the target has the pages before `end`; some of the copy may be left."""
         out = self._moves.get(move)
         if out is None or end <= out.sent:
@@ -105,25 +105,25 @@ class MovesOut:
         if now > out.began:
             out.pages_per_s = (end - out.sent) / (now - out.began)
         out.sent, out.began = end, now
-        if out.state is not State.COPYING:
+        if out.state is not SourceState.COPYING:
             return []
         out.deadline = now + self._limits.stall_s
         return [] if end < out.end else self._next(out, at, now)
 
-    def stopped(self, move: str, num_output: int, at: Progress, now: float) -> list[SourceAction]:
+    def stopped(self, move: str, num_output: int, at: RequestProgress, now: float) -> list[SourceAction]:
         """The request that was to be frozen is in no step any more, and all its tokens were sent."""
         out = self._moves.get(move)
-        if out is None or out.state is not State.STOPPING:
+        if out is None or out.state is not SourceState.STOPPING:
             return []
         room = out.asked.prepared.room_tokens
         num_computed = min(at.num_computed, room) if room else at.num_computed
         end = max(out.sent, -(-num_computed // self._size))
         tail_s = self._time(out, end - out.sent)
-        out.state, out.end, out.began = State.FROZEN, end, now
+        out.state, out.end, out.began = SourceState.FROZEN, end, now
         out.deadline = now + self._limits.frozen_s + 2 * tail_s
         frozen = moves.Frozen(move, out.asked.epoch, num_output, num_computed, tail_s)
         why = f"frozen with {num_output} output tokens"
-        return [Say(frozen, why), StartCopy(out.asked, out.sent, end, num_computed, why)]
+        return [SendFrame(frozen, why), StartCopy(out.asked, out.sent, end, num_computed, why)]
 
     def failed(self, move: str, code: str, why: str) -> list[SourceAction]:
         """The copy came to nothing."""
@@ -140,7 +140,7 @@ class MovesOut:
         if out is None:
             return []
         why = "it runs elsewhere"
-        return [StopCopy(move, why), LetGo(move, out.asked.handle, why)]
+        return [StopCopy(move, why), ReleaseMoved(move, out.asked.handle, why)]
 
     def ended(self, handle: int, code: str, why: str) -> list[SourceAction]:
         """The request ended, was aborted, or lost its pages: there is nothing to move, nothing to thaw."""
@@ -148,14 +148,14 @@ class MovesOut:
         if move is None:
             return []
         self._forget(move)
-        return [StopCopy(move, why), Say(moves.MoveFailed(move, code, why), why)]
+        return [StopCopy(move, why), SendFrame(moves.MoveFailed(move, code, why), why)]
 
     def tick(self, now: float) -> list[SourceAction]:
         """Ends the moves whose time is over."""
         late = [move for move, out in self._moves.items() if out.deadline <= now]
         return [action for move in late for action in self._give_up(move, "lease", self._late(self._moves[move]))]
 
-    def _next(self, out: _Out, at: Progress, now: float) -> list[SourceAction]:
+    def _next(self, out: _SourceMove, at: RequestProgress, now: float) -> list[SourceAction]:
         """The next round, or the freeze, or the end of a copy that does not catch up."""
         limits = self._limits
         full = at.num_computed // self._size
@@ -180,33 +180,33 @@ class MovesOut:
         out.deadline = now + limits.stall_s
         return [StartCopy(out.asked, out.sent, full, None, f"round {out.rounds}: {full - out.sent} full pages")]
 
-    def _freeze(self, out: _Out, now: float, why: str) -> list[SourceAction]:
-        out.state = State.STOPPING
+    def _freeze(self, out: _SourceMove, now: float, why: str) -> list[SourceAction]:
+        out.state = SourceState.STOPPING
         out.deadline = now + self._limits.stall_s
         return [Freeze(out.asked.move, out.asked.handle, why)]
 
-    def _time(self, out: _Out, pages: int) -> float:
+    def _time(self, out: _SourceMove, pages: int) -> float:
         """How long so many pages take."""
         return pages / (out.pages_per_s or self._limits.slow_pages_per_s)
 
-    def _late(self, out: _Out) -> str:
-        if out.state is State.FROZEN:
+    def _late(self, out: _SourceMove) -> str:
+        if out.state is SourceState.FROZEN:
             return "neither Thaw nor Release came in time"
-        return "the copy does not get on" if out.state is State.COPYING else "the request does not leave its step"
+        return "the copy does not get on" if out.state is SourceState.COPYING else "the request does not leave its step"
 
     def _give_up(self, move: str, code: str, why: str) -> list[SourceAction]:
         out = self._forget(move)
         assert out is not None, "the caller looked"
-        return [*self._go_on(out, why), Say(moves.MoveFailed(move, code, why), why)]
+        return [*self._go_on(out, why), SendFrame(moves.MoveFailed(move, code, why), why)]
 
-    def _go_on(self, out: _Out, why: str) -> list[SourceAction]:
+    def _go_on(self, out: _SourceMove, why: str) -> list[SourceAction]:
         """What makes the request go on as before."""
         actions: list[SourceAction] = [StopCopy(out.asked.move, why)]
-        if out.state is not State.COPYING:
+        if out.state is not SourceState.COPYING:
             actions.append(Unfreeze(out.asked.move, out.asked.handle, why))
         return actions
 
-    def _forget(self, move: str) -> _Out | None:
+    def _forget(self, move: str) -> _SourceMove | None:
         out = self._moves.pop(move, None)
         if out is not None:
             del self._of[out.asked.handle]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from phalanx_api import moves, wire
-from phalanx_runtime.core.migration.records import Begin, Drop, MoveLimits, Reserve, Say, TargetAction
+from phalanx_runtime.core.migration.records import Drop, MoveLimits, Reserve, SendFrame, StartMoved, TargetAction
 
 
-class State(Enum):
+class TargetState(Enum):
     """Where one move is."""
 
     RESERVING = "reserving"
@@ -25,7 +25,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class PageReservation:
     """What was reserved: `held_tokens` lie in pages here already, `room_tokens` fit with them; ranks listen, under this key."""
 
     held_tokens: int
@@ -35,24 +35,24 @@ class Reserved:
 
 
 @dataclass(slots=True)
-class _In:
+class _TargetMove:
     """One move. `whole`: tokens in the pages of each rank that has all of them, by rank."""
 
     asked: wire.Prepare
     deadline: float
-    state: State = State.RESERVING
-    reserved: Reserved | None = None
+    state: TargetState = TargetState.RESERVING
+    reserved: PageReservation | None = None
     whole: dict[int, int] = field(default_factory=dict)
     num_bytes: int = 0
 
 
-class MovesIn:
+class TargetMoves:
     """All moves that come into one leader, whose group has so many ranks that take pages in."""
 
     def __init__(self, num_ranks: int, limits: MoveLimits | None = None) -> None:
         self._num_ranks = num_ranks
         self._limits = limits or MoveLimits()
-        self._moves: dict[str, _In] = {}
+        self._moves: dict[str, _TargetMove] = {}
         self._over: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -68,32 +68,32 @@ class MovesIn:
         if asked.move in self._moves or asked.move in self._over:
             return []
         self._sweep(now)
-        self._moves[asked.move] = _In(asked, now + asked.lease_s)
+        self._moves[asked.move] = _TargetMove(asked, now + asked.lease_s)
         num_tokens = len(asked.request.prompt) + len(asked.request.delivered)
         most = len(asked.request.prompt) + asked.request.sampling.max_tokens
         wanted = min(num_tokens + self._limits.growth_tokens, max(most, num_tokens))
         return [Reserve(asked, wanted, f"{num_tokens} tokens come")]
 
-    def reserved(self, move: str, reserved: Reserved, now: float) -> list[TargetAction]:
+    def reserved(self, move: str, reserved: PageReservation, now: float) -> list[TargetAction]:
         """The pages are reserved and the ranks listen."""
         held = self._moves.get(move)
         if held is None:
             return [Drop(move, "the move was over before its pages were reserved")]
-        held.state, held.reserved = State.OPEN, reserved
+        held.state, held.reserved = TargetState.OPEN, reserved
         held.deadline = now + held.asked.lease_s
         told = moves.Prepared(move, reserved.held_tokens, reserved.addresses, reserved.key, reserved.room_tokens)
-        return [Say(told, f"{reserved.held_tokens} tokens are here already")]
+        return [SendFrame(told, f"{reserved.held_tokens} tokens are here already")]
 
     def refused(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
         """Nothing could be reserved."""
         if self._forget(move, now) is None:
             return []
-        return [Say(moves.MoveFailed(move, code, why), why)]
+        return [SendFrame(moves.MoveFailed(move, code, why), why)]
 
     def came(self, move: str, rank: int, num_bytes: int, num_computed: int | None, now: float) -> list[TargetAction]:
         """Pages came in at a rank and their checksums hold; `num_computed` with the last of them."""
         held = self._moves.get(move)
-        if held is None or held.state is not State.OPEN:
+        if held is None or held.state is not TargetState.OPEN:
             return []
         held.deadline = now + held.asked.lease_s
         held.num_bytes += num_bytes
@@ -104,18 +104,18 @@ class MovesIn:
             return []
         if len(set(held.whole.values())) > 1:
             return self._fail(move, "checksum", f"ranks got {sorted(set(held.whole.values()))} tokens", now)
-        held.state = State.ARRIVED
+        held.state = TargetState.ARRIVED
         told = moves.Arrived(move, self._num_computed(held), held.num_bytes)
-        return [Say(told, f"{num_computed} tokens are here")]
+        return [SendFrame(told, f"{num_computed} tokens are here")]
 
     def failed(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
         """What came was no good, or its sender is gone."""
         held = self._moves.get(move)
-        if held is None or held.state is not State.OPEN:
+        if held is None or held.state is not TargetState.OPEN:
             return []  # once all pages are here their sender is not needed
         return self._fail(move, code, why, now)
 
-    def submit(self, handle: int, request: wire.Request, move: str, now: float) -> tuple[Begin | None, list[TargetAction]]:
+    def submit(self, handle: int, request: wire.Request, move: str, now: float) -> tuple[StartMoved | None, list[TargetAction]]:
         """The start of a request whose router committed the move; None when its pages are not here, and it has to be computed.
 
         The request may have fewer tokens than the pages hold: then some came too late for the journal, and are drawn again.
@@ -124,12 +124,12 @@ class MovesIn:
         if held is None:
             return None, []
         self._forget(move, now)
-        if held.state is not State.ARRIVED:
-            is_open = held.state is State.OPEN
+        if held.state is not TargetState.ARRIVED:
+            is_open = held.state is TargetState.OPEN
             return None, [Drop(move, "it is to start before its pages are here")] if is_open else []
         tokens = len(request.prompt) + len(request.delivered)
         num_computed = max(0, min(self._num_computed(held), tokens - 1))
-        return Begin(move, handle, request, num_computed, f"{num_computed} of {tokens} tokens came"), []
+        return StartMoved(move, handle, request, num_computed, f"{num_computed} of {tokens} tokens came"), []
 
     def cancel(self, move: str, now: float) -> list[TargetAction]:
         """The router gives up the move, or is gone."""
@@ -137,7 +137,7 @@ class MovesIn:
         if held is None:
             self._over.setdefault(move, now + self._limits.frozen_s)  # its Prepare may come later
             return []
-        return [Drop(move, "the router gave the move up")] if held.state is not State.RESERVING else []
+        return [Drop(move, "the router gave the move up")] if held.state is not TargetState.RESERVING else []
 
     def tick(self, now: float) -> list[TargetAction]:
         """Ends the moves whose lease is over, and forgets what is long over."""
@@ -151,14 +151,14 @@ class MovesIn:
     def _fail(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
         held = self._forget(move, now)
         assert held is not None, "the caller looked"
-        said: list[TargetAction] = [Say(moves.MoveFailed(move, code, why), why)]
-        return said if held.state is State.RESERVING else [Drop(move, why), *said]
+        said: list[TargetAction] = [SendFrame(moves.MoveFailed(move, code, why), why)]
+        return said if held.state is TargetState.RESERVING else [Drop(move, why), *said]
 
-    def _num_computed(self, held: _In) -> int:
+    def _num_computed(self, held: _TargetMove) -> int:
         assert held.reserved is not None, "pages come in only after they were reserved"
         return max(held.reserved.held_tokens, *held.whole.values())
 
-    def _forget(self, move: str, now: float) -> _In | None:
+    def _forget(self, move: str, now: float) -> _TargetMove | None:
         held = self._moves.pop(move, None)
         if held is not None:
             self._over[move] = now + held.asked.lease_s

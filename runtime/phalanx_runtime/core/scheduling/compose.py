@@ -11,13 +11,13 @@ A newcomer that does not fit now stops admission: nobody overtakes it but runnin
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Admit, Limits, fits_now
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
-from phalanx_runtime.core.scheduling.running import Place, Seats
+from phalanx_runtime.core.scheduling.running import Place, RunningSet
 from phalanx_runtime.core.speculation.speculator import Speculator
-from phalanx_runtime.core.step_builder import Making
+from phalanx_runtime.core.step_builder import StepBuilder
 
 # How many tokens a step computes: decodes first, and prompts get what is left.
 #     no target, or nothing decodes, or no times known yet     max_num_batched_tokens - decodes     else
@@ -72,7 +72,7 @@ class Composer:
     """Makes plans of requests that run and requests that wait. May preempt requests."""
 
     def __init__(
-        self, limits: Limits, policy: Policy, queue: Queue, seats: Seats, sharing: Sharing, speculator: Speculator
+        self, limits: Limits, policy: Policy, queue: Queue, seats: RunningSet, sharing: PrefixSharing, speculator: Speculator
     ) -> None:
         self.num_preemptions = 0
         self._limits = limits
@@ -83,19 +83,19 @@ class Composer:
         self._speculator = speculator
         self._was_alone = False
 
-    def make(self, step: int, model: StepModel | None, now: float) -> Making:
+    def make(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         """The step; empty when nothing can be computed now."""
         self._seats.sort(lambda request: self._place(request, now))
         lone = self._lone(now)
         if lone is None:
             return self._together(step, model, now)
         if any(request.alone and request.in_flight for request in self._seats.running):
-            return Making(step)
+            return StepBuilder(step)
         was_alone, self._was_alone = self._was_alone, False
         if was_alone and (others := self._together(step, model, now)).chunks:
             return others
         if any(request.in_flight for request in self._seats.running):
-            return Making(step)
+            return StepBuilder(step)
         alone = self._by_itself(step, lone, model, now)
         self._was_alone = bool(alone.chunks)
         return alone if alone.chunks or was_alone else self._together(step, model, now)
@@ -108,7 +108,7 @@ class Composer:
         first = self._queue.first(now)
         return first if first is not None and first.alone else None
 
-    def _by_itself(self, step: int, request: Request, model: StepModel | None, now: float) -> Making:
+    def _by_itself(self, step: int, request: Request, model: StepModel | None, now: float) -> StepBuilder:
         """A step of this request and no other; empty when it does not fit."""
         making = self._making(step)
         making.budget = prefill_tokens(self._limits, model, 0, 0, 0)
@@ -125,10 +125,10 @@ class Composer:
         self._speculator.follow_prompts(making)
         return making
 
-    def _making(self, step: int) -> Making:
-        return Making(step, draft_room=self._limits.max_num_batched_tokens)
+    def _making(self, step: int) -> StepBuilder:
+        return StepBuilder(step, draft_room=self._limits.max_num_batched_tokens)
 
-    def _together(self, step: int, model: StepModel | None, now: float) -> Making:
+    def _together(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         """A step of all requests that share steps; empty when none of them can be computed now."""
         making = self._making(step)
         before = self.num_preemptions
@@ -138,7 +138,15 @@ class Composer:
         context = sum(chunk.end for chunk in making.chunks)
         draft_s = self._speculator.draft_s(making)
         proposals = sum(chunk.depth for chunk in making.chunks)
-        making.budget = prefill_tokens(self._limits, model, making.num_tokens, context, elsewhere, draft_s, proposals)
+        making.budget = prefill_tokens(
+            self._limits,
+            model,
+            decodes=making.num_tokens,
+            context_tokens=context,
+            elsewhere=elsewhere,
+            draft_s=draft_s,
+            proposals=proposals,
+        )
         self._add_prompts(making, now, may_admit=self.num_preemptions == before)
         self._speculator.follow_prompts(making)
         return making
@@ -147,7 +155,7 @@ class Composer:
         policy = self._policy
         return policy.rank(policy.lane(request)), policy.key(request, now), request.seniority
 
-    def _add_decodes(self, making: Making, now: float) -> int:
+    def _add_decodes(self, making: StepBuilder, now: float) -> int:
         """Adds running requests that miss one token; gives back how many others do, which are in plans in flight."""
         decodes = [one for one in self._seats.running if one.missing == 1 and not (one.gone or one.is_frozen or one.alone)]
         ready = [request for request in decodes if not request.in_flight]
@@ -179,7 +187,7 @@ class Composer:
         """Whether prompt tokens wait for a step."""
         return bool(self._queue.num_ready) or any(request.missing > 1 for request in self._seats.running)
 
-    def _add_prompts(self, making: Making, now: float, may_admit: bool) -> None:
+    def _add_prompts(self, making: StepBuilder, now: float, may_admit: bool) -> None:
         """Fills the budget with prompt tokens of running requests and newcomers."""
         running = [r for r in self._seats.running if r.missing > 1 and not (r.in_flight or r.gone or r.is_frozen or r.alone)]
         running.reverse()
@@ -200,7 +208,7 @@ class Composer:
         if not self._limits.long_prefill_tokens:
             self._lengthen(making)
 
-    def _go_on(self, request: Request, making: Making) -> None:
+    def _go_on(self, request: Request, making: StepBuilder) -> None:
         """Adds more of a running prompt. What others computed for it in the meantime was charged when it started."""
         before = request.cached_tokens
         is_ready = self._sharing.skip(request, making)
@@ -209,7 +217,7 @@ class Composer:
         if is_ready:
             self._add_prompt(making, request)
 
-    def _admit(self, request: Request, making: Making, put_off: list[Request]) -> bool:
+    def _admit(self, request: Request, making: StepBuilder, put_off: list[Request]) -> bool:
         """Starts the first request of the queue, or puts it off to the next step. False when it does not fit."""
         pool = self._sharing.pool
         run = self._sharing.find(request)
@@ -230,14 +238,14 @@ class Composer:
         self._add_prompt(making, request)
         return True
 
-    def _add_prompt(self, making: Making, request: Request) -> None:
+    def _add_prompt(self, making: StepBuilder, request: Request) -> None:
         """Puts the next tokens of a request into the step, as many as its share and the budget allow."""
         share = prompt_share(self._limits, making.whole, request.missing, making.others)
         chunk = making.add(request, min(request.missing, share, making.budget))
         making.budget -= chunk.count
         self._sharing.note_written(chunk, making)
 
-    def _lengthen(self, making: Making) -> None:
+    def _lengthen(self, making: StepBuilder) -> None:
         """Gives what is left of the budget to prompts that were cut to their share."""
         for chunk in making.chunks:
             rest = len(chunk.request.tokens) - chunk.end

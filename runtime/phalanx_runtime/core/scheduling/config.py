@@ -6,17 +6,17 @@ from typing import assert_never
 from phalanx_api.engine_config import EvictionPolicy, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Fitting, Speculating
+from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig
 from phalanx_runtime.core.step_plan import PoolShape
 
-NO_SPECULATION = Speculating()
+NO_SPECULATION = SpeculationConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SchedulerConfig:
     """Order of requests, order of eviction, whether pages are shared at all, the model's hash, in the keys of pages, and who
     proposes tokens."""
 
@@ -24,7 +24,7 @@ class Rules:
     eviction_policy: EvictionPolicy = "adaptive"
     prefix_caching: bool = True
     model: str = ""
-    speculating: Speculating = NO_SPECULATION
+    speculating: SpeculationConfig = NO_SPECULATION
 
 
 def make_policy(name: SchedulingPolicy) -> Policy:
@@ -42,8 +42,10 @@ def make_policy(name: SchedulingPolicy) -> Policy:
             assert_never(name)
 
 
-def make_scheduler(limits: Limits, pool: PoolShape, rules: Rules, fitting: Fitting | None = None) -> Scheduler:
+def make_scheduler(limits: Limits, pool: PoolShape, rules: SchedulerConfig, fitting: Fitting | None = None) -> Scheduler:
     """A scheduler without requests over an empty pool."""
     pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
-    sharing = Sharing(pages, rules.model, rules.prefix_caching)
-    return Scheduler(limits, pool, make_policy(rules.scheduling_policy), sharing, rules.speculating, fitting)
+    sharing = PrefixSharing(pages, rules.model, rules.prefix_caching)
+    return Scheduler(
+        limits, pool, policy=make_policy(rules.scheduling_policy), sharing=sharing, speculating=rules.speculating, fitting=fitting
+    )

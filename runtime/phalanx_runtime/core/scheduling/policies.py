@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx_api.cost import StepModel, StepWork
-from phalanx_runtime.core.request import Request, Wishes
+from phalanx_runtime.core.request import Request, SchedulingHints
 
 AGING_S = 30.0
 """A request that waited this long goes before one that came now with a priority higher by one."""
@@ -132,7 +132,7 @@ def _is_near(new: float, old: float) -> bool:
     return abs(new - old) <= LEARN_SHARE * old
 
 
-def _next_token_due(wishes: Wishes, num_output: int) -> float:
+def _next_token_due(wishes: SchedulingHints, num_output: int) -> float:
     """When the next token should be there: the first by its target, each later one a TPOT after the one before."""
     first_s = wishes.ttft_s
     if first_s is None:

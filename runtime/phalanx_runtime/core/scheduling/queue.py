@@ -25,7 +25,7 @@ class _Weight:
     since_s: float
 
 
-class Waiting:
+class QueuedRequest:
     """Requests that wait, each counted until it is dropped."""
 
     def __init__(self, page_size: int) -> None:
@@ -53,7 +53,14 @@ class Waiting:
         """Counts a request, as if the cache held nothing of it."""
         tokens = len(request.tokens)
         pages = -(-tokens // self._page_size)
-        weight = _Weight(request, tokens, request.outstanding_tokens, request.missing, pages, request.waits_since_s)
+        weight = _Weight(
+            request,
+            tokens,
+            outstanding=request.outstanding_tokens,
+            missing=request.missing,
+            pages=pages,
+            since_s=request.waits_since_s,
+        )
         self._weights[request.order] = weight
         self._weigh(weight, 1)
 
@@ -92,7 +99,7 @@ class Queue:
     """
 
     def __init__(self, policy: Policy, page_size: int) -> None:
-        self.waiting = Waiting(page_size)
+        self.waiting = QueuedRequest(page_size)
         """What they come to, those that are held included."""
         self._policy = policy
         self._lanes: dict[str, list[Entry]] = {}

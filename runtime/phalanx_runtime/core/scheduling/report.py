@@ -15,36 +15,36 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel, attended
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.kv.exhaustion import Going, expected_rest, steps_to_full
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure, Victim
-from phalanx_runtime.core.pace import Followed, Pace
+from phalanx_runtime.core.pace import EnginePace, MovingAverage
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.queue import Queue
-from phalanx_runtime.core.scheduling.running import Seats
-from phalanx_runtime.core.step_builder import Making
+from phalanx_runtime.core.scheduling.running import RunningSet
+from phalanx_runtime.core.step_builder import StepBuilder
 
 LOOK_PAGES = 2048
 """Pages of waiting prompts that one report looks for in the cache: about a tenth of a millisecond."""
 NOTHING_PROPOSED = SpeculationCounts()
 
 
-class Reporter:
+class LoadReporter:
     """Hears what happens in a scheduler, and makes its reports."""
 
-    def __init__(self, limits: Limits, queue: Queue, seats: Seats, sharing: Sharing) -> None:
+    def __init__(self, limits: Limits, queue: Queue, seats: RunningSet, sharing: PrefixSharing) -> None:
         self.last_handle = 0
         self.refusals = 0
         self.recomputed_tokens = 0
-        self.output = Followed()
+        self.output = MovingAverage()
         """Output tokens that requests had."""
         self._limits = limits
         self._queue = queue
         self._seats = seats
         self._sharing = sharing
         self._sequence = 0
-        self._step_s, self._prompt_tokens, self._newcomer_pages = Followed(), Followed(), Followed()
-        self._pace = Pace()
+        self._step_s, self._prompt_tokens, self._newcomer_pages = MovingAverage(), MovingAverage(), MovingAverage()
+        self._pace = EnginePace()
         self._longest_step_s = 0.0
         self._pages_taken = 0
 
@@ -53,7 +53,7 @@ class Reporter:
         """By how much tokens come faster than one in each step without proposals."""
         return self._pace.speedup
 
-    def stepped(self, making: Making, model: StepModel | None, wall_s: float) -> None:
+    def stepped(self, making: StepBuilder, model: StepModel | None, wall_s: float) -> None:
         """A step was computed in this time."""
         self._step_s.add(wall_s)
         self._pace.stepped(making, model, wall_s)
@@ -94,9 +94,7 @@ class Reporter:
         speculation: SpeculationCounts = NOTHING_PROPOSED,
     ) -> wire.Load:
         """The next report."""
-        self._look()
-        self._sharing.heavy.decay(now)
-        self._sequence += 1
+        self._advance(now)
         pool, sharing, waiting = self._sharing.pool, self._sharing, self._queue.waiting
         running = [request for request in self._seats.running if not request.gone]
         left = [_left_to_compute(request) for request in running]
@@ -138,16 +136,21 @@ class Reporter:
             prompt_attended=waiting.attended + sum(behind),
         )
 
+    def _advance(self, now: float) -> None:
+        self._look()
+        self._sharing.heavy.decay(now)
+        self._sequence += 1
+
     def _rest(self, request: Request) -> float:
         """Tokens that a running request is expected to go on for."""
-        return expected_rest(request.num_output, request.max_len - len(request.tokens), self.output.mean)
+        return expected_remaining_steps(request.num_output, request.max_len - len(request.tokens), self.output.mean)
 
     def _steps_to_full(self, running: list[Request]) -> float | None:
         """When no page is free: frozen requests keep theirs, and fill no more."""
         pool, size = self._sharing.pool, self._sharing.pool.page_size
         moving = [request for request in running if not request.is_frozen]
         unused = sum(len(request.pages) * size - len(request.tokens) for request in moving)
-        going = [Going(self._rest(request), max(0, len(request.tokens) - request.found)) for request in moving]
+        going = [RunningEstimate(self._rest(request), max(0, len(request.tokens) - request.found)) for request in moving]
         newcomer_slots = self._newcomer_pages.mean * size / self._pace.tokens_per_step
         return steps_to_full(max(0, pool.free_pages * size + unused), going, newcomer_slots)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Admit, Limits, Refuse, fits_ever, fits_now
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request, make_request
-from phalanx_runtime.core.scheduling.running import Seats
+from phalanx_runtime.core.scheduling.running import RunningSet
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Reservation:
 class Reservations:
     """All of an engine, by move."""
 
-    def __init__(self, limits: Limits, seats: Seats, sharing: Sharing) -> None:
+    def __init__(self, limits: Limits, seats: RunningSet, sharing: PrefixSharing) -> None:
         self._limits = limits
         self._seats = seats
         self._sharing = sharing

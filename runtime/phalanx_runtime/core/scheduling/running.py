@@ -6,17 +6,17 @@ A reserved row is of a request that will come by a move (`reservations`).
 
 from collections.abc import Callable, Iterable
 
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request
 
 Place = tuple[float, float, tuple[float, int]]
 """Where a request stands in the order of the policy."""
 
 
-class Seats:
+class RunningSet:
     """Rows 0 to num_rows - 1, each free or of one running request."""
 
-    def __init__(self, num_rows: int, sharing: Sharing) -> None:
+    def __init__(self, num_rows: int, sharing: PrefixSharing) -> None:
         self.running: list[Request] = []
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))

@@ -21,24 +21,24 @@ from phalanx_runtime.core.acceptance import draft_grades
 from phalanx_runtime.core.admission import Limits, Refuse, fits_ever, may_wait
 from phalanx_runtime.core.draft_tree import chain
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.kv.sharing import Sharing
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.compose import Composer
 from phalanx_runtime.core.scheduling.policies import Fcfs, Policy
 from phalanx_runtime.core.scheduling.queue import Queue
-from phalanx_runtime.core.scheduling.report import Reporter
+from phalanx_runtime.core.scheduling.report import LoadReporter
 from phalanx_runtime.core.scheduling.reservations import Reservations
-from phalanx_runtime.core.scheduling.running import Seats
-from phalanx_runtime.core.speculation.config import Fitting, Speculating, begin
+from phalanx_runtime.core.scheduling.running import RunningSet
+from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig, begin
 from phalanx_runtime.core.speculation.draft_backfill import num_drafted
 from phalanx_runtime.core.speculation.speculator import Speculator
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RunningRequest:
     """A running request: its tokens, those of its output and those in its pages. `is_settled`: it is frozen, and in no plan.
 
     `num_losses` counts preemptions: while it is the same, the pages are the same ones, and full ones hold the same.
@@ -54,7 +54,7 @@ class Held:
     num_drafted: int = 0
 
 
-def strays(first: int, accepted: Sequence[int]) -> list[int]:
+def orphaned_pages(first: int, accepted: Sequence[int]) -> list[int]:
     """The slots of accepted proposals, from the first on that lies elsewhere than it belongs. Proposal 0 lies in `first`."""
     same = next((at for at, node in enumerate(accepted) if node != at), len(accepted))
     return [first + node for node in accepted[same:]]
@@ -68,12 +68,12 @@ class Scheduler:
         limits: Limits,
         pool: PoolShape,
         policy: Policy | None = None,
-        sharing: Sharing | None = None,
-        speculating: Speculating | None = None,
+        sharing: PrefixSharing | None = None,
+        speculating: SpeculationConfig | None = None,
         fitting: Fitting | None = None,
     ) -> None:
         self.limits = limits.within(pool)
-        self.sharing = sharing or Sharing(PagePool(pool.num_pages, pool.page_size), model="")
+        self.sharing = sharing or PrefixSharing(PagePool(pool.num_pages, pool.page_size), model="")
         self.pool = self.sharing.pool
         self.fit = StepFit()
         self.refused: list[wire.Refused] = []
@@ -81,12 +81,14 @@ class Scheduler:
         self._policy = policy or Fcfs()
         self._requests: dict[int, Request] = {}
         self._queue = Queue(self._policy, self.pool.page_size)
-        self._seats = Seats(limits.max_num_seqs, self.sharing)
+        self._seats = RunningSet(limits.max_num_seqs, self.sharing)
         self.reservations = Reservations(self.limits, self._seats, self.sharing)
-        self._reporter = Reporter(self.limits, self._queue, self._seats, self.sharing)
-        self.speculator = Speculator(self.limits, self.pool, speculating or Speculating(), fitting)
-        self._composer = Composer(self.limits, self._policy, self._queue, self._seats, self.sharing, self.speculator)
-        self._flights: deque[Making] = deque()
+        self._reporter = LoadReporter(self.limits, self._queue, self._seats, self.sharing)
+        self.speculator = Speculator(self.limits, self.pool, speculating or SpeculationConfig(), fitting)
+        self._composer = Composer(
+            self.limits, self._policy, queue=self._queue, seats=self._seats, sharing=self.sharing, speculator=self.speculator
+        )
+        self._flights: deque[StepBuilder] = deque()
         self._step = 0
         self._order = 0
         self._is_unsorted = False
@@ -170,14 +172,22 @@ class Scheduler:
         if request is not None:
             request.is_frozen = request.is_held
 
-    def held_by(self, handle: int) -> Held | None:
+    def held_by(self, handle: int) -> RunningRequest | None:
         """What a running request has in its pages; None when it waits or is gone."""
         request = self._requests.get(handle)
         if request is None or request.row is None:
             return None
         settled = request.is_frozen and not request.in_flight
         drafted = num_drafted(self.pool, request)
-        return Held(len(request.tokens), request.num_output, request.placed, request.pages, settled, request.num_losses, drafted)
+        return RunningRequest(
+            len(request.tokens),
+            request.num_output,
+            computed=request.placed,
+            pages=request.pages,
+            is_settled=settled,
+            num_losses=request.num_losses,
+            num_drafted=drafted,
+        )
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
         """How near the pool is to its end, and who would lose pages first; None while half of it is free."""
@@ -271,7 +281,7 @@ class Scheduler:
         """What is wrong with pages and rows; empty when all are accounted for."""
         return self._seats.check(self.reservations.held())
 
-    def _read(self, making: Making, result: StepResult, runs: list[int]) -> wire.Tokens:
+    def _read(self, making: StepBuilder, result: StepResult, runs: list[int]) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""
         frame = wire.Tokens([], [], [], [], [])
         ended, over, failed, taken = frozenset(result.ended), frozenset(result.over), dict(result.failed), dict(result.taken)
@@ -296,12 +306,12 @@ class Scheduler:
                 self._end(request)
             else:
                 accepted = taken.get(position, range(run))[: run - 1]
-                self._append(chunk, index, at, accepted, result, position in ended, frame)
+                self._append(chunk, index, at=at, accepted=accepted, result=result, is_complete=position in ended, frame=frame)
         return frame
 
     def _append(
         self,
-        chunk: Chunk,
+        chunk: ScheduledChunk,
         index: int,
         at: range,
         accepted: Sequence[int],
@@ -331,12 +341,12 @@ class Scheduler:
                 break
         if accepted:
             request.computed += min(len(accepted), kept)
-            request.strays = strays(chunk.end, accepted[:kept])
+            request.strays = orphaned_pages(chunk.end, accepted[:kept])
             self.sharing.note_accepted(chunk)
         chunk.gained = kept
         self.speculator.heard(chunk, accepted, kept)
 
-    def _tell_drafts(self, making: Making, result: StepResult) -> None:
+    def _tell_drafts(self, making: StepBuilder, result: StepResult) -> None:
         """What ranks made of drafts: shapes that they chose, and places that they left empty."""
         shapes, empty = iter(result.shapes), dict(result.undrafted)
         for at, chunk in enumerate(chunk for chunk in making.chunks if chunk.is_drafted):
@@ -357,7 +367,7 @@ class Scheduler:
         del self._requests[request.handle]
         request.gone = True
 
-    def _learn(self, making: Making, wall_s: float, draft_s: float) -> None:
+    def _learn(self, making: StepBuilder, wall_s: float, draft_s: float) -> None:
         """Fits the step-time function, of which passes that draft for decodes are no part, and tells the policy."""
         self.fit.add(making.work, wall_s - self.speculator.draft_s_behind_decodes(making, draft_s))
         self._reporter.stepped(making, self.fit.model(), wall_s)

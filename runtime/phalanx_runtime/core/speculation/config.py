@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, Tree
 from phalanx_runtime.core.admission import Refuse
-from phalanx_runtime.core.ngram import Proposing
+from phalanx_runtime.core.ngram import RequestSpeculation
 
 Fitting = Callable[[int, Sequence[int], int], int]
 """How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speculating:
+class SpeculationConfig:
     """How an engine speculates: what requests get that do not say, the most tokens for one in a step, how they may branch, and
     whether all follows what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot
     after all. `may_branch`: chains are made where it is not so."""
@@ -27,7 +27,7 @@ class Speculating:
     may_branch: bool = True
 
 
-def begin(setting: Speculating, asked: wire.Request) -> Proposing | Refuse | None:
+def begin(setting: SpeculationConfig, asked: wire.Request) -> RequestSpeculation | Refuse | None:
     """What is kept for a new request; None when nothing is to be proposed for it; or why it cannot be served so.
 
     One that has begun elsewhere goes on without proposals where they cannot be made.
@@ -43,4 +43,4 @@ def begin(setting: Speculating, asked: wire.Request) -> Proposing | Refuse | Non
         return Refuse(400, "unsupported_speculation", f"speculative.method {method} is not offered here; there are {names}")
     most = setting.num_tokens if wanted.num_tokens is None else wanted.num_tokens
     tree = setting.tree if wanted.tree is None else wanted.tree
-    return Proposing(method, max(0, min(most, MAX_DEPTH)), tree if setting.may_branch else CHAIN)
+    return RequestSpeculation(method, max(0, min(most, MAX_DEPTH)), tree if setting.may_branch else CHAIN)

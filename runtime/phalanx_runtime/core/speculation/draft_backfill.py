@@ -13,7 +13,7 @@ order the ranks compute, so that nothing has to be heard of them.
 
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
 
 def num_drafted(pool: PagePool, request: Request) -> int:
@@ -26,12 +26,12 @@ def num_drafted(pool: PagePool, request: Request) -> int:
     return first * pool.page_size + (pool.drafted(pages[first]) if first < len(pages) else 0)
 
 
-def num_missing(pool: PagePool, chunk: Chunk) -> int:
+def num_missing(pool: PagePool, chunk: ScheduledChunk) -> int:
     """How many tokens before the chunk a draft model has not computed."""
     return max(0, chunk.start - num_drafted(pool, chunk.request))
 
 
-def catch_up(pool: PagePool, making: Making, chunk: Chunk, end: int) -> int:
+def catch_up(pool: PagePool, making: StepBuilder, chunk: ScheduledChunk, end: int) -> int:
     """Lets the draft compute what it lacks before `end`, as much as the step has room for; how many tokens that are."""
     first = min(num_drafted(pool, chunk.request), end)
     chunk.behind = range(first, min(end, first + max(0, making.draft_room)))
@@ -40,7 +40,7 @@ def catch_up(pool: PagePool, making: Making, chunk: Chunk, end: int) -> int:
     return len(chunk.behind)
 
 
-def mark(pool: PagePool, making: Making | None, chunk: Chunk, end: int) -> None:
+def mark(pool: PagePool, making: StepBuilder | None, chunk: ScheduledChunk, end: int) -> None:
     """The draft has computed the request up to here, in this step if one is given."""
     size, request = pool.page_size, chunk.request
     for at in range(request.proposing.num_drafted_pages if request.proposing is not None else 0, pool.pages_for(end)):

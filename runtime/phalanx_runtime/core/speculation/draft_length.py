@@ -6,7 +6,7 @@ A proposal's chance is that it is accepted with its branch, so along a branch ch
 of their chances while each makes the step faster; the time is convex in their number, so of lookups alone or of chains of
 drafts alone the best set is found. A draft costs a pass for each level, whoever takes part, and a row of it for each further
 request at that level: every greatest depth is tried. What gains less than `MARGIN` is left: times are guesses.
-Where a target bounds the time between tokens, `choose_depths` makes no step that is expected to pass it for its proposals:
+Where a target bounds the time between tokens, `choose_draft_lengths` makes no step that is expected to pass it for its proposals:
 not before costs are known, and `choose_all` looks at none.
 """
 
@@ -25,7 +25,7 @@ _Ranked = tuple[float, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftCandidate:
     """The chances of one request's proposals, which only fall. `is_drafted`: each level costs a pass of the draft.
 
     levels: of each how many it has before it in its branch; empty for a chain. behind_s: seconds that the draft catches up
@@ -45,7 +45,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """Which proposals each offer gets, and what is expected of them: tokens per second; 0 where nothing was expected."""
 
     taken: list[list[int]]
@@ -65,7 +65,7 @@ class StepCosts:
     draft_row_s: float = 0.0
 
 
-def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int, room: int) -> Choice:
+def choose_draft_lengths(offers: Sequence[DraftCandidate], costs: StepCosts | None, decodes: int, room: int) -> DraftChoice:
     """What each offer gets, at most `room` proposals in all, in a step of so many decodes. costs None: not known yet."""
     if costs is None:
         return _by_chance(offers, room)
@@ -76,10 +76,10 @@ def choose_depths(offers: Sequence[Offer], costs: StepCosts | None, decodes: int
         if most / (costs.plain_s + longest * costs.pass_s) <= best:
             break  # not even if all cost nothing: so under load
         ordered = ordered or _in_order(offers)
-        speed, found = _within(ordered, offers, costs, decodes, room, longest)
+        speed, found = _within(ordered, offers, costs=costs, decodes=decodes, room=room, longest=longest)
         if speed > best:
             best, counts, passes = speed, found, longest
-    return Choice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
+    return DraftChoice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
 
 
 def could_pay(costs: StepCosts, decodes: int, room: int) -> bool:
@@ -104,7 +104,7 @@ def with_catching_up(
     return [chance * left / worth for chance in chances] if left > 0 else ()
 
 
-def choose_all(offers: Sequence[Offer], room: int) -> list[list[int]]:
+def choose_all(offers: Sequence[DraftCandidate], room: int) -> list[list[int]]:
     """All that is offered, in turns while there is room."""
     counts = [0] * len(offers)
     for position in range(max(len(offer.chances) for offer in offers)):
@@ -115,14 +115,14 @@ def choose_all(offers: Sequence[Offer], room: int) -> list[list[int]]:
     return [list(range(count)) for count in counts]
 
 
-def _most_levels(offers: Sequence[Offer]) -> int:
+def _most_levels(offers: Sequence[DraftCandidate]) -> int:
     """How many levels the deepest draft has."""
     drafts = [offer for offer in offers if offer.is_drafted]
     return max((max(offer.levels, default=-1) + 1 if offer.levels else len(offer.chances) for offer in drafts), default=0)
 
 
 def _within(
-    ordered: Sequence[_Ranked], offers: Sequence[Offer], costs: StepCosts, decodes: int, room: int, longest: int
+    ordered: Sequence[_Ranked], offers: Sequence[DraftCandidate], costs: StepCosts, decodes: int, room: int, longest: int
 ) -> tuple[float, list[int]]:
     """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
     fixed_s = costs.plain_s + longest * costs.pass_s
@@ -152,15 +152,15 @@ def _within(
     return speed, depths
 
 
-def _by_chance(offers: Sequence[Offer], room: int) -> Choice:
+def _by_chance(offers: Sequence[DraftCandidate], room: int) -> DraftChoice:
     counts = [0] * len(offers)
     longest = _most_levels(offers)
     for chance, _, at, _ in _in_order(offers)[: max(room, 0)]:
         counts[at] += chance >= BELIEVED_CHANCE
-    return Choice([offer.taken(count, longest) for offer, count in zip(offers, counts, strict=True)])
+    return DraftChoice([offer.taken(count, longest) for offer, count in zip(offers, counts, strict=True)])
 
 
-def _in_order(offers: Sequence[Offer]) -> list[_Ranked]:
+def _in_order(offers: Sequence[DraftCandidate]) -> list[_Ranked]:
     """All proposals, the likeliest first; of equal ones those of lower positions."""
     found = [
         (chance, position, at, 1 + (offer.levels[position] if offer.levels else position) if offer.is_drafted else 0)

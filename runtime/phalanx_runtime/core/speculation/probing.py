@@ -22,7 +22,7 @@ LOOK_EVERY = 8
 """Steps after which what did not pay is looked at again: contexts grow, costs are measured anew."""
 
 
-def rest_behind(over: float, rest: int, num_vain: int) -> int:
+def tokens_after(over: float, rest: int, num_vain: int) -> int:
     """Steps until the next probe, behind one that took `over` plain steps more than a plain one would have.
 
     rest: how many there were before it; num_vain: probes since something paid, this one not counted.
@@ -106,7 +106,7 @@ class Probing:
         """A probe took so many plain steps more than none would have."""
         self._over += over
         if not self._is_part:
-            self._rest = rest_behind(self._over, self._rest, self._vain)
+            self._rest = tokens_after(self._over, self._rest, self._vain)
             self._vain += 1
             self._over = 0.0
 

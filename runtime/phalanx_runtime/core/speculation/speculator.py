@@ -15,24 +15,34 @@ from dataclasses import replace
 
 from phalanx_api.cost import StepModel
 from phalanx_api.speculation import MAX_DEPTH, SpeculationCounts
-from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, Shares, add_tree
+from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, AcceptanceRates, add_tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.draft_tree import is_chain, levels, part, places
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.speculation.config import Fitting, Speculating
+from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig
 from phalanx_runtime.core.speculation.draft_backfill import catch_up, mark
 from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay
-from phalanx_runtime.core.speculation.offers import Candidates, Chosen, Offered, Offering, Room, choose, lags, looks_up, take_all
+from phalanx_runtime.core.speculation.offers import (
+    Candidate,
+    CandidateBuilder,
+    CandidateTree,
+    DraftBudget,
+    Selection,
+    choose,
+    lags,
+    looks_up,
+    take_all,
+)
 from phalanx_runtime.core.speculation.probing import Probing
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
-from phalanx_runtime.core.step_builder import Chunk, Making
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from phalanx_runtime.core.step_plan import Growth
 
 # What became of all proposals of an engine: counted, and told as `SpeculationCounts`.
 
 
-class Tally:
+class SpeculationCounter:
     """Of one engine, since it started."""
 
     __slots__ = ("_accepted", "_branched", "_paths", "_proposed", "_saved")
@@ -41,7 +51,7 @@ class Tally:
         self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
 
-    def add(self, chunk: Chunk, accepted: Sequence[int], kept: int) -> None:
+    def add(self, chunk: ScheduledChunk, accepted: Sequence[int], kept: int) -> None:
         """Of these proposals so many were accepted; their request kept so many tokens."""
         self._paths += chunk.depth > len(chunk.undrafted)
         self._saved += max(0, kept - 1)
@@ -55,7 +65,16 @@ class Tally:
         """All of it, with the time in drafts, the time that proposals cost their steps, and why there are no drafts any more."""
         longest = max((at + 1 for at, count in enumerate(self._proposed) if count), default=0)
         proposed, accepted = self._proposed[:longest], self._accepted[:longest]
-        return SpeculationCounts(self._paths, proposed, accepted, self._saved, draft_s, verify_s, lost, self._branched)
+        return SpeculationCounts(
+            self._paths,
+            proposed,
+            accepted=accepted,
+            saved=self._saved,
+            draft_s=draft_s,
+            verify_s=verify_s,
+            lost=lost,
+            branched=self._branched,
+        )
 
 
 NEAR = 64
@@ -70,19 +89,19 @@ PROMPT_PART = 4
 class Speculator:
     """Proposes for the requests of one engine, and learns what became of it."""
 
-    def __init__(self, limits: Limits, pool: PagePool, setting: Speculating, fitting: Fitting | None = None) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, setting: SpeculationConfig, fitting: Fitting | None = None) -> None:
         self.setting = setting
         self._limits = limits
         self._pool = pool
-        self._shares = Shares(FADE_OF_ENGINE)
-        self._offering = Offering(pool, self._shares, fitting)
+        self._shares = AcceptanceRates(FADE_OF_ENGINE)
+        self._offering = CandidateBuilder(pool, self._shares, fitting)
         self._cost = VerifyCost()
         self._probing = Probing()
-        self._tally = Tally()
+        self._tally = SpeculationCounter()
         self._draft_s = 0.0
         self._lost = setting.lost
 
-    def propose(self, making: Making, model: StepModel | None, running: int, has_prompts: bool) -> None:
+    def propose(self, making: StepBuilder, model: StepModel | None, running: int, has_prompts: bool) -> None:
         """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
         decodes, probing = len(making.chunks), self._probing
         if all(chunk.request.proposing is None for chunk in making.chunks):
@@ -104,7 +123,7 @@ class Speculator:
         is_new = any(one.is_drafted for one in offered) and (
             making.step % NEW_EVERY == 0 if costs is None else not (has_prompts or self._cost.knows_passes)
         )
-        chosen = self._choose(making, offered, model, costs, room, has_prompts)
+        chosen = self._choose(making, offered, model=model, costs=costs, room=room, has_prompts=has_prompts)
         taken = chosen.taken
         if any(taken):
             probing.paid(any(nodes and one.is_drafted for one, nodes in zip(offered, taken, strict=True)))
@@ -120,7 +139,7 @@ class Speculator:
                 catch_up(self._pool, making, one.chunk, one.chunk.start)
                 probing.goes_on()
 
-    def follow_prompts(self, making: Making) -> None:
+    def follow_prompts(self, making: StepBuilder) -> None:
         """Lets a draft model compute the prompt tokens of a step too, where drafts pay: then they will be wanted."""
         if self._lost or not self._drafts_pay:
             return
@@ -128,19 +147,19 @@ class Speculator:
             if not chunk.is_decode and lags(chunk) and _may_get_some(chunk.request) and making.draft_room > 0:
                 catch_up(self._pool, making, chunk, chunk.end)
 
-    def draft_s(self, making: Making) -> float:
+    def draft_s(self, making: StepBuilder) -> float:
         """How long the drafts of a step take, but for those of prompt tokens."""
         behind = sum(len(chunk.behind) for chunk in making.chunks if chunk.is_decode)
         return self._cost.draft_s(_num_passes(making), behind, _further_rows(making))
 
-    def draft_s_behind_decodes(self, making: Making, draft_s: float) -> float:
+    def draft_s_behind_decodes(self, making: StepBuilder, draft_s: float) -> float:
         """How much of this measured time of drafts went into proposals: beside prompts no more than is known of passes."""
         if not any(chunk.is_drafted or (chunk.behind and chunk.is_decode) for chunk in making.chunks):
             return 0.0
         is_known = self._cost.pass_s > 0 and making.work.prefill_tokens > 0
         return min(draft_s, self.draft_s(making)) if is_known else draft_s
 
-    def heard(self, chunk: Chunk, accepted: Sequence[int], kept: int) -> None:
+    def heard(self, chunk: ScheduledChunk, accepted: Sequence[int], kept: int) -> None:
         """Of a request of a finished plan these proposals were accepted. It kept so many tokens: others came after its end."""
         proposing = chunk.request.proposing
         if proposing is None or not chunk.depth:
@@ -153,7 +172,7 @@ class Speculator:
             for shares in (proposing.shares, self._shares):
                 add_tree(shares, chunk.parents, chunk.grades, accepted, unasked)
 
-    def settle(self, chunk: Chunk) -> None:
+    def settle(self, chunk: ScheduledChunk) -> None:
         """A chunk of a finished plan is computed, and what was accepted behind it. Pages that were taken for the rest go back."""
         request = chunk.request
         if request.gone:
@@ -171,7 +190,7 @@ class Speculator:
             if request.sent > kept:
                 request.sent, request.is_cut = kept, True
 
-    def learn(self, making: Making, model: StepModel | None, wall_s: float | None, draft_s: float, lost: str) -> None:
+    def learn(self, making: StepBuilder, model: StepModel | None, wall_s: float | None, draft_s: float, lost: str) -> None:
         """A plan is finished: how long it took, how long its drafts took, and whether the ranks can draft no more."""
         self._draft_s += draft_s
         if lost and not self._lost:
@@ -183,7 +202,17 @@ class Speculator:
             if self._probing.was_probe(making.step) and not making.plain.prefill_tokens:
                 self._probing.took(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
             passes, rows = _num_passes(making), _further_rows(making)
-            self._cost.learn(model, making.plain, proposals, passes, wall_s, draft_s, has_trees, behind, rows)
+            self._cost.learn(
+                model,
+                making.plain,
+                proposals=proposals,
+                depth=passes,
+                wall_s=wall_s,
+                draft_s=draft_s,
+                has_trees=has_trees,
+                behind=behind,
+                rows=rows,
+            )
 
     def counts(self) -> SpeculationCounts:
         """What became of all proposals."""
@@ -193,13 +222,15 @@ class Speculator:
     def _drafts_pay(self) -> bool:
         return not self.setting.is_adaptive or self._probing.drafts_pay
 
-    def _room(self, making: Making, has_prompts: bool) -> int:
+    def _room(self, making: StepBuilder, has_prompts: bool) -> int:
         """How many proposals the step may hold."""
         left = self._limits.max_num_batched_tokens - making.num_tokens
         rows = self._limits.max_draws - (self._limits.max_num_seqs if has_prompts else len(making.chunks))
         return min(rows, left // PROMPT_PART if has_prompts else left)
 
-    def _costs(self, making: Making, model: StepModel | None, has_prompts: bool, has_trees: bool = False) -> StepCosts | None:
+    def _costs(
+        self, making: StepBuilder, model: StepModel | None, has_prompts: bool, has_trees: bool = False
+    ) -> StepCosts | None:
         """What the step costs, and how long it may take; None while nothing was measured."""
         if model is None:
             return None
@@ -211,21 +242,21 @@ class Speculator:
 
     def _choose(
         self,
-        making: Making,
-        offered: Sequence[Offered],
+        making: StepBuilder,
+        offered: Sequence[Candidate],
         model: StepModel | None,
         costs: StepCosts | None,
         room: int,
         has_prompts: bool,
-    ) -> Chosen:
+    ) -> Selection:
         """What each gets: what makes the batch fastest, or all there is."""
-        of = Room(len(making.chunks), room, making.draft_room, self._cost.knows_passes)
+        of = DraftBudget(len(making.chunks), room, making.draft_room, self._cost.knows_passes)
         if not self.setting.is_adaptive:
             return take_all(offered, of)
         return choose(offered, costs, lambda: self._costs(making, model, has_prompts, has_trees=True), of)
 
     def _probe(
-        self, making: Making, offered: Sequence[Offered], taken: list[list[int]], costs: StepCosts | None, is_new: bool
+        self, making: StepBuilder, offered: Sequence[Candidate], taken: list[list[int]], costs: StepCosts | None, is_new: bool
     ) -> None:
         """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room.
         is_new: a draft is to be tried."""
@@ -245,7 +276,7 @@ class Speculator:
         else:
             self._cost.doubt_drafts()
 
-    def _may_probe(self, one: Offered, costs: StepCosts | None) -> bool:
+    def _may_probe(self, one: Candidate, costs: StepCosts | None) -> bool:
         """Whether one proposal that is due is made. Where only the draft takes too long, that is believed less the next time."""
         if _may_take(costs, one.is_drafted):
             return True
@@ -253,7 +284,7 @@ class Speculator:
             self._cost.doubt_drafts()
         return False
 
-    def _take(self, making: Making, one: Offered, found: Candidates, nodes: list[int], running: int) -> None:
+    def _take(self, making: StepBuilder, one: Candidate, found: CandidateTree, nodes: list[int], running: int) -> None:
         """Puts proposals into the step, as many as there are pages for."""
         chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
         proposing = request.proposing
@@ -280,12 +311,12 @@ class Speculator:
             mark(pool, making, chunk, chunk.end)
 
 
-def _num_passes(making: Making) -> int:
+def _num_passes(making: StepBuilder) -> int:
     """Of the draft: one for each level of the deepest proposals that are drafted."""
     return max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
 
 
-def _further_rows(making: Making) -> int:
+def _further_rows(making: StepBuilder) -> int:
     """How many rows the passes of the draft have beyond one each: one for each request at each of its levels."""
     return sum(chunk.num_levels for chunk in making.chunks if chunk.is_drafted) - _num_passes(making)
 
@@ -300,5 +331,5 @@ def _may_get_some(request: Request) -> bool:
     return request.proposing is not None and request.proposing.most > 0 and request.max_len - len(request.tokens) > 2
 
 
-def _last_step(chunk: Chunk) -> int:
+def _last_step(chunk: ScheduledChunk) -> int:
     return chunk.request.proposing.last_step if chunk.request.proposing is not None else 0

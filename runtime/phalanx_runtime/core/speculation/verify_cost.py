@@ -58,7 +58,7 @@ class _Kind:
     has_trees: bool
 
 
-class _Followed:
+class _TrackedTime:
     """A time that is followed. Of the first ones the fastest is believed, and none alone: the first of all may have loaded what
     later ones find."""
 
@@ -96,9 +96,9 @@ class VerifyCost:
         self._off: dict[int, float] = {}
         self._over: dict[_Kind, tuple[float, float]] = {}
         """Seconds beyond plain steps, and proposals that were in them."""
-        self._pass = _Followed()
-        self._row = _Followed(FOLLOW_ROW)
-        self._behind = _Followed()
+        self._pass = _TrackedTime()
+        self._row = _TrackedTime(FOLLOW_ROW)
+        self._behind = _TrackedTime()
 
     @property
     def pass_s(self) -> float:

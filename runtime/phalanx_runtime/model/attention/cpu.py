@@ -1,7 +1,7 @@
-"""Paged attention that reads the pages in place. `PagedAttention` is the twin, and takes what no kernel knows.
+"""Paged attention that reads the pages in place. `PagedAttention` is the reference and the fallback for unsupported shapes.
 
-Where the processor multiplies pairs of bf16, one kernel serves a whole step of that dtype, decoding requests and prompt chunks.
-Elsewhere, and in float, decoding is compiled and chunks go the way of the twin.
+On processors with bf16 dot products, one kernel computes a whole bf16 step, decoding requests and prompt chunks. Elsewhere, and
+for float, a kernel computes the decodes and the reference computes the chunks.
 """
 
 import ctypes
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import (
     Attention,
+    AttentionChunk,
     AttentionForm,
-    Chunk,
     DecodeBand,
     LayerCache,
     PagedAttention,
@@ -22,7 +22,7 @@ from phalanx_runtime.model.attention.paged import (
 from phalanx_runtime.model.native.library import Library, library
 
 MAX_GROUP = 64
-"""Query heads that may share a KV head."""
+"""Largest number of query heads per KV head."""
 
 Seven = ctypes.c_int64 * 7
 Sizes = ctypes.c_int64 * 8
@@ -30,28 +30,30 @@ Strides = ctypes.c_int64 * 5
 
 
 def decodes(library: Library, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel attends in this shape and dtype."""
+    """Whether the decode kernel supports this shape and dtype."""
     lanes = {torch.float32: library.lanes, torch.bfloat16: 2 * library.lanes}.get(dtype)
     return lanes is not None and head_dim % lanes == 0 and heads // kv_heads <= MAX_GROUP
 
 
 def attends(library: Library, page: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether one kernel attends for a whole step in this shape and dtype."""
+    """Whether the whole-step kernel supports this shape and dtype."""
     return library.has_runs and dtype == torch.bfloat16 and head_dim % 32 == 0 and page % 16 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A step as the kernel reads it. `runs`: [runs, 6] of start, size, length, the address of the page numbers, and of a tree the
-    address of its lines and where it begins, which are in `lines`. `longest`: of its trees."""
+    """A step in the kernel's format."""
 
     runs: Tensor
+    """[runs, 6]: start, size, length, address of the page table; for a tree, address of its mask rows and its first slot."""
     lines: list[Tensor]
+    """Mask rows of the trees; keeps their memory alive."""
     longest: int
+    """Draft tokens of the largest tree."""
 
 
 def runs_of(batch: StepBatch) -> Runs:
-    """The step's runs: those of decoding requests, then those of chunks."""
+    """The step's runs: decoding requests first, then chunks."""
     runs, lines = [], []
     for band in batch.bands:
         first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
@@ -66,8 +68,8 @@ def runs_of(batch: StepBatch) -> Runs:
     return Runs(torch.tensor(runs, dtype=torch.int64), lines, longest)
 
 
-def _lines(chunk: Chunk, base: int) -> Tensor:
-    """Of each token of a tree its position, and a bit for each slot from `base` on that it sees."""
+def _lines(chunk: AttentionChunk, base: int) -> Tensor:
+    """For each token of a tree: its position, and a bit mask of the slots from `base` on that it sees."""
     first, seen = chunk.length - chunk.size, list[int]()
     for node, parent in enumerate(chunk.parents):
         seen.append(1 << node | (seen[parent] if parent >= 0 else 0))
@@ -76,10 +78,10 @@ def _lines(chunk: Chunk, base: int) -> Tensor:
 
 
 class NativeAttention(PagedAttention):
-    """`PagedAttention` without its gather; shapes that the kernels do not know are still gathered.
+    """`PagedAttention` without its gather, where the kernels support the shape.
 
-    num_decoded and num_prefilled count the tokens that a kernel attended for, once per layer. is_fixed: a token's bits do not
-    depend on what else is in its step, where one kernel serves the whole of it (see `invariant`); decoding is slower.
+    num_decoded, num_prefilled: tokens that a kernel computed, counted once per layer. is_fixed: a token's result does not depend
+    on the rest of its step where the whole-step kernel is used (see `invariant`), at slower decoding.
     """
 
     __slots__ = ("_batch", "_is_fixed", "_library", "_runs", "num_decoded", "num_prefilled")
@@ -94,26 +96,28 @@ class NativeAttention(PagedAttention):
         self.num_prefilled = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, form: AttentionForm) -> Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Gives [tokens, heads * dim]."""
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim]."""
         kv_heads, page, dim = cache.k.shape[1:]
         if not attends(self._library, page, dim, q.dtype) or q.stride(1) != dim or q.stride(2) != 1:
-            return super().__call__(q, k, v, cache, batch, form)
+            return super().__call__(q, k, v, cache=cache, batch=batch, form=form)
         if self._batch is not batch:  # the layers of a step share it
             self._batch, self._runs = batch, runs_of(batch)
-        if form.window is not None and form.window < self._runs.longest:  # the kernel cuts no branch
-            return super().__call__(q, k, v, cache, batch, form)
+        if form.window is not None and form.window < self._runs.longest:  # the kernel applies no window within a tree
+            return super().__call__(q, k, v, cache=cache, batch=batch, form=form)
         self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
-            q.data_ptr(),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
-            self._runs.runs.data_ptr(),
-            len(self._runs.runs),
-            out.data_ptr(),
-            Seven(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0, self._is_fixed),
-            dim**-0.5 if form.scale is None else form.scale,
-            form.softcap or 0.0,
+            *(
+                q.data_ptr(),
+                cache.k.data_ptr(),
+                cache.v.data_ptr(),
+                self._runs.runs.data_ptr(),
+                len(self._runs.runs),
+                out.data_ptr(),
+                Seven(*(q.shape[1], kv_heads, dim, page, q.stride(0), form.window or 0, self._is_fixed)),
+                dim**-0.5 if form.scale is None else form.scale,
+                form.softcap or 0.0,
+            ),
         )
         decoded = sum(band.size for band in batch.bands)
         self.num_decoded += decoded
@@ -133,18 +137,20 @@ class NativeAttention(PagedAttention):
         if not decodes(self._library, q.shape[1], kv_heads, dim, q.dtype):
             return super()._decode(q, cache, band, form, out)
         self.num_decoded += band.size
-        sizes = Sizes(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), form.window or 0)
+        sizes = Sizes(*(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), form.window or 0))
         self._library.functions.phalanx_decode(
-            q.dtype == torch.bfloat16,
-            q.data_ptr() + band.start * q.stride(0) * q.element_size(),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
-            band.tables.data_ptr(),
-            band.ends.data_ptr(),
-            out.data_ptr() + band.start * out.stride(0) * out.element_size(),
-            sizes,
-            dim**-0.5 if form.scale is None else form.scale,
-            form.softcap or 0.0,
+            *(
+                q.dtype == torch.bfloat16,
+                q.data_ptr() + band.start * q.stride(0) * q.element_size(),
+                cache.k.data_ptr(),
+                cache.v.data_ptr(),
+                band.tables.data_ptr(),
+                band.ends.data_ptr(),
+                out.data_ptr() + band.start * out.stride(0) * out.element_size(),
+                sizes,
+                dim**-0.5 if form.scale is None else form.scale,
+                form.softcap or 0.0,
+            ),
         )
 
 

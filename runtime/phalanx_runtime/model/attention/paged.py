@@ -61,7 +61,7 @@ class DecodeBand:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class AttentionChunk:
     """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages."""
 
     start: int
@@ -86,7 +86,7 @@ class StepBatch:
     # [tokens * kv_heads] rows of the cache viewed as [pages * kv_heads * page, head_dim].
     slots: Tensor
     bands: list[DecodeBand]
-    chunks: list[Chunk]
+    chunks: list[AttentionChunk]
     # Tokens with logits: first those that are sampled, in the order of the plan, then prompt tokens with logprobs.
     drawn: Tensor
 
@@ -127,7 +127,7 @@ class PagedAttention:
         for band in batch.bands:
             self._decode(q, cache, band, form, out)
         for chunk in batch.chunks:
-            self._prefill(q, k, v, cache, chunk, form, out)
+            self._prefill(q, k, v=v, cache=cache, chunk=chunk, form=form, out=out)
         return out.view(q.shape[0], -1)
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -147,7 +147,7 @@ class PagedAttention:
             out[at].view(shape).copy_(folded)
 
     def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: Chunk, form: AttentionForm, out: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: AttentionChunk, form: AttentionForm, out: Tensor
     ) -> None:
         kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
         group = q.shape[1] // kv_heads
@@ -185,12 +185,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Attention
         mask = torch.full((num_queries, k.shape[-2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     size = max(1, TILE_BYTES // (q[..., 0, 0].numel() * k.shape[-2] * q.dtype.itemsize))
     if num_queries <= size:
-        return _capped(q, k, v, mask, form, form.softcap)
+        return _capped(q, k, v=v, mask=mask, form=form, softcap=form.softcap)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     for first in range(0, num_queries, size):
         at = slice(first, first + size)
         seen = mask if mask.shape[-2] == 1 else mask[..., at, :]
-        out[..., at, :] = _capped(q[..., at, :], k, v, seen, form, form.softcap)
+        out[..., at, :] = _capped(q[..., at, :], k, v=v, mask=seen, form=form, softcap=form.softcap)
     return out
 
 
@@ -224,7 +224,7 @@ class DenseAttention:
         return torch.stack(rows)
 
 
-def _seen(chunk: Chunk, i: int) -> Sequence[int]:
+def _seen(chunk: AttentionChunk, i: int) -> Sequence[int]:
     """The slots that token i of a chunk attends to: all before it, or in a tree those before the tree and its branch."""
     own = chunk.length - len(chunk.parents)
     node, branch = chunk.length - chunk.size + i - own, list[int]()

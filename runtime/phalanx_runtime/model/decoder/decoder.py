@@ -115,7 +115,7 @@ class Decoder:
         """Computes one decoder block; adds to x in place."""
         turned = None if layer.rope is None else angles[layer.rope]
         q, k, v = self._heads(layer, self._norm(x, layer.attention_in), turned)
-        self._add(layer.o, self._attention(q, k, v, cache, batch, layer.form), layer.attention_out, x)
+        self._add(layer.o, self._attention(q, k, v, cache=cache, batch=batch, form=layer.form), layer.attention_out, x)
         self._add(layer.down, layer.gate_up(self._norm(x, layer.mlp_in)), layer.mlp_out, x)
 
     def _add(self, linear: Linear, h: Tensor, norm: Tensor | None, x: Tensor) -> None:

@@ -84,10 +84,10 @@ def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
         return ExitCard(
             told["model_hash"],
             int(told["num_layers"]),
-            float(told["ratio"]),
-            int(told["num_tokens"]),
-            float(told["agreement_raw"]),
-            float(told["agreement_fitted"]),
+            ratio=float(told["ratio"]),
+            num_tokens=int(told["num_tokens"]),
+            agreement_raw=float(told["agreement_raw"]),
+            agreement_fitted=float(told["agreement_fitted"]),
         )
     except (KeyError, ValueError) as error:
         raise ModelError(f"exit {path} has malformed metadata: {error!r}") from error

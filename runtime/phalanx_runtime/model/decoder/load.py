@@ -57,7 +57,9 @@ def load(
     size, dtype, device = config.head_dim, form.dtype, form.device
     ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
     attention = attention or choose_attention(device, form.is_fixed)
-    model = Decoder(config, shard, collective, ropes, attention, choose_steps(device), stage)
+    model = Decoder(
+        config, shard, collective=collective, ropes=ropes, attention=attention, steps=choose_steps(device), stage=stage
+    )
     model.positions = form.positions
     own = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
@@ -139,10 +141,10 @@ class _Loader:
         return WholeNorm(
             self.norm(q, sizes[0], self._dims(shard.heads)).view(-1, dim),
             self.norm(k, sizes[1], self._dims(shard.kv_heads)).view(-1, dim),
-            eps,
-            sizes,
-            self._collective,
-            shard.heads.start == shard.kv_heads.start * group,
+            eps=eps,
+            sizes=sizes,
+            collective=self._collective,
+            brings_keys=shard.heads.start == shard.kv_heads.start * group,
         )
 
     def _qkv(self, prefix: str) -> Linear:

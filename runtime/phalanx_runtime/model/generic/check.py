@@ -1,10 +1,10 @@
-"""What a loaded model asks of attention, and whether we may answer: found by running it on a few tokens.
+"""Checks that a loaded model is supported, by running it on a few tokens, and records its calls to attention.
 
-Packed requests share a forward pass, so tokens may act on one another through attention alone. That is tried: where every token
-attends to itself, tokens in another order, with their positions, must give the same scores in that order.
+Packed requests share a forward pass, so tokens may interact through attention only. The test: where every token attends to itself
+only, permuted tokens with permuted positions must give permuted logits.
 
-A stage of a pipeline is tried alike, with hidden states drawn at random in place of those of the stage before it. Nothing but
-hidden states may go from layer to layer: what else a layer is told depends on positions alone.
+A pipeline stage is tested alike, with random hidden states as its input. Layers may pass only hidden states to the next layer:
+their other inputs must depend on positions alone.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.generic.layers import PAGED, PROBED, Answer, Call, ProbeMask, answered_by, attend_densely, visible
 from phalanx_runtime.model.generic.part import Part
 
-# What a mask lets a token see: all before it, a window of it, or something that paged attention cannot do.
+# Masks: causal, sliding window, or unsupported.
 
 
 def window_of(mask: Tensor | None, asked: int | None, positions: int) -> int | None:
-    """The sliding window of a call with this mask, None where attention is full. Raises Unsupported for any other mask.
+    """Sliding window of a call with this mask; None for full attention. Raises Unsupported for any other mask.
 
-    asked: the window that the call names; it counts where there is no mask whose rule can be asked.
+    asked: the call's own window, used if the mask has no rule.
     """
     rule = getattr(mask, "rule", None)
     if isinstance(mask, ProbeMask) and rule is not None:
@@ -34,7 +34,7 @@ def window_of(mask: Tensor | None, asked: int | None, positions: int) -> int | N
 
 
 def _window_of_rule(rule: Any, positions: int) -> int | None:
-    """The rule is asked about four tokens: the last two, one at the half and one at a third."""
+    """Evaluates the rule for four tokens: the last two, one at 1/2 and one at 1/3."""
     queries = torch.tensor(sorted({positions - 1, max(positions - 2, 0), positions // 2, positions // 3}))
     seen = visible(rule, queries, positions)
     size = int(seen[-1].sum())
@@ -46,7 +46,7 @@ def _window_of_rule(rule: Any, positions: int) -> int | None:
 
 
 def _check_mask(mask: Tensor, window: int | None) -> None:
-    """A mask that the model made by itself must be the causal one, boolean or additive."""
+    """Raises Unsupported unless a mask without a rule is the causal one, boolean or additive."""
     size = mask.shape[-2]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     keys, queries = torch.arange(mask.shape[-1])[None, :], torch.arange(size)[:, None]
@@ -70,18 +70,18 @@ HARMLESS = frozenset(
         "logits_to_keep",
     }
 )
-"""Arguments of a call to attention that we follow, or that change nothing here."""
+"""Arguments of an attention call that are supported or have no effect here."""
 
 
 class Probe:
-    """Answers like the definition, and keeps what each call was like."""
+    """Attention by its definition; records each call."""
 
     def __init__(self, positions: int) -> None:
         self.calls: list[Call] = []
         self._positions = positions
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, dims of their own]. Gives [1, tokens, heads, dim of v]."""
+        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
         strange = [name for name, value in options.items() if name not in HARMLESS and _counts(value)]
         if strange:
             raise Unsupported(f"its attention takes {', '.join(sorted(strange))}")
@@ -102,7 +102,7 @@ def _counts(value: object) -> bool:
 
 
 def attend_to_self(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Every token's own value."""
+    """Returns every token's own value."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
 
 
@@ -111,9 +111,9 @@ _MORE = "pipeline parallel: more than hidden states goes from layer to layer"
 
 @torch.inference_mode()
 def probe(part: Part, positions: int, vocab_size: int, device: torch.device, dtype: torch.dtype, whole: bool) -> list[Call]:
-    """The calls of one forward pass. Raises Unsupported, with the reason, for a model that we cannot compute.
+    """Calls of one forward pass. Raises Unsupported, with the reason, for an unsupported model.
 
-    whole: this rank holds its layers whole, so that their own attention can run beside ours.
+    whole: this rank has complete layers, so that the model's own attention can be run for comparison.
     """
     size = min(NUM_TOKENS, positions)
     tokens = torch.randint(0, vocab_size, (size,), generator=torch.Generator().manual_seed(0)).to(device)
@@ -121,40 +121,50 @@ def probe(part: Part, positions: int, vocab_size: int, device: torch.device, dty
     _check_cut(part, tokens, at, dtype)
     before = _states(part, size, device, dtype)
     answer = Probe(positions)
-    ours = _forward(part, tokens, at, answer, PROBED, before)
+    ours = _forward(part, tokens, positions=at, answer=answer, implementation=PROBED, before=before)
     calls = list(answer.calls)
     if not calls:
         raise Unsupported("its attention does not go through AttentionInterface")
-    if not _close(_forward(part, tokens, None, answer, PROBED, before), ours):
+    if not _close(_forward(part, tokens, positions=None, answer=answer, implementation=PROBED, before=before), ours):
         raise Unsupported("it numbers the tokens of a request otherwise than from 0")
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
-    alone = _forward(part, tokens, at, attend_to_self, PAGED, before)
-    mixed = _forward(part, tokens[order], at[order], attend_to_self, PAGED, None if before is None else before[order])
+    alone = _forward(part, tokens, positions=at, answer=attend_to_self, implementation=PAGED, before=before)
+    mixed = _forward(
+        part,
+        tokens[order],
+        positions=at[order],
+        answer=attend_to_self,
+        implementation=PAGED,
+        before=None if before is None else before[order],
+    )
     if not _close(alone[order], mixed):
         raise Unsupported("its tokens act on one another, or know their place, outside of attention")
-    if whole and not _close(_forward(part, tokens, at, answer, "eager", before), ours):
+    if whole and not _close(_forward(part, tokens, positions=at, answer=answer, implementation="eager", before=before), ours):
         raise Unsupported("its own attention gives other scores than ours")
-    use(part.model, PAGED)
+    set_attention(part.model, PAGED)
     return calls
 
 
 def _check_cut(part: Part, tokens: Tensor, at: Tensor, dtype: torch.dtype) -> None:
-    """Finds how layers hand on hidden states, and tries that nothing else goes from layer to layer."""
+    """Determines how layers return hidden states, and checks that nothing else passes between layers."""
     if part.stage.count == 1:
         return
     size, device = len(tokens), tokens.device
     states = [_states(part, size, device, dtype, seed) for seed in (1, 2)]
     try:
-        _forward(part, tokens, at, attend_to_self, PAGED, states[0])
-    except Unsupported:  # if it is for another reason, it is raised again
+        _forward(part, tokens, positions=at, answer=attend_to_self, implementation=PAGED, before=states[0])
+    except Unsupported:  # any other reason raises again below
         part.give_tuples()
-        _forward(part, tokens, at, attend_to_self, PAGED, states[0])
+        _forward(part, tokens, positions=at, answer=attend_to_self, implementation=PAGED, before=states[0])
     told = list(part.others)
-    _forward(part, tokens.flip(0), at, attend_to_self, PAGED, states[1])
+    _forward(part, tokens.flip(0), positions=at, answer=attend_to_self, implementation=PAGED, before=states[1])
     if not _same(told, part.others):
         raise Unsupported(_MORE)
     if states[0] is not None:
-        outs = [_forward(part, tokens, at, attend_to_self, PAGED, states[0], embeds) for embeds in states]
+        outs = [
+            _forward(part, tokens, positions=at, answer=attend_to_self, implementation=PAGED, before=states[0], embeds=embeds)
+            for embeds in states
+        ]
         if not _same(*([out] for out in outs)):
             raise Unsupported(_MORE)
 
@@ -164,14 +174,14 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _states(part: Part, size: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor | None:
-    """Hidden states to try a stage with; None for the first, which makes its own."""
+    """Random input of a stage; None for the first stage."""
     if part.stage.is_first:
         return None
     return torch.randn(size, part.width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def use(model: Any, implementation: str) -> None:
-    """Lets the model call this attention."""
+def set_attention(model: Any, implementation: str) -> None:
+    """Sets the model's attention implementation."""
     model.set_attn_implementation(implementation)
 
 
@@ -184,7 +194,7 @@ def _forward(
     before: Tensor | None,
     embeds: Tensor | None = None,
 ) -> Tensor:
-    use(part.model, implementation)
+    set_attention(part.model, implementation)
     try:
         with answered_by(answer):
             return part.forward(tokens, positions, before, embeds)
@@ -195,7 +205,7 @@ def _forward(
 
 
 def _close(reference: Tensor, other: Tensor) -> bool:
-    """Whether scores differ by rounding only, of their dtype."""
+    """Whether logits differ only by rounding in their dtype."""
     # transformers computes softmax and norms in fp32 where all else is in float64.
     limit = 1e-3 if reference.dtype in (torch.float32, torch.float64) else 0.2
     difference = (reference.double() - other.double()).abs().max()

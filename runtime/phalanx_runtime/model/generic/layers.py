@@ -1,4 +1,4 @@
-"""A model's calls to attention as layers with pages: what each call is like, and the answer that computes it."""
+"""Attention calls of a `transformers` model as layers of the paged KV cache."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from phalanx_runtime.model.protocol import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call to attention in a forward pass: heads, the dimension that keys and values are padded to, and the window."""
+    """One attention call in a forward pass. `dim`: padded dimension of keys and values; `window`: sliding window or None."""
 
     heads: int
     kv_heads: int
@@ -26,7 +26,7 @@ class Call:
 
 
 def layout_of(calls: list[Call]) -> KvLayout:
-    """What the calls keep. Each call is a layer of its own. Raises Unsupported when their KV heads cannot be brought together."""
+    """KV layout with one layer per call. Raises Unsupported when the numbers of KV heads cannot be unified."""
     most = max(call.kv_heads for call in calls)
     for call in calls:
         if most % call.kv_heads or call.heads % most:
@@ -35,7 +35,7 @@ def layout_of(calls: list[Call]) -> KvLayout:
 
 
 class PagedAnswer:
-    """Answers the calls of one step, in their order, from the pages."""
+    """Answers the calls of one step in order, with paged attention."""
 
     def __init__(self, calls: list[Call], kv: KvLayout, attention: Attention, batch: StepBatch, caches: list[LayerCache]) -> None:
         self._calls = calls
@@ -46,14 +46,14 @@ class PagedAnswer:
         self._next = 0
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, dims of their own]. Gives [1, tokens, heads, dim of v]."""
+        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
         call, cache = self._calls[self._next], self._caches[self._next]
         self._next += 1
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
         form = AttentionForm(call.window, scale_of(q, options), options.get("softcap"))
-        out = self._attention(packed[0], keys, values, cache, self._batch, form)
+        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch, form=form)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
     def check_complete(self) -> None:
@@ -63,19 +63,19 @@ class PagedAnswer:
 
 
 def scale_of(q: Tensor, options: dict[str, Any]) -> float:
-    """What scores are multiplied by in a call."""
+    """Scale of the attention scores in a call."""
     scale = options.get("scaling")
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _packed(part: Tensor, dim: int) -> Tensor:
-    """[1, heads, tokens, own dim] as [tokens, heads, dim], with zeros behind."""
+    """Reshapes [1, heads, tokens, own dim] to [tokens, heads, dim], zero-padded."""
     packed = part[0].transpose(0, 1)
     return F.pad(packed, (0, dim - part.shape[-1])) if part.shape[-1] < dim else packed.contiguous()
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """The call's result from the definition, over a step that is one whole request. Gives [1, tokens, heads, dim of v]."""
+    """Attention by its definition, over a step of one whole request. Returns [1, tokens, heads, dim of v]."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.matmul(q, keys.transpose(-1, -2)) * scale_of(q, options)
@@ -87,19 +87,19 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options:
     return torch.matmul(weights, values).transpose(1, 2).contiguous()
 
 
-# The calls that a `transformers` model makes to its attention, answered by us.
-# The model runs under the attention implementation `phalanx`, which asks the answer that is set for the running thread. Under
-# `phalanx_probe` the model also makes its masks, and each call tells what it attends to.
+# Attention implementations registered with `transformers`. `phalanx` calls the running thread's answer; `phalanx_probe` also
+# makes
+# the model build its masks, which then carry their rules.
 
 PAGED = "phalanx"
 PROBED = "phalanx_probe"
 
 
 class Answer(Protocol):
-    """What a call to attention gives."""
+    """Computes an attention call."""
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, dims of their own]. Gives [1, tokens, heads, dim of v]."""
+        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
         ...
 
 
@@ -112,7 +112,7 @@ _running = _Running()
 
 @contextmanager
 def answered_by(answer: Answer) -> Iterator[None]:
-    """Lets this answer every call that the running thread's models make to attention."""
+    """Uses `answer` for every attention call of models in the running thread."""
     before, _running.answer = _running.answer, answer
     try:
         yield
@@ -121,7 +121,7 @@ def answered_by(answer: Answer) -> Iterator[None]:
 
 
 def register() -> None:
-    """Makes both implementations known to `transformers`."""
+    """Registers both implementations with `transformers`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -135,17 +135,17 @@ def _attend(
 ) -> tuple[Tensor, None]:
     if _running.answer is None:
         raise RuntimeError("attention was called outside of a step")
-    return _running.answer(module, query, key, value, attention_mask, options), None
+    return _running.answer(module, query, key, v=value, mask=attention_mask, options=options), None
 
 
 class ProbeMask(Tensor):
-    """A boolean mask [1, 1, queries, keys] that remembers the rule it came from."""
+    """A boolean mask [1, 1, queries, keys] with the rule that produced it."""
 
     rule: Any
 
 
 def probe_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
-    """The mask of this rule, which it keeps."""
+    """Builds the mask of a rule, and attaches the rule."""
     mask = visible(mask_function, torch.arange(q_length), kv_length).expand(batch_size, 1, q_length, kv_length)
     probe = mask.as_subclass(ProbeMask)
     probe.rule = mask_function
@@ -153,7 +153,7 @@ def probe_mask(batch_size: int, q_length: int, kv_length: int, mask_function: An
 
 
 def visible(rule: Any, queries: Tensor, kv_length: int) -> Tensor:
-    """Which of the keys each of these queries sees: [queries, keys], boolean."""
+    """Mask [queries, keys] of a rule, boolean: true where a query sees a key."""
     zero, keys = torch.zeros((), dtype=torch.long), torch.arange(kv_length)
     seen = rule(zero, zero, queries[:, None], keys[None, :])
     return torch.as_tensor(seen, dtype=torch.bool).expand(len(queries), kv_length)

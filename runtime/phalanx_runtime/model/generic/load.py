@@ -1,8 +1,7 @@
-"""A `transformers` model made without memory, and filled with this rank's part of a checkpoint.
+"""Creates a `transformers` model without memory and loads this rank's part of a checkpoint.
 
-Checkpoints name and stack tensors otherwise than the models of `transformers` 5; its own list of conversions says how. Experts
-that are stacked are read one by one into their places (`phalanx_runtime.model.generic.load`). Where a parameter is made of
-several tensors in another way these are read whole, one parameter at a time, then cut.
+Checkpoints name and stack tensors differently from the models of `transformers` 5, which lists the conversions. Stacked experts
+are read one by one into their places. For other conversions, all tensors of one parameter are read whole, then cut.
 """
 
 import threading
@@ -21,18 +20,18 @@ from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import Checkpoint
 
-# Parameters that a checkpoint keeps as a matrix for each expert: every matrix is read on its own into its place in the stack.
-#     [experts, rows, columns]     kinds of matrices, such as gate and up, lie one below the other in each expert's rows
-# So a rank never holds more of them than its part and what is mapped of one file.
+# Parameters that a checkpoint stores as one matrix per expert: each matrix is read directly into its place in the stack.
+#     [experts, rows, columns]     kinds of matrices, such as gate and up, are concatenated along each expert's rows
+# A rank's memory therefore holds only its part and the mapped part of one file.
 
 Kinds = Sequence[Sequence[str]]
-"""The checkpoint's tensors of each kind, expert by expert."""
+"""The checkpoint's tensors of each kind, by expert."""
 Places = list[tuple[Span, int]]
-"""Parts of a matrix, and where each begins in what is kept."""
+"""Parts of a matrix, each with its offset in the loaded tensor."""
 
 
 def kinds_of(converter: Any, sources: Sequence[tuple[str, str | None]]) -> Kinds | None:
-    """The tensors that this conversion of `transformers` stacks; None where it does something else with them."""
+    """The tensors that this `transformers` conversion stacks; None for another kind of conversion."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = converter.operations
@@ -44,7 +43,7 @@ def kinds_of(converter: Any, sources: Sequence[tuple[str, str | None]]) -> Kinds
 
 
 def read_stack(kinds: Kinds, checkpoint: Checkpoint, shape: Sequence[int], dtype: torch.dtype, cut: Cut | None) -> Tensor | None:
-    """This rank's part of a stack of this shape; None where these tensors do not make up one."""
+    """This rank's part of a stack of this shape; None if these tensors do not form one."""
     if len(shape) != 3 or any(len(kind) != shape[0] for kind in kinds) or (cut is not None and cut.dim % 3 == 0):
         return None
     heights = [checkpoint.shape(kind[0])[0] for kind in kinds]
@@ -53,16 +52,16 @@ def read_stack(kinds: Kinds, checkpoint: Checkpoint, shape: Sequence[int], dtype
     rows, columns = _spans(cut, 1, shape[1]), _spans(cut, 2, shape[2])
     stack = torch.empty((shape[0], _joined(rows), _joined(columns)), dtype=dtype, device=checkpoint.device)
     tops = [sum(heights[:at]) for at in range(len(heights))]
-    across = places(columns, 0, shape[2])
-    down = [places(rows, top, top + height) for top, height in zip(tops, heights, strict=True)]
+    across = intersect_spans(columns, 0, shape[2])
+    down = [intersect_spans(rows, top, top + height) for top, height in zip(tops, heights, strict=True)]
     for expert, matrix in enumerate(stack):
         for kind, parts in zip(kinds, down, strict=True):
             _read(kind[expert], checkpoint, matrix, parts, across)
     return stack
 
 
-def places(spans: Sequence[Span], start: int, stop: int) -> Places:
-    """What the spans hold of [start, stop), counted from there, and where each part is when the spans are joined."""
+def intersect_spans(spans: Sequence[Span], start: int, stop: int) -> Places:
+    """Parts of the spans inside [start, stop), relative to `start`, each with its offset in the joined spans."""
     found, at = [], 0
     for span in spans:
         low, high = max(span.start, start), min(span.stop, stop)
@@ -73,7 +72,7 @@ def places(spans: Sequence[Span], start: int, stop: int) -> Places:
 
 
 def _read(name: str, checkpoint: Checkpoint, matrix: Tensor, down: Places, across: Places) -> None:
-    """Reads these parts of a tensor into a matrix."""
+    """Reads these parts of a tensor into `matrix`."""
     for rows, row in down:
         for columns, column in across:
             part = checkpoint.part(name, partial(_window, rows=rows, columns=columns))
@@ -89,7 +88,7 @@ def _window(stored: Any, rows: Span, columns: Span) -> Tensor:
 
 
 def _spans(cut: Cut | None, dim: int, size: int) -> tuple[Span, ...]:
-    """What this rank keeps of a dimension."""
+    """This rank's spans of a dimension."""
     return cut.spans if cut is not None and cut.dim % 3 == dim else (Span(0, size),)
 
 
@@ -101,12 +100,12 @@ _making = threading.Lock()
 
 
 def make_empty(config: Any, dtype: torch.dtype, experts: str | None) -> Any:
-    """The model that this config describes: parameters on the meta device, buffers computed. Raises ModelError."""
+    """The model of this config, with parameters on the meta device and computed buffers. Raises ModelError."""
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
     options = {} if experts is None else {"experts_implementation": experts}
-    # torch's class is changed while the model is made, and its default dtype: one thread at a time.
+    # Patches torch's class and the default dtype, so one thread at a time.
     with _making, _parameters_on_meta():
         try:
             return auto.from_config(config, dtype=dtype, attn_implementation=PAGED, **options).eval()
@@ -120,7 +119,7 @@ def make_empty(config: Any, dtype: torch.dtype, experts: str | None) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that are made take no memory, and are not initialised."""
+    """New parameters use no memory and are not initialised."""
     from transformers.initialization import no_init_weights
 
     original = nn.Module.register_parameter
@@ -139,7 +138,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], unread: Collection[str] = ()) -> int:
-    """Reads this rank's part of every parameter and stored buffer but the unread ones, which become empty, and gives their bytes.
+    """Loads this rank's part of every parameter and stored buffer; those in `unread` become empty. Returns the loaded bytes.
 
     Raises ModelError.
     """
@@ -162,7 +161,7 @@ def fill(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], unread: Co
 
 
 class _Parts:
-    """The checkpoint's tensors that make one parameter, or several."""
+    """The checkpoint's tensors for one parameter, or for several."""
 
     def __init__(self, name: str, converter: Any) -> None:
         self._name = name
@@ -170,13 +169,13 @@ class _Parts:
         self._sources: list[tuple[str, str | None]] = []
 
     def add(self, source: str, pattern: str | None) -> None:
-        """One more tensor of the checkpoint, and the pattern of the conversion that it matched."""
+        """Adds a tensor of the checkpoint, with the conversion pattern it matched."""
         self._sources.append((source, pattern))
 
     def tensors(
         self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], wanted: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """This rank's part of each parameter that is wanted, in its own memory."""
+        """This rank's part of each wanted parameter, in its own memory."""
         if self._converter is None:
             part = checkpoint.part(self._sources[-1][0], cuts[self._name].of if self._name in cuts else None)
             return {self._name: _placed(part, wanted[self._name].dtype, checkpoint.device)}
@@ -191,13 +190,13 @@ class _Parts:
         return {name: _placed(part, wanted[name].dtype, checkpoint.device) for name, part in parts.items()}
 
     def _stack(self, checkpoint: Checkpoint, cut: Cut | None, wanted: Tensor) -> Tensor | None:
-        """The parameter, where it is a stack of the tensors."""
+        """The parameter, if it is a stack of the tensors."""
         kinds = kinds_of(self._converter, self._sources)
         return None if kinds is None else read_stack(kinds, checkpoint, wanted.shape, wanted.dtype, cut)
 
 
 def _grouped(model: Any, checkpoint: Checkpoint, wanted: dict[str, Tensor]) -> list[_Parts]:
-    """The checkpoint's tensors by the parameter that they make."""
+    """The checkpoint's tensors grouped by parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -231,7 +230,7 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _tie(model: Any, filled: Mapping[str, Tensor]) -> None:
-    """Parameters that the model shares are shared again, from whichever the checkpoint holds."""
+    """Restores the model's tied parameters from the one in the checkpoint."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in dict(tied).items():
         first, second = (source, target) if source in filled else (target, source)

@@ -1,9 +1,8 @@
-"""The part of a `transformers` model that one stage of a pipeline computes, cut out of the model's own list of layers.
+"""Part of a `transformers` model that one pipeline stage computes.
 
-The model's own code runs in every stage. Layers of other stages stand as empty modules in their places, so that what the model
-knows of each by its number stays right. The first layer of a stage is given the hidden states of the stage before, in place of
-what the model made of the tokens; behind the last one the model is left. That hidden states are all that goes from layer to layer
-is tried in `phalanx_runtime.model.generic.check`.
+The model's own code runs in every stage. Placeholders replace the layers of other stages, which preserves layer numbers. The
+stage's first layer receives the hidden states of the previous stage instead of the model's embeddings; after the last layer an
+exception leaves the model. `check` verifies that layers exchange only hidden states.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ _NAME = "hidden_states"
 
 
 class _Left(Exception):
-    """The model is left behind the stage's last layer."""
+    """Leaves the model after the stage's last layer."""
 
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         super().__init__("the stage ends here")
@@ -27,17 +26,17 @@ class _Left(Exception):
 
 
 class _Elsewhere(nn.Module):
-    """In the place of a layer of another stage: hands on what it is given, as the model's layers do, alone or in a tuple."""
+    """Placeholder of another stage's layer: returns its input as the model's layers do, plain or in a tuple."""
 
     def __init__(self, layer: nn.Module, leaves: bool) -> None:
         super().__init__()
         plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
-        self.__dict__.update(plain)  # what the model asks its layers for, such as their kind of attention
+        self.__dict__.update(plain)  # attributes that the model reads from its layers, such as their attention type
         self._leaves = leaves
         self.gives_tuple = False
 
     def forward(self, *args: Any, **options: Any) -> object:
-        """The hidden states as they came; raises _Left where the stage ends."""
+        """Returns the hidden states unchanged; raises _Left where the stage ends."""
         if self._leaves:
             raise _Left(args, options)
         hidden = args[0] if args else options.get(_NAME)
@@ -45,19 +44,17 @@ class _Elsewhere(nn.Module):
 
 
 class Part:
-    """The layers of one stage, with what stands before them in the first stage and behind them in the last.
-
-    `unread` names the parameters that the stage has no use for. `others`: what the layer behind the stage would have been told
-    beside hidden states, when the model was left last.
-    """
+    """Layers of one stage, with the model's code before them in the first stage and after them in the last."""
 
     def __init__(self, model: Any, stage: Stage, width: int) -> None:
-        """The model may be of the meta device. Raises ModelError when its layers are not one list."""
+        """The model may be on the meta device. Raises ModelError when its layers are not one list."""
         self.model = model
         self.stage = stage
         self.width = width
         self.unread: frozenset[str] = frozenset()
+        """Parameters that the stage does not use."""
         self.others: list[Tensor] = []
+        """Inputs other than hidden states of the layer after the stage, in the last forward pass."""
         self._before: Tensor | None = None
         self._places: list[_Elsewhere] = []
         if stage.count > 1:
@@ -66,10 +63,10 @@ class Part:
     def forward(
         self, tokens: Tensor, positions: Tensor | None, before: Tensor | None = None, embeds: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Scores of these packed tokens, [tokens kept, vocabulary], or in stages but the last their hidden states.
+        """Logits of the packed tokens, [tokens kept, vocabulary]; hidden states in stages other than the last.
 
-        Without positions the model numbers the tokens itself. before: [tokens, width], from the stage before. embeds: what the
-        model is told the tokens to be then, which should matter to no stage but the first. Raises Unsupported.
+        positions: None lets the model number the tokens. before: [tokens, width], from the previous stage. embeds: replacement
+        for the token embeddings then, which must only affect the first stage. Raises Unsupported.
         """
         if positions is not None:
             options["position_ids"] = positions[None]
@@ -87,7 +84,7 @@ class Part:
         return out[0]
 
     def give_tuples(self) -> None:
-        """Layers of other stages give tuples from now on."""
+        """Makes placeholders return tuples."""
         for place in self._places:
             place.gives_tuple = True
 
@@ -102,13 +99,13 @@ class Part:
             layers[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gives the stage's first layer what the stage before handed on."""
+        """Passes the previous stage's hidden states to the stage's first layer."""
         assert self._before is not None, "forward keeps it"
         self._checked(args, options, self._before.shape[1])
         return ((self._before, *args[1:]), options) if args else (args, {**options, _NAME: self._before})
 
     def _checked(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> Tensor:
-        """The hidden states that a layer is told."""
+        """The hidden states among a layer's inputs. Raises Unsupported."""
         hidden = args[0] if args else options.get(_NAME)
         if not isinstance(hidden, Tensor) or hidden.shape != (1, count, self.width):
             raise Unsupported("pipeline parallel: its layers hand on something else than hidden states")
@@ -116,7 +113,7 @@ class Part:
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
-    """The model's own list of layers: the only one with as many modules as its config says."""
+    """The model's list of layers: the only one with the length in its config."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     inside: set[str] = set()
     found = []
@@ -130,11 +127,12 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def _unread(model: Any, stage: Stage) -> frozenset[str]:
-    """Parameters of the embedding, which only the first stage needs, and of the head, which only the last does; a table that
-    serves as both is needed by either."""
+    """Parameters that the stage does not use: the embedding outside the first stage, the head outside the last.
+
+    Both stages read a tied table."""
     try:
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # then every stage reads all
+    except (AttributeError, NotImplementedError):  # every stage reads all parameters
         return frozenset()
     unread = set()
     if not stage.is_first:
@@ -148,7 +146,7 @@ def _unread(model: Any, stage: Stage) -> frozenset[str]:
 
 
 def _names(model: nn.Module, part: nn.Module | None) -> set[str]:
-    """The names of a module's parameters, as the model knows them."""
+    """Names of a module's parameters within the model."""
     if part is None:
         return set()
     inner = [name for name, module in model.named_modules(remove_duplicate=False) if module is part]

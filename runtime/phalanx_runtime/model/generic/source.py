@@ -1,4 +1,4 @@
-"""A model folder that `transformers` computes around our attention, and this rank's part of it."""
+"""A model folder that `transformers` computes with paged attention, and this rank's part of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,12 @@ from phalanx_runtime.model.rope import Json
 from phalanx_runtime.model.weights import Checkpoint
 
 STRETCHING = ("dynamic", "longrope")
-"""Rotary embeddings that turn all keys anew when a request grows beyond the first range of positions."""
+"""Rotary embeddings that change all keys when a request exceeds the original position range."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenericSource:
-    """A checkpoint of an architecture that `transformers` knows."""
+    """A checkpoint of an architecture in `transformers`."""
 
     folder: Path
     config: Any
@@ -35,11 +35,11 @@ class GenericSource:
     max_position: int
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
-        """None that could be laid out anew: linears stay those of torch."""
+        """Returns 0: all linears are torch's, so their weights have no packed layout."""
         return 0
 
     def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
-        """This rank's part of the model, tried on a few tokens. Raises ModelError with the reason when it cannot be computed."""
+        """This rank's part of the model, checked on a few tokens. Raises ModelError with the reason if it is unsupported."""
         if form.positions > self.max_position:
             raise ModelError(f"max_model_len {form.positions} is more than the {self.max_position} positions of the model")
         if form.kernels.precision == "int8":
@@ -57,7 +57,14 @@ class GenericSource:
         for name in splitter.zeroed if splitter else ():
             model.get_parameter(name).zero_()
         calls = probe(part, form.positions, int(text.vocab_size), form.device, form.dtype, whole=collective.world_size == 1)
-        return GenericModel(part, calls, form.positions, num_bytes, collective, attention or choose_attention(form.device))
+        return GenericModel(
+            part,
+            calls,
+            positions=form.positions,
+            num_bytes=num_bytes,
+            collective=collective,
+            attention=attention or choose_attention(form.device),
+        )
 
 
 class GenericModel:
@@ -77,7 +84,7 @@ class GenericModel:
         self._span: Span = cut_evenly(self.vocab_size, collective.world_size)[collective.rank]
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        """Scores at each of the batch's `drawn` tokens, of the whole vocabulary; of stages but the last, hidden states of all.
+        """Logits at the batch's `drawn` tokens over the whole vocabulary; hidden states of all tokens before the last stage.
 
         Writes the step's keys and values.
         """
@@ -90,12 +97,12 @@ class GenericModel:
         return scores if len(scores) == len(batch.drawn) else scores.index_select(0, batch.drawn)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """This rank's part of them: the model gathers its scores on every rank."""
+        """This rank's part of the logits: the model gathers them on every rank."""
         return hidden[:, self._span.start : self._span.stop]
 
 
 def open_generic(folder: Path, raw: Json) -> GenericSource:
-    """The model in this folder. Raises ModelError, with the reason, when `transformers` cannot make it without its weights."""
+    """Opens the model in this folder. Raises ModelError, with the reason, when `transformers` cannot create it."""
     try:
         import transformers
     except ImportError as error:
@@ -112,7 +119,7 @@ def open_generic(folder: Path, raw: Json) -> GenericSource:
 
 
 def check_config(config: Any) -> None:
-    """Raises Unsupported when the config alone tells that the model cannot be computed."""
+    """Raises Unsupported when the config alone excludes the model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -126,7 +133,7 @@ def check_config(config: Any) -> None:
 
 
 def _max_position(text: Any) -> int:
-    """Positions that the model was made for, within which its rotary embedding stays what it is."""
+    """Range of positions in which the model's rotary embedding does not change."""
     longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0)
     longest = longest if longest > 0 else 2048
     rope = getattr(text, "rope_parameters", None) or {}

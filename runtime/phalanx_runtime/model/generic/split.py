@@ -1,8 +1,7 @@
-"""How a `transformers` model is split over ranks: its own tensor-parallel plan, read as metadata.
+"""Splits a `transformers` model over ranks by its own tensor-parallel plan, read as metadata.
 
-A style says which dimension of a module's parameters is cut, and what its inputs and outputs need. Sizes are cut by KV head, so
-that query heads stay with theirs; a size is cut in the same way wherever it occurs, so that what one linear gives is what the
-next one takes.
+A style defines the cut dimension of a module's parameters and the treatment of its inputs and outputs. Sizes are cut by KV head,
+so that query heads stay with their KV head; equal sizes are cut equally, so that one linear's output fits the next one's input.
 """
 
 import re
@@ -31,18 +30,18 @@ STYLES = {
     "replicate",
     "mla_kv_a_proj",
 }
-"""Styles of plans that are understood. The last three leave a module as it is."""
+"""Supported plan styles. The last three do not change a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """This rank's part of a tensor: spans along one dimension, joined."""
+    """This rank's part of a tensor: joined spans along one dimension."""
 
     dim: int
     spans: tuple[Span, ...]
 
     def of(self, tensor: Any) -> Tensor:
-        """That part of a tensor, or of a slice of a file."""
+        """This part of a tensor or of a file slice."""
         whole = (slice(None),) * (self.dim % len(_shape(tensor)))
         parts = [tensor[(*whole, slice(span.start, span.stop))] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
@@ -53,8 +52,9 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 class Splitter:
-    """Splits a model of the meta device: hooks go into its modules, `cuts` says what to read for each parameter,
-    `zeroed` which are zeros on this rank."""
+    """Splits a model on the meta device by hooks in its modules.
+
+    `cuts`: part to load, by parameter. `zeroed`: parameters that are zero on this rank."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective) -> None:
         if not plan:
@@ -72,7 +72,7 @@ class Splitter:
         self._collective = collective
 
     def split(self) -> None:
-        """Puts the plan into effect."""
+        """Installs the hooks and computes `cuts` and `zeroed`."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, module in self._model.named_modules():
             if style := self._style(name):
@@ -104,7 +104,7 @@ class Splitter:
                 pass
 
     def _split_rows(self, name: str, module: nn.Module, splits_input: bool) -> None:
-        """Input columns of a linear; its bias must enter the sum once, so rank 0 keeps it."""
+        """Cuts the input columns of a linear. Its bias must enter the sum once, so rank 0 keeps it."""
         collective = self._collective
         weight = module.get_parameter("weight")
         cut = self._cut(f"{name}.weight", weight, -1, 1)
@@ -116,11 +116,11 @@ class Splitter:
         module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
 
     def _split_embedding(self, name: str, module: nn.Module) -> None:
-        """Rows of an embedding; a token that is held elsewhere gives zeros here."""
+        """Cuts the rows of an embedding; tokens of other ranks give zeros here."""
         collective = self._collective
         span = self._cut(f"{name}.weight", module.get_parameter("weight"), 0, 1).spans[0]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # it may be a row of another rank, and only matters in training
+            module.padding_idx = None  # may be a row of another rank; only used in training
 
         def lookup(inner: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
             local = tokens - span.start
@@ -132,7 +132,7 @@ class Splitter:
         module.forward = lambda tokens: lookup(inner, tokens)
 
     def _cut(self, name: str, parameter: Tensor, dim: int, lumps: int) -> Cut:
-        """Cuts a parameter that holds `lumps` matrices side by side, each in the same way."""
+        """Cuts a parameter that concatenates `lumps` matrices, each in the same way."""
         size = parameter.shape[dim] // lumps
         span = self._span(size)
         cut = Cut(dim, tuple(Span(size * i + span.start, size * i + span.stop) for i in range(lumps)))
@@ -148,5 +148,5 @@ class Splitter:
 
 
 def _outputs(parameter: Tensor) -> int:
-    """The dimension of outputs: the first of a matrix, the second of a stack of experts' matrices."""
+    """Output dimension: the first of a matrix, the second of a stack of experts' matrices."""
     return 0 if parameter.ndim < 3 else parameter.ndim - 2

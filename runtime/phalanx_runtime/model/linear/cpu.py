@@ -59,14 +59,16 @@ class Blocks:
         """Writes the product to y, or adds it, as `mode` selects. x: [rows, inputs]."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         self.library.functions.phalanx_linear(
-            x.dtype == torch.bfloat16,
-            self.words.dtype == torch.int8,
-            x.data_ptr(),
-            self.words.data_ptr(),
-            None if self.scales is None else self.scales.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            y.data_ptr(),
-            Sizes(x.shape[0], self.outputs, self.inputs, x.stride(0), y.stride(0), mode),
+            *(
+                x.dtype == torch.bfloat16,
+                self.words.dtype == torch.int8,
+                x.data_ptr(),
+                self.words.data_ptr(),
+                None if self.scales is None else self.scales.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                y.data_ptr(),
+                Sizes(*(x.shape[0], self.outputs, self.inputs, x.stride(0), y.stride(0), mode)),
+            ),
         )
 
 
@@ -77,10 +79,17 @@ def in_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision: 
     wide = None if bias is None else F.pad(bias.float(), (0, missing))
     if precision == "bf16":
         parts = F.pad(weight.to(torch.bfloat16), (0, 0, 0, missing)).view(-1, BLOCK, inputs // 2, 2)
-        return Blocks(library, parts.permute(0, 2, 1, 3).contiguous(), None, wide, outputs, inputs)
+        return Blocks(library, parts.permute(0, 2, 1, 3).contiguous(), scales=None, bias=wide, outputs=outputs, inputs=inputs)
     rounded, scales = quantized(weight)
     parts = F.pad(rounded, (0, 0, 0, missing)).view(-1, BLOCK, inputs // 2, 2)
-    return Blocks(library, parts.permute(0, 2, 1, 3).contiguous(), F.pad(scales, (0, missing)), wide, outputs, inputs)
+    return Blocks(
+        library,
+        parts.permute(0, 2, 1, 3).contiguous(),
+        scales=F.pad(scales, (0, missing)),
+        bias=wide,
+        outputs=outputs,
+        inputs=inputs,
+    )
 
 
 class NativeLinear:

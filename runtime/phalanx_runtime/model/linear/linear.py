@@ -70,7 +70,7 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]. Returns [tokens, out]."""
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(*(x, self.packed, self.bias, "none", [], ""))
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:

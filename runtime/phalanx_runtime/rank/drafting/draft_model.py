@@ -20,12 +20,12 @@ from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.draft_passes import draft
-from phalanx_runtime.rank.drafting.draft_sampler import Ahead, Place
+from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.drafting.proposer import Pageless
 from phalanx_runtime.rank.sampling.draw import Rivals
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import Drafted, nothing, num_drafted
+from phalanx_runtime.rank.step.paths import DraftedPath, nothing, num_drafted
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +68,14 @@ class DraftModel:
         """Why it can draft no more; empty while it can."""
         return self._lost
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         """The drafted paths. Raises PeerLost."""
         drafted = nothing(plan) if self._model is None else self._try(self._model, plan, rows)
         if drafted and self._peers.world_size > 1:
             self._peers.broadcast(msgspec.msgpack.encode(drafted))
         return drafted
 
-    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[Drafted]:
+    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         try:
             return self._draft(model, plan, rows)
         except Exception as error:  # whatever it is, the target goes on without
@@ -84,16 +84,16 @@ class DraftModel:
             self._model = None
             return nothing(plan)
 
-    def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, Row]) -> list[Drafted]:
+    def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         self._builder.update(plan)
-        ahead = Ahead(rows)
+        ahead = DraftSampler(rows)
 
         def states(small: StepPlan) -> Tensor:
             batch = self._builder.tensors(small)
             batch.tokens.clamp_(max=model.vocab_size - 1)  # ids behind its vocabulary are no tokens of anybody's
             return model.hidden(batch, self._caches)
 
-        def choose(hidden: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
+        def choose(hidden: Tensor, places: Sequence[DraftPosition], count: int) -> list[Rivals]:
             scores = model.scores(hidden)[:, : self._vocab_size]
             missing = self._vocab_size - scores.shape[1]
             return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places, count)
@@ -101,7 +101,7 @@ class DraftModel:
         return draft(plan, self._builder.params, states, choose)
 
 
-class LostDraft(Pageless):
+class FailedDraft(Pageless):
     """What is left of a draft that could not be loaded: it says why, and plans name no drafted path."""
 
     def __init__(self, why: str) -> None:
@@ -112,19 +112,19 @@ class LostDraft(Pageless):
         """Why it can draft nothing."""
         return self._why
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         """That there is none, for each proposal asked for."""
         return nothing(plan)
 
 
-class ToldDraft(Pageless):
+class RemoteDraft(Pageless):
     """The draft on the other ranks of the first stage: what they are told of it. The rank that drafts has its pages."""
 
     def __init__(self, peers: Collective) -> None:
         self._peers = peers
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         """The drafted paths. Raises PeerLost."""
         if not num_drafted(plan):
             return []
-        return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[Drafted])
+        return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[DraftedPath])

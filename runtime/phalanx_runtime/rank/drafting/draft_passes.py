@@ -17,9 +17,9 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import OWN, chain, is_chain, levels
 from phalanx_runtime.core.step_plan import Growth, NewRow, Path, StepPlan
-from phalanx_runtime.rank.drafting.draft_sampler import Place
+from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition
 from phalanx_runtime.rank.sampling.draw import Rivals, draw_of
-from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted
+from phalanx_runtime.rank.step.paths import NO_TOKEN, DraftedPath
 
 # How the proposals of one path come about: which are computed in the next pass of a draft, and how many children each gets.
 #     Fixed       the plan knows the shape: pass p computes the proposals of level p that have children     BestFirst   pass p
@@ -28,7 +28,7 @@ from phalanx_runtime.rank.step.paths import NO_TOKEN, Drafted
 # target's scores differed from the draft's by noise of its own. The first child is always the draft's own draw.
 
 
-class Growing(Protocol):
+class GrowingPath(Protocol):
     """One path. Proposals have the numbers in which they were added, until `drafted`."""
 
     @property
@@ -57,17 +57,17 @@ class Growing(Protocol):
         """The tokens of its branch, its own the last."""
         ...
 
-    def drafted(self) -> Drafted:
+    def drafted(self) -> DraftedPath:
         """The path as it is told."""
         ...
 
 
-def growing(path: Path) -> Growing:
+def growing_path(path: Path) -> GrowingPath:
     """How this path grows."""
-    return Fixed(path.parents or chain(path.depth)) if path.growth is None else BestFirst(path.depth, path.growth)
+    return FixedTree(path.parents or chain(path.depth)) if path.growth is None else BestFirst(path.depth, path.growth)
 
 
-class Fixed:
+class FixedTree:
     """A known shape."""
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -107,9 +107,9 @@ class Fixed:
         """The tokens of its branch."""
         return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
 
-    def drafted(self) -> Drafted:
+    def drafted(self) -> DraftedPath:
         """The tokens."""
-        return Drafted(self._tokens)
+        return DraftedPath(self._tokens)
 
 
 class BestFirst:
@@ -156,7 +156,7 @@ class BestFirst:
         """The tokens of its branch."""
         return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
 
-    def drafted(self) -> Drafted:
+    def drafted(self) -> DraftedPath:
         """The likeliest, each behind its parent. Where there are too few, the rest are none."""
         best = self._best()
         number = {OWN: OWN} | {node: at for at, node in enumerate(best)}
@@ -164,7 +164,7 @@ class BestFirst:
         missing = self._count - len(best)
         parents += range(len(parents) - 1, len(parents) - 1 + missing)
         tokens = [self._tokens[node] for node in best] + [NO_TOKEN] * missing
-        return Drafted(tokens, parents)
+        return DraftedPath(tokens, parents)
 
     def _below(self, node: int) -> int:
         """The level of its children."""
@@ -179,7 +179,7 @@ class BestFirst:
         return order[: self._count]
 
 
-Choose = Callable[[Tensor, Sequence[Place], int], list[Rivals]]
+Choose = Callable[[Tensor, Sequence[DraftPosition], int], list[Rivals]]
 """So many of the tokens that may be drawn from each hidden state, the draw first: the same ones on every rank that takes part."""
 
 
@@ -202,13 +202,13 @@ class _Pass:
     parents: list[int]
 
 
-def draft(plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose) -> list[Drafted]:
+def draft(plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose) -> list[DraftedPath]:
     """The plan's drafted paths, in their order.
 
     `states` computes a small plan over the same rows and gives the states behind its draws.
     """
     paths = {path.request: path for path in plan.paths if path.is_drafted}
-    grown = {request: growing(path) for request, path in paths.items()}
+    grown = {request: growing_path(path) for request, path in paths.items()}
     indexes = dict(plan.draws)
     passed = [_Pass(piece, [OWN] if piece.drawn else [], []) for piece in _first(plan)]
     while passed:
@@ -219,7 +219,7 @@ def draft(plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan
         places = []
         for request, node in drawn:
             row, behind = plan.rows[request], grown[request].behind(node)
-            places.append(Place(row, draw_of(rows[row].sampling, indexes[request] + len(behind)), behind))
+            places.append(DraftPosition(row, draw_of(rows[row].sampling, indexes[request] + len(behind)), behind))
         count = max(grown[request].num_rivals(node) for request, node in drawn)
         for (request, node), place, rivals in zip(drawn, places, choose(hidden[: len(drawn)], places, count), strict=True):
             grown[request].add(node, rivals, _ends(rows[place.row].sampling, place.draw.index))
@@ -247,7 +247,7 @@ def _first(plan: StepPlan) -> list[_Piece]:
     return pieces
 
 
-def _next(plan: StepPlan, path: Path, one: Growing) -> _Pass:
+def _next(plan: StepPlan, path: Path, one: GrowingPath) -> _Pass:
     """The latest proposals that get children, which nobody has computed yet, behind those that were."""
     nodes = one.next()
     first = plan.starts[path.request] + plan.counts[path.request] - path.depth
@@ -263,12 +263,12 @@ def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
     return StepPlan(
         plan.step,
         [],
-        [plan.rows[piece.request] for piece in pieces],
-        [piece.start for piece in pieces],
-        [len(piece.tokens) for piece in pieces],
-        [[] for _ in pieces],
-        [token for piece in pieces for token in piece.tokens],
-        [(at, 0) for at, piece in enumerate(pieces) if piece.drawn],
+        rows=[plan.rows[piece.request] for piece in pieces],
+        starts=[piece.start for piece in pieces],
+        counts=[len(piece.tokens) for piece in pieces],
+        pages=[[] for _ in pieces],
+        tokens=[token for piece in pieces for token in piece.tokens],
+        draws=[(at, 0) for at, piece in enumerate(pieces) if piece.drawn],
         paths=[
             Path(at, len(one.nodes) - 1, parents=[] if is_chain(one.parents) else one.parents)
             for at, one in enumerate(passed)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.rank.sampling.draw import Draw, Rivals, draw, draw_several
-from phalanx_runtime.rank.sampling.logits_processors import change
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.logits_processors import process_logits
+from phalanx_runtime.rank.sampling.row import SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DraftPosition:
     """Where a draft draws: for this row, behind these proposals."""
 
     row: int
@@ -25,14 +25,14 @@ class Place:
     behind: tuple[int, ...] = ()
 
 
-class Ahead:
+class DraftSampler:
     """The rows of one step, and how they go on along what is proposed. `rows`: what is known of each."""
 
-    def __init__(self, rows: Mapping[int, Row]) -> None:
+    def __init__(self, rows: Mapping[int, SamplingRow]) -> None:
         self._known = rows
-        self._copies: dict[tuple[int, tuple[int, ...]], Row] = {}
+        self._copies: dict[tuple[int, tuple[int, ...]], SamplingRow] = {}
 
-    def draw(self, scores: Tensor, places: Sequence[Place], count: int = 1) -> list[Rivals]:
+    def draw(self, scores: Tensor, places: Sequence[DraftPosition], count: int = 1) -> list[Rivals]:
         """So many tokens of each place, the draw first; none where nothing can be drawn. One alone comes without its share.
 
         scores: [places, vocabulary], raw.
@@ -42,7 +42,7 @@ class Ahead:
         several = draw_several(scores, draws, count) if count > 1 else [Rivals([one], [0.0]) for one in draw(scores, draws)]
         return [Rivals([], []) if at in nowhere else one for at, one in enumerate(several)]
 
-    def changed(self, scores: Tensor, places: Sequence[Place]) -> tuple[Tensor, Set[int]]:
+    def changed(self, scores: Tensor, places: Sequence[DraftPosition]) -> tuple[Tensor, Set[int]]:
         """The scores that these places draw from, and the places that can draw nothing: theirs are minus infinity.
 
         scores: [places, vocabulary], raw; they stay as they are.
@@ -51,13 +51,13 @@ class Ahead:
         special = [at for at, row in enumerate(rows) if row.is_special(places[at].draw.index)]
         if not special:
             return scores, frozenset()
-        found = change(scores, rows, special, [places[at].draw.index for at in special])
+        found = process_logits(scores, rows, special, [places[at].draw.index for at in special])
         for at in found.failed:
             found.scores[found.places[at]] = -torch.inf
         whole = scores.to(found.scores.dtype, copy=True)
         return whole.index_copy_(0, torch.tensor(special, device=scores.device), found.scores), found.failed.keys()
 
-    def _row(self, number: int, behind: tuple[int, ...]) -> Row:
+    def _row(self, number: int, behind: tuple[int, ...]) -> SamplingRow:
         """A copy of the row that had these drawn, too."""
         known = self._copies.get((number, behind))
         if known is None:
@@ -66,7 +66,7 @@ class Ahead:
         return known
 
 
-def _behind(row: Row, token: int) -> Row:
+def _behind(row: SamplingRow, token: int) -> SamplingRow:
     """The row with one token more; itself where that changes nothing."""
     if not row.has_state:
         return row

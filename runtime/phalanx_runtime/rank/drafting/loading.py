@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx_runtime.checkpoint.assets import difference
+from phalanx_runtime.checkpoint.assets import tokenizer_difference
 from phalanx_runtime.checkpoint.model_hash import model_hash, weights_hash
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.commands import RATIO
@@ -24,7 +24,7 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import read_processor
 from phalanx_runtime.model.protocol import Form, Model
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.drafting.draft_model import DraftModel, LostDraft, ToldDraft
+from phalanx_runtime.rank.drafting.draft_model import DraftModel, FailedDraft, RemoteDraft
 from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.drafting.self_draft import SelfDraft
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
@@ -83,18 +83,18 @@ def make_proposer(
     if spec.engine.speculative_method not in ("draft", "self_draft"):
         return None
     if drafting.lost:
-        return LostDraft(drafting.lost)
+        return FailedDraft(drafting.lost)
     if drafting.num_layers:
         assert isinstance(target, Decoder), "checked when it was loaded"
         return SelfDraft(target, caches, peers, drafting.num_layers, drafting.through)
     if drafting.model is None:
-        return ToldDraft(peers)
+        return RemoteDraft(peers)
     dtype, device = caches[0].k.dtype, caches[0].k.device
     own = make_caches(drafting.model.kv, pool.num_pages, pool.page_size, dtype, device)
     layer_bytes = page_bytes(drafting.model.kv, pool.page_size, dtype) // len(drafting.model.kv.head_dims)
     shape = CacheShape(pool.page_size, drafting.model.kv.kv_heads, layer_bytes)
     builder = BatchBuilder(shape, dtype, device)
-    return DraftModel(drafting.model, own, builder, target.vocab_size, peers, drafting.name)
+    return DraftModel(drafting.model, own, builder=builder, vocab_size=target.vocab_size, peers=peers, name=drafting.name)
 
 
 def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torch.device) -> Drafting:
@@ -103,10 +103,17 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         return Drafting().without(spec.draft_missing)
     folder = Path(spec.draft_dir)
     try:
-        differs = difference(Path(spec.model_dir), folder)
+        differs = tokenizer_difference(Path(spec.model_dir), folder)
         source = open_model(folder, "auto")
         weights = source.num_linear_weights(0, 1)
-        kernels = choose_kernels(dtype, device, read_processor(), 0, weights * dtype.itemsize, spec.engine.quantization or "bf16")
+        kernels = choose_kernels(
+            dtype,
+            device,
+            cpu=read_processor(),
+            spare_bytes=0,
+            num_bytes=weights * dtype.itemsize,
+            precision=spec.engine.quantization or "bf16",
+        )
         form = Form(dtype, device, kernels, target.positions)
         model = None if differs else source.load(SoloCollective(), form)
         name = model_hash(folder, str(dtype), spec.engine.quantization)

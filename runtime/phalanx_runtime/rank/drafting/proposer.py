@@ -11,9 +11,9 @@ from typing import Protocol
 
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import Drafted
+from phalanx_runtime.rank.step.paths import DraftedPath
 
 
 class Proposer(Protocol):
@@ -38,7 +38,7 @@ class Proposer(Protocol):
         """Why it can draft no more; empty while it can. Then no further plan names a path that is drafted."""
         ...
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         """The proposals of all paths with `is_drafted`, `depth` tokens each, in their order: the same ones on every rank.
 
         Where a path has `growth` the proposer chooses its shape, else it has that of the plan.

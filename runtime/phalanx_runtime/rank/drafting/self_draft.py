@@ -21,12 +21,12 @@ from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit
 from phalanx_runtime.rank.drafting.draft_passes import draft
-from phalanx_runtime.rank.drafting.draft_sampler import Ahead, Place
+from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.drafting.proposer import Pageless
 from phalanx_runtime.rank.sampling.draw import Rivals
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import Drafted, nothing
+from phalanx_runtime.rank.step.paths import DraftedPath, nothing
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class SelfDraft(Pageless):
         """Why it can draft no more; empty while it can."""
         return self._lost
 
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         """The drafted paths. Raises PeerLost, DraftLost."""
         if self._lost:
             return nothing(plan)
@@ -64,13 +64,13 @@ class SelfDraft(Pageless):
             log.exception("the self-draft failed: the group goes on without speculation")
             return nothing(plan)
 
-    def _draft(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, Row]) -> list[Drafted]:
+    def _draft(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         def states(small: StepPlan) -> Tensor:
             return self._model.states(builder.tensors(small), self._own, [len(self._own)])[0]
 
-        return draft(plan, builder.params, states, partial(self._choose, Ahead(rows)))
+        return draft(plan, builder.params, states, partial(self._choose, DraftSampler(rows)))
 
-    def _choose(self, ahead: Ahead, states: Tensor, places: Sequence[Place], count: int) -> list[Rivals]:
+    def _choose(self, ahead: DraftSampler, states: Tensor, places: Sequence[DraftPosition], count: int) -> list[Rivals]:
         """Drawn on the first rank of the stage, and told to the others."""
         scores = self._peers.gather(self._model.state_scores(states if self._exit is None else self._exit(states)))
         if self._peers.world_size == 1:

@@ -14,7 +14,7 @@ import torch
 _RESET_PEAK = "5"
 
 
-class Gauge(Protocol):
+class MemoryProfiler(Protocol):
     """Measures this process's memory on one device."""
 
     @property
@@ -31,12 +31,12 @@ class Gauge(Protocol):
         ...
 
 
-def make_gauge(device: torch.device) -> Gauge:
+def make_memory_profiler(device: torch.device) -> MemoryProfiler:
     """The gauge of this device."""
-    return HostGauge() if device.type == "cpu" else CudaGauge(device)
+    return HostMemoryProfiler() if device.type == "cpu" else CudaMemoryProfiler(device)
 
 
-class CudaGauge:
+class CudaMemoryProfiler:
     """Asks torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class CudaGauge:
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
-class HostGauge:
+class HostMemoryProfiler:
     """Asks the kernel. `proc` is where it tells of this process."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:

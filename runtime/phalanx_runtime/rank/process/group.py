@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from phalanx_runtime.collective.connect import Place, connect
+from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankSpec
@@ -14,12 +14,12 @@ JOIN_S = 300.0
 """Longest wait for the other ranks at start: their torch loads cold, and their pods may be slower."""
 
 
-def place_of(spec: RankSpec, parent: int) -> Place:
+def place_of(spec: RankSpec, parent: int) -> RankPlace:
     """The rank's place. `parent`, the supervisor's process id, tells the groups of one machine apart."""
     token = bytes.fromhex(spec.token)
     first = spec.rank - spec.local_rank
     named = f"{spec.incarnation} {parent} {spec.base_port} {first}".encode()
-    return Place(
+    return RankPlace(
         rank=spec.rank,
         world_size=spec.world_size,
         near=range(first, first + spec.local_world_size),

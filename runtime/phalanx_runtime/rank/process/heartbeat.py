@@ -20,7 +20,7 @@ from phalanx_runtime.rank_spec import BEAT_S, Beat, RankSays
 _encode = msgspec.json.Encoder().encode
 
 
-def say(frame: RankSays) -> None:
+def write_line(frame: RankSays) -> None:
     """Writes one line to stdout, whole, from whichever thread. Raises OSError when nobody reads any more."""
     os.write(1, _encode(frame) + b"\n")
 
@@ -33,10 +33,10 @@ class _Step:
     bound_s: float
 
 
-class Heart:
+class Heartbeat:
     """Beats. `began` and `ended` are called by the thread that computes; they cost an assignment."""
 
-    def __init__(self, tell: Callable[[Beat], None] = say) -> None:
+    def __init__(self, tell: Callable[[Beat], None] = write_line) -> None:
         self._tell = tell
         self._steps: dict[int, _Step] = {}
         self._counted: _Step | None = None
@@ -83,7 +83,7 @@ class Heart:
 class StepWatch:
     """Tells the heart of every step, and how long it may take. Implements `engine.ports.Watch`."""
 
-    def __init__(self, heart: Heart) -> None:
+    def __init__(self, heart: Heartbeat) -> None:
         self._heart = heart
         self._times = StepTimes()
 

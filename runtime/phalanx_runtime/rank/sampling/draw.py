@@ -106,7 +106,7 @@ class Rivals(msgspec.Struct, frozen=True, array_like=True):
 def draw_of(s: wire.Sampling, index: int) -> Draw:
     """The draw of this output index of a request that is sampled so."""
     temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
-    return Draw(s.seed, index, temperature, s.top_p, s.top_k, s.min_p)
+    return Draw(s.seed, index, temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p)
 
 
 def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:

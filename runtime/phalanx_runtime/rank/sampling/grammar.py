@@ -73,7 +73,7 @@ class Matcher:
         return int(self._inner.validate_tokens([self._end if token in self._ends else token for token in tokens]))
 
 
-class Compiled:
+class CompiledGrammar:
     """A grammar to make matchers of."""
 
     __slots__ = ("__weakref__", "inner")
@@ -82,7 +82,7 @@ class Compiled:
         self.inner = inner
 
 
-class Kept(Generic[T]):
+class GrammarCache(Generic[T]):
     """Values by grammar, found as long as somebody holds them. The last used ones are held here. Any thread may ask."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Kept(Generic[T]):
             del self._recent[next(iter(self._recent))]
 
 
-class Grammars:
+class RankGrammars:
     """Matchers for requests. `tokenizer` is called once, at the first grammar; `vocab_size` are the model's scores.
 
     Any thread may `compile` while others use what is compiled. Implements `grammar_threads.Compiler`.
@@ -122,7 +122,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._counting = threading.Lock(), threading.Lock()
-        self._kept: Kept[Compiled] = Kept()
+        self._kept: GrammarCache[CompiledGrammar] = GrammarCache()
         self.num_compiled = 0
         """How often a grammar was compiled."""
 
@@ -131,16 +131,16 @@ class Grammars:
         compiled = self.kept(grammar) or self.compile(grammar)
         return Matcher(compiled.inner.deep_copy(), self._known(), self._vocab_size)
 
-    def kept(self, grammar: wire.Grammar) -> Compiled | None:
+    def kept(self, grammar: wire.Grammar) -> CompiledGrammar | None:
         """The compiled grammar, if there is one: as long as somebody holds it, `matcher` finds it."""
         return self._kept.get(grammar)
 
-    def compile(self, grammar: wire.Grammar) -> Compiled:
+    def compile(self, grammar: wire.Grammar) -> CompiledGrammar:
         """The same, after it was compiled. Raises GrammarError."""
         inner = LLMatcher(self._known(), grammar_source(grammar), log_level=0)
         if inner.is_error():
             raise GrammarError(_one_line(inner.get_error()))
-        compiled = Compiled(inner)
+        compiled = CompiledGrammar(inner)
         with self._counting:
             self.num_compiled += 1
         self._kept.put(grammar, compiled)

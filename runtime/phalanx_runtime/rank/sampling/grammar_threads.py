@@ -12,8 +12,8 @@ from weakref import finalize
 
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
-from phalanx_runtime.core.step_plan import Compile, Compiled
-from phalanx_runtime.rank.sampling.grammar import Kept
+from phalanx_runtime.core.step_plan import CompileOrder, CompileResult
+from phalanx_runtime.rank.sampling.grammar import GrammarCache
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +59,17 @@ class _Ticket:
     __slots__ = ("__weakref__",)
 
 
-class FarGrammars:
+class RemoteGrammars:
     """Grammars of the drawer, at rank 0. `ask` takes orders to it, on the engine's thread; `hear` gets what it tells.
 
     Implements `phalanx_runtime.engine.ports.Grammars`.
     """
 
-    def __init__(self, ask: Callable[[Compile], None]) -> None:
+    def __init__(self, ask: Callable[[CompileOrder], None]) -> None:
         self._ask = ask
         self._numbers = count()
         self._asked: dict[int, tuple[wire.Grammar, Future[object]]] = {}
-        self._kept: Kept[_Ticket] = Kept()
+        self._kept: GrammarCache[_Ticket] = GrammarCache()
         self._dropped: deque[int] = deque()
 
     def kept(self, grammar: wire.Grammar) -> object | None:
@@ -82,10 +82,10 @@ class FarGrammars:
         future.set_running_or_notify_cancel()
         self._asked[number] = (grammar, future)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._ask(Compile(number, grammar, dropped))
+        self._ask(CompileOrder(number, grammar, dropped))
         return future
 
-    def hear(self, told: Compiled) -> None:
+    def hear(self, told: CompileResult) -> None:
         """Ends the wait for a grammar. Any thread may call it."""
         grammar, future = self._asked.pop(told.number)
         if told.why:
@@ -106,7 +106,7 @@ class BothGrammars:
     Implements `phalanx_runtime.engine.ports.Grammars`.
     """
 
-    def __init__(self, far: FarGrammars, near: ThreadedGrammars) -> None:
+    def __init__(self, far: RemoteGrammars, near: ThreadedGrammars) -> None:
         self._far = far
         self._near = near
 
@@ -143,18 +143,18 @@ def _end(both: Future[object], far: Future[object], near: Future[object]) -> Non
 class GrammarService:
     """The drawer's part: obeys orders of rank 0 and holds what they ask for. `give` takes answers to rank 0, on any thread."""
 
-    def __init__(self, compiler: Compiler | None, give: Callable[[Compiled], None]) -> None:
+    def __init__(self, compiler: Compiler | None, give: Callable[[CompileResult], None]) -> None:
         self._grammars = None if compiler is None else ThreadedGrammars(compiler)
         self._give = give
         self._held: dict[int, object] = {}
         self._closing, self._is_closed = threading.Lock(), False
 
-    def obey(self, order: Compile) -> None:
+    def obey(self, order: CompileOrder) -> None:
         """Begins to compile, unless it is there already. Returns at once."""
         for number in order.dropped:
             self._held.pop(number, None)
         if self._grammars is None:
-            self._give(Compiled(order.number, "this runtime was started without grammars"))
+            self._give(CompileResult(order.number, "this runtime was started without grammars"))
         elif (kept := self._grammars.kept(order.grammar)) is not None:
             self._hold(order.number, kept)
         else:
@@ -176,13 +176,13 @@ class GrammarService:
             return
         if not isinstance(error, GrammarError):
             log.error("a grammar could not be compiled", exc_info=error)
-        self._tell(Compiled(number, str(error) or type(error).__name__, not isinstance(error, GrammarError)))
+        self._tell(CompileResult(number, str(error) or type(error).__name__, not isinstance(error, GrammarError)))
 
     def _hold(self, number: int, compiled: object) -> None:
         self._held[number] = compiled
-        self._tell(Compiled(number))
+        self._tell(CompileResult(number))
 
-    def _tell(self, told: Compiled) -> None:
+    def _tell(self, told: CompileResult) -> None:
         with self._closing:
             if not self._is_closed:
                 self._give(told)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.rank.sampling.masks import penalise
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 
 NOTHING_LEFT = "nothing can be drawn: grammar, allowed_token_ids, bad_words and min_tokens together exclude every token"
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ProcessedLogits:
     """Scores of special rows after masks, bias and penalties. `places` maps positions in the step to rows of `scores`."""
 
     scores: Tensor
@@ -26,7 +26,7 @@ class Changed:
     failed: dict[int, str]
 
 
-def change(raw: Tensor, rows: Sequence[Row], special: Sequence[int], indices: Sequence[int]) -> Changed:
+def process_logits(raw: Tensor, rows: Sequence[SamplingRow], special: Sequence[int], indices: Sequence[int]) -> ProcessedLogits:
     """The scores of the special ones of these rows after masks, bias and penalties, in float32 or wider.
 
     raw: [rows, vocabulary], which stays as it is. special: positions of rows, and the output indices that they draw.
@@ -45,10 +45,10 @@ def change(raw: Tensor, rows: Sequence[Row], special: Sequence[int], indices: Se
         places, seen, samplings = zip(*penalised, strict=True)
         penalise(scores, places, seen, samplings)
     failed = {at: row.failure for at, row in zip(special, chosen, strict=True) if row.failure is not None}
-    return Changed(scores, {at: place for place, at in enumerate(special)}, failed)
+    return ProcessedLogits(scores, {at: place for place, at in enumerate(special)}, failed)
 
 
-def _mask(scores: Tensor, rows: Sequence[Row]) -> None:
+def _mask(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Leaves what grammars and allowed tokens allow. A grammar that cannot go on fails its row."""
     for place, row in enumerate(rows):
         if row.matcher is not None and row.failure is None:

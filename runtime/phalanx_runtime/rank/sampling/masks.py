@@ -27,7 +27,7 @@ def wrong_ids(sampling: wire.Sampling, vocab_size: int) -> str | None:
     return None
 
 
-class Bans:
+class BannedTokens:
     """The tokens that one request must not draw next."""
 
     __slots__ = ("_always", "_ends", "_lasts", "_min_tokens", "_never", "_only", "_words", "allowed", "reach")
@@ -75,7 +75,7 @@ class Bans:
 # apply it; OpenAI's API reference for the others.
 
 
-class Seen:
+class TokenCounts:
     """The different tokens of one request, and how often each is in its output: arrays that grow by doubling."""
 
     __slots__ = ("_counts", "_ids", "_places")
@@ -107,14 +107,14 @@ class Seen:
         self._ids[place] = token
         self._counts[place] += 1
 
-    def copy(self) -> "Seen":
+    def copy(self) -> "TokenCounts":
         """Another one with the same tokens."""
         one = copy.copy(self)
         one._places, one._ids, one._counts = dict(self._places), self._ids.copy(), self._counts.copy()
         return one
 
 
-def penalise(scores: Tensor, rows: Sequence[int], seen: Sequence[Seen], samplings: Sequence[wire.Sampling]) -> None:
+def penalise(scores: Tensor, rows: Sequence[int], seen: Sequence[TokenCounts], samplings: Sequence[wire.Sampling]) -> None:
     """Applies the penalties of these rows in place. scores: [n, vocabulary]; the three sequences are parallel."""
     sizes = [len(one.ids) for one in seen]
     at = _tensor(np.repeat(np.asarray(rows, np.int64), sizes), scores.device)

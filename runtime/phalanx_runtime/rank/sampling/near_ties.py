@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx_runtime.rank.sampling.draw import Draw, gumbel, keep_filtered, noise_key, scaled
 
 
-def gap(raw: Tensor, scores: Tensor, one: Draw) -> float:
+def logit_gap(raw: Tensor, scores: Tensor, one: Draw) -> float:
     """The gap of one draw, infinite with one token. raw: [vocabulary]; scores: the same after masks, bias and penalties."""
     if one.temperature == 0:
         best = scores.topk(2).values

@@ -7,14 +7,14 @@ from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_runtime.core.request import is_penalised
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.sampling.grammar import Grammars, Matcher
-from phalanx_runtime.rank.sampling.masks import Bans, Seen, wrong_ids
+from phalanx_runtime.rank.sampling.grammar import Matcher, RankGrammars
+from phalanx_runtime.rank.sampling.masks import BannedTokens, TokenCounts, wrong_ids
 
 COMPLETE = "its grammar is complete"
 """The failure that is none: the tokens that a row was admitted with are all there is to draw, whatever min_tokens asks for."""
 
 
-class Row:
+class SamplingRow:
     """One request. A row that is admitted with a history is as if it had drawn that history's output itself.
 
     `failure` says why nothing can be drawn, COMPLETE included. `tokens`,
@@ -23,13 +23,13 @@ class Row:
 
     __slots__ = ("bans", "failure", "has_state", "matcher", "sampling", "seen", "tokens")
 
-    def __init__(self, new: NewRow, vocab_size: int, grammars: Grammars | None) -> None:
+    def __init__(self, new: NewRow, vocab_size: int, grammars: RankGrammars | None) -> None:
         sampling = self.sampling = new.sampling
         prompt, output = new.history[: new.num_prompt], new.history[new.num_prompt :]
-        self.bans = Bans(sampling, vocab_size)
+        self.bans = BannedTokens(sampling, vocab_size)
         self.failure = wrong_ids(sampling, vocab_size)
         self.tokens = list(new.history) if any(len(word) > 1 for word in sampling.bad_words) else None
-        self.seen = Seen(prompt, output) if is_penalised(sampling) else None
+        self.seen = TokenCounts(prompt, output) if is_penalised(sampling) else None
         self.matcher: Matcher | None = None
         if sampling.grammar is not None:
             self._start_grammar(sampling.grammar, output, grammars)
@@ -53,7 +53,7 @@ class Row:
             self.failure = f"grammar: {error}"
             return False
 
-    def copy(self) -> "Row":
+    def copy(self) -> "SamplingRow":
         """Another one with the same state, for tokens that nobody has drawn yet."""
         one = copy.copy(self)
         if self.has_state:
@@ -76,7 +76,7 @@ class Row:
             before.append(token)
         return count
 
-    def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: Grammars | None) -> None:
+    def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: RankGrammars | None) -> None:
         try:
             if grammars is None:
                 raise GrammarError("this runtime was started without grammars")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from phalanx_runtime.core.step_plan import StepPlan
-from phalanx_runtime.rank.sampling.grammar import Grammars
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.grammar import RankGrammars
+from phalanx_runtime.rank.sampling.row import SamplingRow
 
 
 @dataclass(slots=True)
-class _Followed:
+class _MirroredRow:
     """`num_known`: tokens that the row has. `proposed`: the latest ones, of which the first would stand at position `first`."""
 
     num_known: int
@@ -25,27 +25,27 @@ class _Followed:
     proposed: Sequence[int] = field(default_factory=list)
 
 
-class DrawnRows:
+class SampledRowMirror:
     """All rows. `grammars` compiles what nobody compiled before."""
 
-    def __init__(self, vocab_size: int, grammars: Grammars | None) -> None:
+    def __init__(self, vocab_size: int, grammars: RankGrammars | None) -> None:
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self._rows: dict[int, Row] = {}
-        self._followed: dict[int, _Followed] = {}
+        self._rows: dict[int, SamplingRow] = {}
+        self._followed: dict[int, _MirroredRow] = {}
 
     @property
-    def rows(self) -> Mapping[int, Row]:
+    def rows(self) -> Mapping[int, SamplingRow]:
         """What is known of each row."""
         return self._rows
 
     def follow(self, plan: StepPlan) -> None:
         """Brings the rows up to what the drawer knows when it draws for this plan."""
         for new in plan.admitted:
-            row = self._rows[new.row] = Row(new, self._vocab_size, self._grammars)
+            row = self._rows[new.row] = SamplingRow(new, self._vocab_size, self._grammars)
             self._followed.pop(new.row, None)
             if row.has_state:
-                self._followed[new.row] = _Followed(len(new.history))
+                self._followed[new.row] = _MirroredRow(len(new.history))
         depths, strays = {path.request: path.depth for path in plan.paths}, dict(plan.strays)
         for request, end in enumerate(accumulate(plan.counts)):
             one = self._followed.get(plan.rows[request])
@@ -72,7 +72,7 @@ class DrawnRows:
             one.num_known += 1
 
 
-def _accepted(one: _Followed, start: int, strays: Sequence[int]) -> list[int]:
+def _accepted(one: _MirroredRow, start: int, strays: Sequence[int]) -> list[int]:
     """Of what was proposed, the tokens that lie before this start; in these slots the last of them, if they lie elsewhere."""
     count = start - one.first
     if not 0 <= count <= len(one.proposed):

@@ -25,20 +25,20 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.sampling.draw import Draw, draw, draw_of
-from phalanx_runtime.rank.sampling.grammar import Grammars
-from phalanx_runtime.rank.sampling.logits_processors import Changed, change
+from phalanx_runtime.rank.sampling.grammar import RankGrammars
+from phalanx_runtime.rank.sampling.logits_processors import ProcessedLogits, process_logits
 from phalanx_runtime.rank.sampling.logprobs import token_details
-from phalanx_runtime.rank.sampling.near_ties import gap
-from phalanx_runtime.rank.sampling.row import COMPLETE, Row
-from phalanx_runtime.rank.sampling.verification import Run, Spot
-from phalanx_runtime.rank.step.paths import Drafted
+from phalanx_runtime.rank.sampling.near_ties import logit_gap
+from phalanx_runtime.rank.sampling.row import COMPLETE, SamplingRow
+from phalanx_runtime.rank.sampling.verification import VerificationNode, VerificationRun
+from phalanx_runtime.rank.step.paths import DraftedPath
 
-NOTHING = Drafted([])
+NOTHING = DraftedPath([])
 """No proposals."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """Tokens parallel to what was asked; details too, or empty. With `runs` draw i has `runs[i]` of them, one after the other.
     `taken` names positions in what was asked with the proposals that were accepted, where these are not the first ones.
 
@@ -58,26 +58,26 @@ class Drawn:
 class Sampler:
     """The rows, on the rank that draws. `grammars` None fails requests that have one."""
 
-    def __init__(self, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(self, vocab_size: int, grammars: RankGrammars | None = None) -> None:
         self.vocab_size = vocab_size
         self.grammars = grammars
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SamplingRow] = {}
 
     @property
-    def rows(self) -> Mapping[int, Row]:
+    def rows(self) -> Mapping[int, SamplingRow]:
         """What is known of each row; nothing on a rank that does not draw."""
         return self._rows
 
     def admit(self, new: NewRow) -> None:
         """Starts a row anew."""
-        self._rows[new.row] = Row(new, self.vocab_size, self.grammars)
+        self._rows[new.row] = SamplingRow(new, self.vocab_size, self.grammars)
 
     def num_fitting(self, row: int, tokens: Sequence[int], index: int) -> int:
         """How many of these tokens a row may draw one after the other, from this output index on; all of a row not known here."""
         known = self._rows.get(row)
         return len(tokens) if known is None else known.num_fitting(tokens, index)
 
-    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[Drafted] = ()) -> Drawn:
+    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[DraftedPath] = ()) -> SampledTokens:
         """The next tokens of each (row, output index), as many as `proposals` allow, which are parallel; empty: one each.
 
         scores: [asked and proposed, vocabulary], raw; they stay as they are. The rows of a draw: behind what the request has,
@@ -86,7 +86,7 @@ class Sampler:
         paths = proposals or [NOTHING] * len(asked)
         firsts = accumulate((1 + len(path.tokens) for path in paths), initial=0)
         places = zip(firsts, asked, paths, strict=False)
-        runs = [Run(self._rows[row], index, first, path.tokens, path.parents) for first, (row, index), path in places]
+        runs = [VerificationRun(self._rows[row], index, first, path.tokens, path.parents) for first, (row, index), path in places]
         spots = [spot for run in runs for spot in run.next()]
         while spots:
             at_all = len(spots) == len(scores)
@@ -95,7 +95,7 @@ class Sampler:
             spots = [spot for run in runs for spot in run.next()]
         why = [(at, run.failure) for at, run in enumerate(runs) if run.failure is not None]
         has_details = any(run.wants_details for run in runs)
-        return Drawn(
+        return SampledTokens(
             [token for run in runs for token in run.tokens],
             [detail for run in runs for detail in run.all_details()] if has_details else [],
             ended=[at for at, run in enumerate(runs) if run.is_complete],
@@ -106,12 +106,12 @@ class Sampler:
         )
 
 
-def _draw_spots(scores: Tensor, spots: Sequence[Spot]) -> None:
+def _draw_spots(scores: Tensor, spots: Sequence[VerificationNode]) -> None:
     """Draws at these spots and tells their runs. scores: [spots, vocabulary]."""
     rows = [spot.run.row for spot in spots]
     draws = [draw_of(spot.run.row.sampling, spot.index) for spot in spots]
     special = [at for at, row in enumerate(rows) if row.is_special(draws[at].index)]
-    changed = change(scores, rows, special, [draws[at].index for at in special]) if special else None
+    changed = process_logits(scores, rows, special, [draws[at].index for at in special]) if special else None
     tokens = _draw(scores, draws, changed)
     kept: list[int] = []
     for at, (spot, token) in enumerate(zip(spots, tokens, strict=True)):
@@ -121,7 +121,7 @@ def _draw_spots(scores: Tensor, spots: Sequence[Spot]) -> None:
     _tell(scores, spots, draws, changed, [at for at in kept if spots[at].run.wants_details])
 
 
-def _draw(scores: Tensor, draws: Sequence[Draw], changed: Changed | None) -> list[int]:
+def _draw(scores: Tensor, draws: Sequence[Draw], changed: ProcessedLogits | None) -> list[int]:
     """Plain rows from the raw scores, special rows from theirs."""
     if changed is None:
         return draw(scores, draws)
@@ -134,7 +134,9 @@ def _draw(scores: Tensor, draws: Sequence[Draw], changed: Changed | None) -> lis
     return tokens
 
 
-def _tell(raw: Tensor, spots: Sequence[Spot], draws: Sequence[Draw], changed: Changed | None, asked: Sequence[int]) -> None:
+def _tell(
+    raw: Tensor, spots: Sequence[VerificationNode], draws: Sequence[Draw], changed: ProcessedLogits | None, asked: Sequence[int]
+) -> None:
     """Gives runs what was asked about the tokens that were drawn at these spots."""
     if not asked:
         return
@@ -144,5 +146,5 @@ def _tell(raw: Tensor, spots: Sequence[Spot], draws: Sequence[Draw], changed: Ch
         run = spots[at].run
         if run.row.sampling.return_gaps:
             scores = raw[at] if changed is None or at not in changed.places else changed.scores[changed.places[at]]
-            detail = msgspec.structs.replace(detail, gap=gap(raw[at], scores, draws[at]))
+            detail = msgspec.structs.replace(detail, gap=logit_gap(raw[at], scores, draws[at]))
         run.details.append(detail)

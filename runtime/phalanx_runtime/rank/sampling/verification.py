@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import OWN, chain, levels
-from phalanx_runtime.rank.sampling.row import Row
+from phalanx_runtime.rank.sampling.row import SamplingRow
 
 
-class Spot:
+class VerificationNode:
     """Behind one proposal of a run: the row of the step's scores and the output index. `token` is what was drawn there."""
 
     __slots__ = ("index", "node", "place", "run", "token")
 
-    def __init__(self, run: "Run", node: int, place: int, index: int) -> None:
+    def __init__(self, run: "VerificationRun", node: int, place: int, index: int) -> None:
         self.run = run
         self.node = node
         self.place = place
@@ -27,7 +27,7 @@ class Spot:
         self.token = 0
 
 
-class Run:
+class VerificationRun:
     """The draw of a row from output index `index` on, whose scores begin at `first`, along these proposals; `parents` empty is a
     chain."""
 
@@ -47,7 +47,7 @@ class Run:
         "wants_details",
     )
 
-    def __init__(self, row: Row, index: int, first: int, path: Sequence[int], parents: Sequence[int] = ()) -> None:
+    def __init__(self, row: SamplingRow, index: int, first: int, path: Sequence[int], parents: Sequence[int] = ()) -> None:
         self.row = row
         self.tokens: list[int] = []
         self.details: list[wire.TokenDetail] = []
@@ -66,18 +66,18 @@ class Run:
         """The last of `taken`: behind it the next token is drawn."""
         self._is_open = True
 
-    def next(self) -> list[Spot]:
+    def next(self) -> list[VerificationNode]:
         """Where to draw now; nothing once the run has ended. All places at once where no draw depends on the one before."""
         if not self._is_open:
             return []
         if self.row.has_state:
-            return [Spot(self, self._node, self._first + 1 + self._node, self._index + len(self.tokens))]
-        behind = [Spot(self, OWN, self._first, self._index)]
+            return [VerificationNode(self, self._node, self._first + 1 + self._node, self._index + len(self.tokens))]
+        behind = [VerificationNode(self, OWN, self._first, self._index)]
         for node, level in enumerate(levels(self._parents)):
-            behind.append(Spot(self, node, self._first + 1 + node, self._index + 1 + level))
+            behind.append(VerificationNode(self, node, self._first + 1 + node, self._index + 1 + level))
         return behind
 
-    def take(self, spot: Spot, token: int, failure: str | None) -> bool:
+    def take(self, spot: VerificationNode, token: int, failure: str | None) -> bool:
         """Whether the token that was drawn at this place belongs to the run: all before it are as proposed."""
         if not self._is_open or spot.node != self._node:
             return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx_runtime.core.draft_tree import OWN, levels
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
-from phalanx_runtime.model.attention.paged import Chunk, DecodeBand, StepBatch
+from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, StepBatch
 
 # Which prompt tokens of a step are to be told with their logprobs. Every rank finds the same ones in the same plan.
 # The scores after position p tell of token p + 1, so token 0 is never told, and a chunk's last scores tell of a token that
@@ -67,7 +67,7 @@ class CacheShape:
     layer_page_bytes: int
 
 
-class MadeWhenAsked(dict[int | None, Tensor | None]):
+class LazyMasks(dict[int | None, Tensor | None]):
     """Masks by window, each made when it is asked for: kernels that read pages where they lie need none."""
 
     __slots__ = ("_make",)
@@ -95,7 +95,7 @@ def decode_bands(pages: list[int], waste_pages: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def lines(parents: tuple[int, ...]) -> NDArray[np.bool_]:
+def tree_mask_rows(parents: tuple[int, ...]) -> NDArray[np.bool_]:
     """Which proposals each of them sees: those of its branch, itself included. [proposals, proposals]"""
     seen = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
@@ -237,11 +237,19 @@ class BatchBuilder:
             visible = seen if window is None else seen & (columns >= lengths[:, None] - window)
             return self._mask(visible[:, None, None, :])
 
-        masks = MadeWhenAsked(mask)
+        masks = LazyMasks(mask)
         ends = self._tensor(lengths)
-        return DecodeBand(start, len(rows), self._tensor(lumps.reshape(-1)), masks, self._tensor(tables), lengths.tolist(), ends)
+        return DecodeBand(
+            start,
+            len(rows),
+            lumps=self._tensor(lumps.reshape(-1)),
+            masks=masks,
+            tables=self._tensor(tables),
+            lengths=lengths.tolist(),
+            ends=ends,
+        )
 
-    def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> Chunk:
+    def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]
         whole = size == length
         lumps = None if whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
@@ -253,13 +261,15 @@ class BatchBuilder:
             visible = columns <= columns[length - size :, None]
             if parents:
                 columns[length - len(parents) :] = length - len(parents) + np.asarray(levels(tuple(parents)))
-                seen = lines(tuple(parents))[-size:]
+                seen = tree_mask_rows(tuple(parents))[-size:]
                 visible[size - len(seen) :, length - len(parents) :] = seen
             if window is not None:
                 visible &= columns > columns[length - size :, None] - window
             return self._mask(visible)
 
-        return Chunk(start, size, length, lumps, MadeWhenAsked(mask), self._tensor(pages), tuple(parents))
+        return AttentionChunk(
+            start, size, length=length, lumps=lumps, masks=LazyMasks(mask), table=self._tensor(pages), parents=tuple(parents)
+        )
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, minus infinity elsewhere."""

@@ -12,7 +12,7 @@ NO_TOKEN = -1
 """In the place of a proposal: there is none. It is computed as token 0, and equal to no drawn token."""
 
 
-class Drafted(msgspec.Struct, frozen=True, array_like=True):
+class DraftedPath(msgspec.Struct, frozen=True, array_like=True):
     """The proposals of one drafted path, `Path.depth` of them; their parents, where their shape was to be chosen."""
 
     tokens: list[int]
@@ -24,12 +24,12 @@ def num_drafted(plan: StepPlan) -> int:
     return sum(path.depth for path in plan.paths if path.is_drafted)
 
 
-def nothing(plan: StepPlan) -> list[Drafted]:
+def nothing(plan: StepPlan) -> list[DraftedPath]:
     """That there is none, for each proposal that is to be drafted."""
-    return [Drafted([NO_TOKEN] * path.depth) for path in plan.paths if path.is_drafted]
+    return [DraftedPath([NO_TOKEN] * path.depth) for path in plan.paths if path.is_drafted]
 
 
-def filled(plan: StepPlan, drafted: Sequence[Drafted]) -> StepPlan:
+def filled(plan: StepPlan, drafted: Sequence[DraftedPath]) -> StepPlan:
     """The plan with these for its drafted paths, in their order."""
     ends = list(accumulate(plan.counts))
     tokens, paths, left = list(plan.tokens), list(plan.paths), iter(drafted)
@@ -55,7 +55,7 @@ def filled_by_numbers(plan: StepPlan, numbers: Sequence[int]) -> StepPlan:
     drafted, at = [], 0
     for path, _ in _drafted(plan):
         middle, end = at + path.depth, at + 2 * path.depth
-        drafted.append(Drafted(list(numbers[at:middle]), list(numbers[middle:end])))
+        drafted.append(DraftedPath(list(numbers[at:middle]), list(numbers[middle:end])))
         at = end
     return filled(plan, drafted)
 
@@ -71,7 +71,7 @@ def undrafted(plan: StepPlan) -> list[tuple[int, list[int]]]:
     return [(at, nodes) for at, nodes in enumerate(found) if nodes]
 
 
-def proposals(plan: StepPlan) -> list[Drafted]:
+def proposals(plan: StepPlan) -> list[DraftedPath]:
     """What is proposed behind the first token of each draw; parallel to the plan's `draws`."""
     ends = list(accumulate(plan.counts))
     path_of = {path.request: path for path in plan.paths}
@@ -79,7 +79,7 @@ def proposals(plan: StepPlan) -> list[Drafted]:
     for request, _ in plan.draws:
         path = path_of.get(request)
         tokens = [] if path is None else plan.tokens[ends[request] - path.depth : ends[request]]
-        found.append(Drafted(tokens, [] if path is None else path.parents))
+        found.append(DraftedPath(tokens, [] if path is None else path.parents))
     return found
 
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.step_plan import Compile, Compiled, StepPlan, StepResult
+from phalanx_runtime.core.step_plan import CompileOrder, CompileResult, StepPlan, StepResult
 from phalanx_runtime.model.partition import Stage
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_told = msgspec.msgpack.Decoder(list[StepPlan | Compile]).decode
-_decode_given = msgspec.msgpack.Decoder(StepResult | Compiled).decode
+_decode_told = msgspec.msgpack.Decoder(list[StepPlan | CompileOrder]).decode
+_decode_given = msgspec.msgpack.Decoder(StepResult | CompileResult).decode
 
 
 class Pipeline:
@@ -43,19 +43,19 @@ class Pipeline:
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._inbox = threading.Thread(target=self._take_results, name="results", daemon=True)
         self._giving = threading.Lock()
-        self._hear: Callable[[Compiled], None] | None = None
-        self._orders: list[Compile] = []
+        self._hear: Callable[[CompileResult], None] | None = None
+        self._orders: list[CompileOrder] = []
         """Not sent yet."""
         self._num_plans = 0
         """Those told whose result has not come, where it comes from another stage."""
-        self._unread: deque[StepPlan | Compile] = deque()
+        self._unread: deque[StepPlan | CompileOrder] = deque()
 
     @property
     def draws(self) -> bool:
         """Whether this rank is the drawer."""
         return self.world.rank == self.drawer
 
-    def listen(self, hear: Callable[[Compiled], None]) -> None:
+    def listen(self, hear: Callable[[CompileResult], None]) -> None:
         """From now on `hear` is told, on a thread of its own, what became of orders for grammars. Only on rank 0."""
         self._hear = hear
 
@@ -64,13 +64,13 @@ class Pipeline:
         self._num_plans += plan is not None
         self._send([] if plan is None else [*self._orders, plan])
 
-    def ask(self, order: Compile) -> None:
+    def ask(self, order: CompileOrder) -> None:
         """Sends an order to all ranks: with the next plan, or now if no plan is in flight. A rank that computes takes no message,
         and there is room for a few, which are the plans'. Only on rank 0. Raises PeerLost."""
         self._orders.append(order)
         self._send_orders()
 
-    def told(self) -> StepPlan | Compile | None:
+    def told(self) -> StepPlan | CompileOrder | None:
         """The next of them, whenever it comes. Not on rank 0. Raises PeerLost."""
         if not self._unread:
             message = self.world.broadcast(None)
@@ -87,7 +87,7 @@ class Pipeline:
         """Gives the hidden state to the next stage. Raises PeerLost."""
         self.world.send(hidden, self.world.rank + self._size)
 
-    def give(self, given: StepResult | Compiled | None) -> None:
+    def give(self, given: StepResult | CompileResult | None) -> None:
         """Tells rank 0 what was drawn, or what became of an order; None says that nothing follows. Only on the drawer, where
         any thread may call it. Raises PeerLost."""
         message = b"" if given is None else _encode(given)
@@ -110,7 +110,7 @@ class Pipeline:
         if self._orders and not self._num_plans:
             self._send(self._orders)
 
-    def _send(self, messages: Sequence[StepPlan | Compile]) -> None:
+    def _send(self, messages: Sequence[StepPlan | CompileOrder]) -> None:
         if self.stage.count > 1 and self._inbox.ident is None:
             self._inbox.start()  # not before: while ranks load, other messages come from the drawer
         if self.world.world_size > 1:
@@ -121,7 +121,7 @@ class Pipeline:
         try:
             while size := int(self.world.receive(torch.zeros(1, dtype=torch.int64), self.drawer)):
                 message = self.world.receive(torch.zeros(size, dtype=torch.uint8), self.drawer)
-                given: StepResult | Compiled = _decode_given(message.numpy().tobytes())
+                given: StepResult | CompileResult = _decode_given(message.numpy().tobytes())
                 if isinstance(given, StepResult):
                     self._results.put(given)
                 elif self._hear is not None:

@@ -14,16 +14,16 @@ import torch
 
 from phalanx_api.moves import MoveOut, PageAddress
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.migration.page_orders import Expect, Forget, Order, Report, Send, Stop
+from phalanx_runtime.core.migration.page_orders import ExpectPages, ForgetMove, Order, Report, SendPages, StopPages
 from phalanx_runtime.rank.memory.page_memory import open_pages
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.transfer.server import PageDoor, Secret, dial, read_report, send_order
+from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret, dial, read_report, send_order
 from phalanx_runtime.rank_spec import RankSpec
 
 log = logging.getLogger(__name__)
 
 
-class Reports:
+class TransferReports:
     """What ranks told that was not read yet. Any thread adds; `wake` is called after each."""
 
     def __init__(self) -> None:
@@ -55,7 +55,13 @@ class PageCarrier:
     """
 
     def __init__(
-        self, own: PageDoor, reports: Reports, hosts: Sequence[str], ports: Sequence[int], near: range, secret: Secret
+        self,
+        own: KvTransferServer,
+        reports: TransferReports,
+        hosts: Sequence[str],
+        ports: Sequence[int],
+        near: range,
+        secret: Secret,
     ) -> None:
         self._own = own
         self._reports = reports
@@ -79,12 +85,12 @@ class PageCarrier:
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
         """Every rank takes positions from `first` on into these pages, from who knows the key."""
         for rank in range(len(self._addresses)):
-            self._order(rank, Expect(move, key, first, pages, step))
+            self._order(rank, ExpectPages(move, key, first, pages, step))
 
     def forget(self, move: str) -> None:
         """No rank takes more for this move; each says Forgotten once it writes nothing."""
         for rank in range(len(self._addresses)):
-            self._order(rank, Forget(move))
+            self._order(rank, ForgetMove(move))
 
     def send(
         self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
@@ -93,12 +99,25 @@ class PageCarrier:
         prepared, size = asked.prepared, len(self._addresses)
         rate = None if asked.bytes_per_s is None else asked.bytes_per_s / size
         for rank, address in enumerate(prepared.addresses):
-            self._order(rank, Send(asked.move, address, prepared.key, first, pages, step, num_computed, rate, num_drafted))
+            self._order(
+                rank,
+                SendPages(
+                    asked.move,
+                    address,
+                    key=prepared.key,
+                    first=first,
+                    pages=pages,
+                    step=step,
+                    num_computed=num_computed,
+                    bytes_per_s=rate,
+                    num_drafted=num_drafted,
+                ),
+            )
 
     def stop(self, move: str) -> None:
         """No rank sends more of this move."""
         for rank in range(len(self._addresses)):
-            self._order(rank, Stop(move))
+            self._order(rank, StopPages(move))
 
     def reports(self) -> list[tuple[int, Report]]:
         """What the ranks told since the last call, each with its rank."""
@@ -134,12 +153,20 @@ def secret_of(spec: RankSpec) -> Secret:
     return Secret(bytes.fromhex(spec.token), spec.incarnation)
 
 
-def open_door(
-    spec: RankSpec, runner: ModelRunner, reports: Reports, collective: Collective, device: torch.device
-) -> tuple[PageDoor, list[int]]:
+def open_transfer_server(
+    spec: RankSpec, runner: ModelRunner, reports: TransferReports, collective: Collective, device: torch.device
+) -> tuple[KvTransferServer, list[int]]:
     """This rank's port for pages, and those of all ranks. All ranks call it together. Raises PeerLost."""
     tell = None if spec.rank else partial(reports.add, 0)
     pages, size = partial(open_pages, runner.caches), runner.pool.page_size
-    door = PageDoor(spec.rank, secret_of(spec), size, pages, runner.wait_for, tell, draft=runner.draft_pages)
+    door = KvTransferServer(
+        spec.rank,
+        secret_of(spec),
+        page_size=size,
+        open_pages=pages,
+        wait_for=runner.wait_for,
+        tell=tell,
+        draft=runner.draft_pages,
+    )
     ports = collective.all_gather(torch.tensor([door.port], device=device), 0)
     return door, [int(port) for port in ports]

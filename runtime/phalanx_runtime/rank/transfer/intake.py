@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phalanx_runtime.core.migration.page_orders import Came, ComeFailed, Expect, Report
+from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report
 from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, no_draft
 from phalanx_runtime.rank.transfer import page_wire as say
 
@@ -26,7 +26,7 @@ STALL_S = 20.0
 class _Expected:
     """One move. `writing` guards its pages: they are written only while `is_over` is false."""
 
-    order: Expect
+    order: ExpectPages
     writing: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
     is_used: bool = False
@@ -57,7 +57,7 @@ class Intake:
         self._lock = threading.Lock()
         self._expected: dict[str, _Expected] = {}
 
-    def expect(self, order: Expect) -> None:
+    def expect(self, order: ExpectPages) -> None:
         """Lets the pages of a move in from now on."""
         with self._lock:
             self._expected[order.move] = _Expected(order)
@@ -98,7 +98,7 @@ class Intake:
             self._fail(expected, "source_lost", f"the sender of move {move} is gone: {error}")
         return None
 
-    def _admit(self, hello: say.Hello, link: socket.socket) -> tuple[_Expected | None, str]:
+    def _admit(self, hello: say.PageHello, link: socket.socket) -> tuple[_Expected | None, str]:
         """The move that a sender has the key of, or why it has not."""
         with self._lock:
             expected = self._expected.get(hello.move)
@@ -133,14 +133,14 @@ class Intake:
                     since, last = since + head.length, True
                 case say.ROUND:
                     say.send_answer(link)
-                    self._tell(Came(expected.order.move, since))
+                    self._tell(PagesReceived(expected.order.move, since))
                     since = 0
                 case say.LAST:
                     theirs = say.read_exactly(link, say.DIGEST_BYTES)
                     self._finish(expected, head.position, theirs, [staging] if last else [])
                     say.send_answer(link)
                     num_drafted = 0 if with_draft is None else head.checksum
-                    self._tell(Came(expected.order.move, since, head.position, num_drafted))
+                    self._tell(PagesReceived(expected.order.move, since, head.position, num_drafted))
                     return
                 case _:
                     raise say.BadTransfer("malformed", f"frame {head.kind} is none of a transfer")
@@ -152,7 +152,9 @@ class Intake:
         say.send_answer(link, number=int(is_same))
         return pages if is_same else None
 
-    def _take_page(self, expected: _Expected, link: socket.socket, head: say.Head, pages: Pages, staging: memoryview) -> None:
+    def _take_page(
+        self, expected: _Expected, link: socket.socket, head: say.FrameHeader, pages: Pages, staging: memoryview
+    ) -> None:
         """Reads a page, checks it and writes it. Raises BadTransfer, OSError."""
         order, place = expected.order, head.position - expected.order.first
         if head.length != pages.page_bytes:
@@ -182,7 +184,7 @@ class Intake:
     def _fail(self, expected: _Expected, code: str, why: str) -> None:
         """Tells of the failure, unless the move was forgotten."""
         if not expected.is_over:
-            self._tell(ComeFailed(expected.order.move, code, why))
+            self._tell(ReceiveFailed(expected.order.move, code, why))
 
 
 def _part(link: socket.socket, code: str) -> None:

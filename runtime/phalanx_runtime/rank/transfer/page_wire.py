@@ -39,7 +39,7 @@ class BadTransfer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class PageHello:
     """Who comes: the move, its key, and how many bytes a page has there."""
 
     move: str
@@ -48,7 +48,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class FrameHeader:
     """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold, and as checksum
     how many of them a draft has computed; DRAFT with the bytes of a page that holds the layers of a draft too."""
 
@@ -58,19 +58,19 @@ class Head:
     checksum: int
 
 
-def send_hello(link: socket.socket, hello: Hello) -> None:
+def send_hello(link: socket.socket, hello: PageHello) -> None:
     """Introduces the sender. Raises OSError."""
     move = hello.move.encode()
     link.sendall(MAGIC + _HELLO.pack(hello.page_bytes, len(move), hello.key) + move)
 
 
-def read_hello(link: socket.socket) -> Hello:
+def read_hello(link: socket.socket) -> PageHello:
     """Who comes, after the magic was read. Raises OSError, BadTransfer."""
     page_bytes, length, key = _HELLO.unpack(read_exactly(link, _HELLO.size))
     if length > MAX_MOVE_BYTES:
         raise BadTransfer("malformed", "not the beginning of a transfer")
     try:
-        return Hello(read_exactly(link, length).decode(), key, page_bytes)
+        return PageHello(read_exactly(link, length).decode(), key, page_bytes)
     except UnicodeDecodeError as error:
         raise BadTransfer("malformed", "the name of the move is no text") from error
 
@@ -101,9 +101,9 @@ def is_draft(told: bytes, name: bytes) -> bool:
     return told == hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
 
 
-def read_head(link: socket.socket) -> Head:
+def read_head(link: socket.socket) -> FrameHeader:
     """What follows. Raises OSError; ConnectionError when the sender left."""
-    return Head(*_HEAD.unpack(read_exactly(link, _HEAD.size)))
+    return FrameHeader(*_HEAD.unpack(read_exactly(link, _HEAD.size)))
 
 
 def send_answer(link: socket.socket, code: str | None = None, number: int = 0) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phalanx_runtime.core.migration.page_orders import Report, Send, SendFailed, Sent
+from phalanx_runtime.core.migration.page_orders import PagesSent, Report, SendFailed, SendPages
 from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, no_draft
 from phalanx_runtime.rank.transfer import page_wire as say
 
@@ -24,10 +24,10 @@ ASK_BYTES, ASK_S = 16 << 20, 0.5
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _SendPath:
     """One move on its way out. None in `orders` ends it."""
 
-    orders: queue.SimpleQueue[Send | None] = field(default_factory=queue.SimpleQueue)
+    orders: queue.SimpleQueue[SendPages | None] = field(default_factory=queue.SimpleQueue)
     stopped: threading.Event = field(default_factory=threading.Event)
     link: socket.socket | None = None
     last: list[memoryview] = field(default_factory=list)
@@ -50,13 +50,13 @@ class Sender:
         self._draft = draft
         self._wait_for = wait_for
         self._tell = tell
-        self._ways: dict[str, _Way] = {}
+        self._ways: dict[str, _SendPath] = {}
 
-    def send(self, order: Send) -> None:
+    def send(self, order: SendPages) -> None:
         """Sends these pages after those ordered before. The first order of a move opens its connection."""
         way = self._ways.get(order.move)
         if way is None:
-            way = self._ways[order.move] = _Way()
+            way = self._ways[order.move] = _SendPath()
             threading.Thread(target=self._run, args=(order, way), name="pages-out", daemon=True).start()
         way.orders.put(order)
 
@@ -74,7 +74,7 @@ class Sender:
             except OSError:
                 return  # closed already
 
-    def _run(self, first: Send, way: _Way) -> None:
+    def _run(self, first: SendPages, way: _SendPath) -> None:
         move = first.move
         try:
             with socket.create_connection((first.address.host, first.address.port), CONNECT_S) as link:
@@ -88,10 +88,10 @@ class Sender:
         except OSError as error:
             self._fail(move, way, "target_lost", f"{first.address.host}:{first.address.port}: {error}")
 
-    def _send_all(self, move: str, first: Send, way: _Way, link: socket.socket) -> None:
+    def _send_all(self, move: str, first: SendPages, way: _SendPath, link: socket.socket) -> None:
         """Introduces itself and obeys orders to the last. Raises BadTransfer, OSError."""
         pages = self._open_pages()
-        say.send_hello(link, say.Hello(move, first.key, pages.page_bytes))
+        say.send_hello(link, say.PageHello(move, first.key, pages.page_bytes))
         draft = self._draft()
         if say.read_answer(link) and draft is not None:
             with_draft = draft.open()
@@ -106,7 +106,7 @@ class Sender:
             if order.num_computed is not None:
                 return
 
-    def _send(self, order: Send, way: _Way, link: socket.socket, pages: Pages) -> None:
+    def _send(self, order: SendPages, way: _SendPath, link: socket.socket, pages: Pages) -> None:
         """One round, no faster than it may be. Raises BadTransfer, OSError."""
         began = asked = time.monotonic()
         sent = told = 0
@@ -127,15 +127,15 @@ class Sender:
             return
         say.send_last(link, order.num_computed, say.digest(way.last), order.num_drafted)
         say.read_answer(link)
-        self._tell(Sent(order.move, order.first + len(order.pages), sent - told, time.monotonic() - asked))
+        self._tell(PagesSent(order.move, order.first + len(order.pages), sent - told, time.monotonic() - asked))
 
-    def _ask(self, order: Send, link: socket.socket, count: int, num_bytes: int, since: float) -> None:
+    def _ask(self, order: SendPages, link: socket.socket, count: int, num_bytes: int, since: float) -> None:
         """Asks the target whether all pages so far came well, and tells."""
         say.send_round(link)
         say.read_answer(link)
-        self._tell(Sent(order.move, order.first + count, num_bytes, time.monotonic() - since))
+        self._tell(PagesSent(order.move, order.first + count, num_bytes, time.monotonic() - since))
 
-    def _fail(self, move: str, way: _Way, code: str, why: str) -> None:
+    def _fail(self, move: str, way: _SendPath, code: str, why: str) -> None:
         """Tells of the failure, unless the move was stopped."""
         if not way.stopped.is_set():
             self._tell(SendFailed(move, code, why))

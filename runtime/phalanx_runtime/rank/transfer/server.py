@@ -17,7 +17,17 @@ import msgspec
 
 from phalanx_runtime.collective import proof
 from phalanx_runtime.collective.connect import listen
-from phalanx_runtime.core.migration.page_orders import Expect, Expecting, Forget, Forgotten, Order, Refused, Report, Send, Stop
+from phalanx_runtime.core.migration.page_orders import (
+    Expecting,
+    ExpectPages,
+    ForgetMove,
+    Forgotten,
+    Order,
+    PeerRefused,
+    Report,
+    SendPages,
+    StopPages,
+)
 from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, no_draft
 from phalanx_runtime.rank.transfer import page_wire as say
 from phalanx_runtime.rank.transfer.intake import Intake
@@ -70,7 +80,7 @@ class _Stranger:
             pass  # it has just left by itself
 
 
-class PageDoor:
+class KvTransferServer:
     """The port of one rank. `wait_for` returns when the rank has computed a step; `tell` hears reports, on any thread.
 
     Rank 0 passes `tell`; the reports of other ranks go to whoever proved to be rank 0.
@@ -115,15 +125,15 @@ class PageDoor:
     def obey(self, order: Order) -> None:
         """Does what rank 0 asks. Waits at most until a page that is being written is written."""
         match order:
-            case Expect():
+            case ExpectPages():
                 self._intake.expect(order)
                 self.tell(Expecting(order.move))
-            case Forget(move):
+            case ForgetMove(move):
                 self._intake.forget(move)
                 self.tell(Forgotten(move))
-            case Send():
+            case SendPages():
                 self._sender.send(order)
-            case Stop(move):
+            case StopPages(move):
                 self._sender.stop(move)
 
     def tell(self, report: Report) -> None:
@@ -150,7 +160,7 @@ class PageDoor:
                 threading.Thread(target=self._greet, args=(link,), name="pages-in", daemon=True).start()
             else:
                 link.close()
-                self.tell(Refused("too many at once"))
+                self.tell(PeerRefused("too many at once"))
 
     def _greet(self, link: socket.socket) -> None:
         stranger = _Stranger(link, self._hello_s, self._strangers)
@@ -167,7 +177,7 @@ class PageDoor:
         finally:
             stranger.proved()
         if why is not None:
-            self.tell(Refused(why))
+            self.tell(PeerRefused(why))
 
     def _serve(self, link: socket.socket, magic: bytes, proved: Callable[[], None]) -> str | None:
         """Serves one connection to its end; why it was turned away, if it was. Raises OSError."""
@@ -177,7 +187,9 @@ class PageDoor:
             return "malformed"
         theirs, mine = say.read_exactly(link, proof.NONCE_BYTES), proof.make_nonce()
         link.sendall(mine + self._secret.proof("listen", self._rank, theirs + mine))
-        if not proof.agrees(say.read_exactly(link, proof.PROOF_BYTES), self._secret.proof("dial", self._rank, theirs + mine)):
+        if not proof.is_equal_proof(
+            say.read_exactly(link, proof.PROOF_BYTES), self._secret.proof("dial", self._rank, theirs + mine)
+        ):
             return "token"
         proved()
         link.settimeout(None)
@@ -205,7 +217,7 @@ def dial(host: str, port: int, rank: int, secret: Secret) -> socket.socket:
         link.sendall(ORDERS_MAGIC + mine)
         answer = say.read_exactly(link, proof.NONCE_BYTES + proof.PROOF_BYTES)
         nonces = mine + answer[: proof.NONCE_BYTES]
-        if not proof.agrees(answer[proof.NONCE_BYTES :], secret.proof("listen", rank, nonces)):
+        if not proof.is_equal_proof(answer[proof.NONCE_BYTES :], secret.proof("listen", rank, nonces)):
             raise ConnectionRefusedError(f"whoever answers for rank {rank} did not prove the token")
         link.sendall(secret.proof("dial", rank, nonces))
         link.settimeout(None)

@@ -1,4 +1,4 @@
-"""The HTTP application of the leader's pod, with the door and the link, and the life of a supervisor beside any."""
+"""The leader's HTTP application (API server and link), and the lifespan that runs a supervisor."""
 
 import asyncio
 import logging
@@ -11,42 +11,44 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.health import Vitals
+from phalanx_frontend.health import HealthSource
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.link.connection import LinkSettings
-from phalanx_runtime.server.link.endpoint import LinkDoor
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
 
 log = logging.getLogger(__name__)
 
 
-class Supervisor(Protocol):
-    """Runs beside the application."""
+class SupervisorTask(Protocol):
+    """Runs while the application does."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         ...
 
 
 def make_leader_app(
-    vitals: Vitals,
+    health: HealthSource,
     client: EngineClient,
     link: LinkSettings | None,
     registry: CollectorRegistry,
     lifespan: Lifespan,
     keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
-    """The OpenAI door over the local engine, and the link when there is a token to prove."""
-    app = create_app(LocalBackend(client), registry=registry, lifespan=lifespan, vitals=lambda _: vitals, keys=ApiKeys(keys))
+    """The OpenAI API over the local engine, with the link endpoint if `link` is set."""
+    app = create_app(
+        LocalBackend(client), registry=registry, lifespan=lifespan, make_health_source=lambda _: health, keys=ApiKeys(keys)
+    )
     if link is not None:
-        app.router.routes.append(LinkDoor(client, link).route())
+        app.router.routes.append(LinkEndpoint(client, link).route())
     return app
 
 
-def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> Lifespan:
-    """A lifespan that runs the supervisor. `failed` is called if it ends by itself: a pod without one must not look well.
+def supervised(supervisor: SupervisorTask, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> Lifespan:
+    """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, since the pod must then not appear healthy.
 
-    `ended` is called after the supervisor is gone, its ranks with it.
+    Calls `ended` after the supervisor and its ranks have ended.
     """
 
     @asynccontextmanager
@@ -64,7 +66,7 @@ def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], 
             yield
         finally:
             task.cancel()
-            with suppress(BaseException):  # `look` has told of an error
+            with suppress(BaseException):  # `look` has logged any error
                 await task
             ended()
 

@@ -1,7 +1,7 @@
-"""What the engine measures, in the process that serves /metrics: all its requests, whichever door or link brought them.
+"""Prometheus metrics of the engine, over all its requests from the API server and from links.
 
-The names are vLLM's, which gateways and dashboards read, and only the runtime has them: over the pods of a service every
-request is counted once. What the door's own clients see is measured at the door.
+Names that vLLM has are kept, since gateways and dashboards read them. Only the runtime exports them, so a sum over the pods of a
+service counts each request once. The API server exports client-side latencies.
 """
 
 import math
@@ -11,17 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, Tally
+from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, RequestTotals
 from phalanx_runtime.engine.client import NO_LOAD
-from phalanx_runtime.engine.meter import Ended
+from phalanx_runtime.engine.meter import EndedRequest
 
-# What /metrics shows of speculation: under vLLM's names what it shows too, and beside them what it costs and saves.
+# Speculation
 
 NOTHING = SpeculationCounts()
 
 
 class SpeculationMetrics:
-    """Counters that follow the engine's, which count from 0 with each engine."""
+    """Counters that mirror the engine's totals, which restart at 0 with each engine."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -30,31 +30,32 @@ class SpeculationMetrics:
         self._model_name = model_name
         self._counts = NOTHING
         self._plain = {
-            "paths": counter("vllm:spec_decode_num_drafts", "Requests for which tokens were proposed, in each step."),
-            "saved": counter("phalanx_speculation_saved_tokens", "Tokens told beyond one for each request and step."),
+            "paths": counter("vllm:spec_decode_num_drafts", "Requests with draft tokens, summed over steps."),
+            "saved": counter("phalanx_speculation_saved_tokens", "Tokens generated beyond one for each request and step."),
             "branched": counter(
-                "phalanx_speculation_branched_tokens", "Accepted tokens that were not the first ones for a place."
+                "phalanx_speculation_branched_tokens",
+                "Accepted draft tokens that were not the first candidate of their position.",
             ),
-            "draft_s": counter("phalanx_speculation_draft_seconds", "Time of the ranks in drafts."),
-            "verify_s": counter("phalanx_speculation_verify_seconds", "Time of steps beyond what they take without proposals."),
+            "draft_s": counter("phalanx_speculation_draft_seconds", "Time the ranks spent drafting."),
+            "verify_s": counter("phalanx_speculation_verify_seconds", "Step time beyond that of a step without draft tokens."),
         }
-        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed.")
-        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Of those the ones that were drawn too.")
-        self._proposed_at = counter(
-            "phalanx_speculation_proposed_tokens", "Tokens proposed, by their place in a path.", "position"
+        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        self._proposed_at = counter("phalanx_speculation_proposed_tokens", "Draft tokens by position in a path.", "position")
+        self._accepted_at = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
         )
-        self._accepted_at = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Those that were drawn too.", "position")
         self._depth = Gauge(
-            "phalanx_speculation_depth", "Tokens proposed for a request, of late.", ["model_name"], registry=registry
+            "phalanx_speculation_depth", "Draft tokens per request since the last report.", ["model_name"], registry=registry
         ).labels(model_name)
         self._lost = Gauge(
-            "phalanx_speculation_lost", "1 when the ranks can draft no more.", ["model_name"], registry=registry
+            "phalanx_speculation_lost", "1 once the ranks can no longer draft.", ["model_name"], registry=registry
         ).labels(model_name)
         for plain in (*self._plain.values(), self._proposed, self._accepted):
             plain.labels(model_name)
 
     def follow(self, counts: SpeculationCounts) -> tuple[int, int]:
-        """Adds what was counted since the last report, and gives back how many tokens were proposed since, and accepted."""
+        """Adds the difference to the last report; returns the numbers of draft tokens and accepted tokens in it."""
         before = self._counts if counts.paths >= self._counts.paths else NOTHING
         self._counts = counts
         name = self._model_name
@@ -71,7 +72,7 @@ class SpeculationMetrics:
 
 
 def _added(family: Counter, name: str, before: list[int], now: list[int]) -> int:
-    """Counts each position's part, and gives back their sum."""
+    """Increments the counter of each position; returns the sum."""
     added = 0
     for position, count in enumerate(now):
         more = max(0, count - (before[position] if position < len(before) else 0))
@@ -81,68 +82,66 @@ def _added(family: Counter, name: str, before: list[int], now: list[int]) -> int
 
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
-_SHOWN = {
-    "outstanding_tokens": ("outstanding_tokens", "Tokens not computed yet, and output tokens still allowed."),
-    "waiting_prompt_tokens": ("waiting_prompt_tokens", "Prompt tokens to compute of requests that wait, less what is cached."),
-    "running_prompt_tokens": ("running_prompt_tokens", "Prompt tokens to compute of requests that run."),
+_GAUGES = {
+    "outstanding_tokens": ("outstanding_tokens", "Tokens to compute, and output tokens still allowed."),
+    "waiting_prompt_tokens": ("waiting_prompt_tokens", "Prompt tokens to compute for waiting requests, without cached ones."),
+    "running_prompt_tokens": ("running_prompt_tokens", "Prompt tokens to compute for running requests."),
     "context_tokens": ("context_tokens", "Tokens in the pages of running requests."),
-    "cached_pages": ("cached_pages", "Free pages that the prefix cache finds."),
-    "reserved_pages": ("reserved_pages", "Pages held for requests that are being moved here."),
-    "oldest_wait_s": ("oldest_wait_seconds", "How long the request has waited that has waited longest."),
-    "step_s": ("step_seconds", "Time of a step, over about the last twenty."),
-    "prompt_tokens_per_step": ("prompt_tokens_per_step", "Prompt tokens in a step, over about the last twenty."),
+    "cached_pages": ("cached_pages", "Free pages that the prefix cache can reuse."),
+    "reserved_pages": ("reserved_pages", "Pages reserved for requests that are being moved to this group."),
+    "oldest_wait_s": ("oldest_wait_seconds", "Wait of the request that has waited longest."),
+    "step_s": ("step_seconds", "Step time, averaged over about 20 steps."),
+    "prompt_tokens_per_step": ("prompt_tokens_per_step", "Prompt tokens per step, averaged over about 20 steps."),
 }
-"""Fields of a load report as gauges."""
+"""Gauges by load report field."""
+_COUNTERS = {
+    "preemptions": ("vllm:num_preemptions", "Preemptions: requests that lost their pages and were recomputed."),
+    "prefix_queried_tokens": ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
+    "prefix_hit_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "pages_reused": ("phalanx_pages_reused", "Pages reused from the prefix cache."),
+    "pages_evicted": ("phalanx_pages_evicted", "Pages evicted from the prefix cache."),
+    "refused_copies": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
+    "refusals": ("phalanx_requests_refused", "Requests refused because the queue was full."),
+    "recomputed_tokens": ("phalanx_recomputed_tokens", "Tokens recomputed after preemptions."),
+    "leaks": ("phalanx_page_leaks", "Pages and batch slots unaccounted for while the engine was idle."),
+}
+"""Counters by load report field."""
 
 
 class EngineMetrics:
-    """Implements `engine.client.Meter`. `tally` gets the sums for /v1/metrics."""
+    """Implements `EngineMeter`. `tally` receives the totals for /v1/metrics."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, tally: Tally) -> None:
-        def gauges(name: str, what: str) -> list[Gauge]:
-            families = [Gauge(f"{prefix}{name}", what, ["model_name"], registry=registry) for prefix in ("phalanx_", "vllm:")]
-            return [family.labels(model_name) for family in families]
+    def __init__(self, registry: CollectorRegistry, model_name: str, tally: RequestTotals) -> None:
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(name, help_text, ["model_name"], registry=registry).labels(model_name)
 
-        def counter(name: str, what: str) -> Counter:
-            return Counter(name, what, ["model_name"], registry=registry).labels(model_name)
+        def gauges(name: str, help_text: str) -> list[Gauge]:
+            return [gauge(f"{prefix}{name}", help_text) for prefix in ("phalanx_", "vllm:")]
 
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"vllm:{name}", what, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
+        def counter(name: str, help_text: str) -> Counter:
+            return Counter(name, help_text, ["model_name"], registry=registry).labels(model_name)
+
+        def histogram(name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"vllm:{name}", help_text, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
 
         self._tally = tally
         self._model_name = model_name
         self._running = gauges("num_requests_running", "Requests that hold pages.")
-        self._waiting = gauges("num_requests_waiting", "Requests that wait for pages or a row.")
-        self._usage = gauges("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
-        self._shown = {
-            field: Gauge(f"phalanx_{name}", what, ["model_name"], registry=registry).labels(model_name)
-            for field, (name, what) in _SHOWN.items()
-        }
-        self._told = {
-            "preemptions": counter("vllm:num_preemptions", "Requests that lost their pages and were computed anew."),
-            "prefix_queried_tokens": counter("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
-            "prefix_hit_tokens": counter("vllm:prefix_cache_hits", "Prompt tokens found there."),
-            "pages_reused": counter("phalanx_pages_reused", "Pages taken out of the prefix cache again."),
-            "pages_evicted": counter("phalanx_pages_evicted", "Pages that the prefix cache gave up."),
-            "refused_copies": counter("phalanx_refused_copies", "Connections turned away where ranks take pages in."),
-            "refusals": counter("phalanx_requests_refused", "Requests that found the queue full."),
-            "recomputed_tokens": counter("phalanx_recomputed_tokens", "Tokens computed again after preemptions."),
-            "leaks": counter("phalanx_page_leaks", "Pages and rows that were not accounted for when the engine was idle."),
-        }
-        self._steps_to_full = Gauge(
-            "phalanx_steps_to_full",
-            "Steps of a token for each request until no page is free, as they should end; infinite when one always will be.",
-            ["model_name"],
-            registry=registry,
-        ).labels(model_name)
+        self._waiting = gauges("num_requests_waiting", "Requests waiting for pages or a batch slot.")
+        self._usage = gauges("kv_cache_usage_perc", "Fraction of the KV pages in use, 0 to 1.")
+        self._gauges = {field: gauge(f"phalanx_{name}", help_text) for field, (name, help_text) in _GAUGES.items()}
+        self._counters = {field: counter(name, help_text) for field, (name, help_text) in _COUNTERS.items()}
+        self._steps_to_full = gauge(
+            "phalanx_steps_to_full", "Predicted decode steps until the page pool is exhausted; infinite if it never is."
+        )
         self._load = NO_LOAD
         self._speculation = SpeculationMetrics(registry, model_name)
-        self._steps = counter("phalanx_engine_steps", "Steps that brought tokens.")
+        self._steps = counter("phalanx_engine_steps", "Steps that produced tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self._finished = Counter(
-            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
+            "vllm:request_success", "Ended requests by reason.", ["model_name", "finished_reason"], registry=registry
         )
         self._queue = histogram(
             "request_queue_time_seconds", "From a request's arrival in the engine to its first step.", _QUEUE_S
@@ -150,30 +149,32 @@ class EngineMetrics:
         self._first_token = histogram(
             "time_to_first_token_seconds", "From submission to the engine to the first token.", FIRST_TOKEN_S
         )
-        self._inter_token = histogram("inter_token_latency_seconds", "Between two tokens of a request.", PER_TOKEN_S)
+        self._inter_token = histogram("inter_token_latency_seconds", "Time between two tokens of a request.", PER_TOKEN_S)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a request's tokens after its first.", PER_TOKEN_S
+            "request_time_per_output_token_seconds", "Mean time per output token after the first.", PER_TOKEN_S
         )
-        self._latency = histogram("e2e_request_latency_seconds", "From submission to the engine to the end.", LATENCY_S)
+        self._latency = histogram(
+            "e2e_request_latency_seconds", "From submission to the engine to the end of the request.", LATENCY_S
+        )
         self._decode = histogram("request_decode_time_seconds", "From a request's first token to its last.", LATENCY_S)
-        self._request_prompt = histogram("request_prompt_tokens", "Prompt of a request.", TOKENS)
-        self._request_generation = histogram("request_generation_tokens", "Output of a request.", TOKENS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._request_generation = histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
         self._request_max = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
 
     def load(self, load: wire.Load) -> None:
-        """Sets the gauges, and adds to the counters what was counted since the last report. A new engine counts from 0."""
-        for name, count in self._told.items():
+        """Sets the gauges, and adds to the counters the difference to the last report. A new engine counts from 0."""
+        for name, count in self._counters.items():
             before, now = getattr(self._load, name), getattr(load, name)
             count.inc(now - before if now >= before else now)
         self._load = load
-        self._tally.speculated(*self._speculation.follow(load.speculation))
+        self._tally.record_speculation(*self._speculation.follow(load.speculation))
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:
             family.set(load.waiting)
         for family in self._usage:
             family.set(1 - load.free_pages / load.total_pages if load.total_pages else 0)
-        for field, gauge in self._shown.items():
+        for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))
         self._steps_to_full.set(math.inf if load.steps_to_full is None else load.steps_to_full)
 
@@ -183,20 +184,20 @@ class EngineMetrics:
         self._generation_tokens.inc(num_tokens)
 
     def queued(self, wait_s: float) -> None:
-        """Times the queue."""
+        """Observes the queue time."""
         self._queue.observe(wait_s)
 
     def first_token(self, prompt_tokens: int, wait_s: float) -> None:
-        """Times the first token."""
+        """Observes the time to first token."""
         self._prompt_tokens.inc(prompt_tokens)
         self._first_token.observe(wait_s)
 
     def next_token(self, gap_s: float) -> None:
-        """Times another token."""
+        """Observes the inter-token latency."""
         self._inter_token.observe(gap_s)
 
-    def ended(self, end: Ended) -> None:
-        """Counts a request that is over."""
+    def ended(self, end: EndedRequest) -> None:
+        """Counts an ended request."""
         self._tally.count(end.prompt_tokens, end.cached_tokens, end.generated_tokens, end.latency_s)
         self._finished.labels(self._model_name, end.reason).inc()
         self._cached_tokens.inc(end.cached_tokens)

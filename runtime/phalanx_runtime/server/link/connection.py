@@ -1,13 +1,13 @@
-"""One open link of the leader with a router: what it obeys, and what it tells.
+"""One open link between the leader and a router.
 
     Welcome, State, Load -> Submit, Abort, Fetch, SendPages, Adopt, Disown one way
                          -> Tokens, Refused, Load, State, Assets, PageChanges, Adopted the other
 
-A load report goes on as soon as the engine made it; while one waits to be sent, the next takes its place.
-Tokens that wait together leave in one frame, so a slow router costs fewer frames, not more memory; one that lets
-`max_waiting_tokens` wait or takes nothing for `stall_s` is closed. When a connection ends, its requests are aborted, but for
-those that their clients may resume: they are orphans (`server.orphans`), which another link may adopt.
-Handles on the link are the router's; the engine has its own, because several routers share it.
+A load report is sent as soon as the engine produces it; a newer one replaces one that is queued. Queued tokens are sent in one
+frame, so a slow router costs fewer frames, not more memory. A router is disconnected when more than `max_waiting_tokens` are
+queued or a send takes longer than `stall_s`. When a connection ends, its requests are aborted, except those that a client may
+resume: they become orphans (`server.link.orphans`). Handles on the link are the router's; the engine has its own, because several
+routers share it.
 """
 
 import asyncio
@@ -21,51 +21,50 @@ from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.gateway import EngineGateway
-from phalanx_runtime.server.link.handles import LinkMoves, SeenHandles
-from phalanx_runtime.server.link.orphans import Kept, KeptRequests, Orphans
+from phalanx_runtime.server.link.handles import AcknowledgedHandles, LinkMoves
+from phalanx_runtime.server.link.orphans import KeptRequests, Orphan, Orphans
 
 CLOSE_BAD_FRAME = 4400
-"""Close code: a frame that no router may send here."""
+"""Close code: the router sent an invalid frame."""
 CLOSE_TOO_SLOW = 4408
-"""Close code: the router did not read."""
+"""Close code: the router does not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Who this leader is, and the bounds of its links.
-
-    tick_s: how often these bounds are looked at. heartbeat_s: after so long without a load report the last one is sent again.
-    stall_s, max_waiting_tokens: a router that reads nothing for so long, or leaves so many tokens, is closed.
-    hello_s: how long a router may take to say Hello. silence_s: a router says something every second, if only an Abort of
-    nothing; one that is silent for so long is lost. orphan_s: how long requests of a lost router go on.
-    max_kept_bytes: bound of what is kept of them and of those that ended.
-    """
+    """Identity of this leader and bounds of its links."""
 
     token: str
     group: str
     revision: str
     page_size: int
+    # Interval of the checks below.
     tick_s: float = 0.05
+    # Interval after which the last load report is repeated.
     heartbeat_s: float = 1.0
+    # Longest duration of one send.
     stall_s: float = 10.0
     max_waiting_tokens: int = 1_000_000
+    # Time a router has to send Hello.
     hello_s: float = 5.0
+    # Silence after which a router counts as lost; routers send at least an empty Abort every second.
     silence_s: float = 10.0
+    # How long requests of a lost router continue.
     orphan_s: float = 30.0
+    # Bound of the stored orphans and ended requests.
     max_kept_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The router at the other end: its name, the name of its life, and the version of the link that both speak."""
+    """The router at the other end: its name, and the random id of its start."""
 
     router: str
     instance: str
-    version: int
 
 
-class OpenLink:
-    """One open link. Its sink side is called by the gateway; `run` owns its tasks and ends them."""
+class LinkConnection:
+    """One open link. The engine client calls its sink methods; `run` owns its tasks."""
 
     def __init__(
         self,
@@ -74,10 +73,9 @@ class OpenLink:
         settings: LinkSettings,
         peer: Peer,
         orphans: Orphans,
-        find: Callable[[str, str], Kept | None],
+        find: Callable[[str, str], Orphan | None],
     ) -> None:
         self.router = (peer.router, peer.instance)
-        self._version = peer.version
         self._find = find
         self._kept = KeptRequests(orphans, self.router)
         self._websocket = websocket
@@ -90,18 +88,18 @@ class OpenLink:
         self._waiting_tokens = 0
         self._wake = asyncio.Event()
         host = (websocket.scope.get("server") or ("",))[0]
-        self._moves = LinkMoves(gateway.moves, gateway.state, self._send, self._engines, self._handles, host)
+        self._moves = LinkMoves(gateway.moves, gateway.state, self._send, handles=self._engines, names=self._handles, host=host)
         self._sent_state = gateway.state()
-        self._told_assets = ""
+        self._sent_assets = ""
         self._sending_since: float | None = None
         self._load_at = 0.0
         self._is_load_due = False
-        self._tells_pages = False
-        self._seen = SeenHandles()
-        self._heard_at = self._clock()
+        self._sends_pages = False
+        self._seen = AcknowledgedHandles()
+        self._received_at = self._clock()
 
     async def run(self) -> str:
-        """Why the link ended. By then its requests are aborted, and those that may be resumed are orphans."""
+        """Runs the link and returns the reason it ended. Aborts its requests or makes them orphans."""
         unsubscribe, unfollow = self._gateway.subscribe(self._state_changed), self._gateway.follow(self)
         close_moves = self._moves.open()
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._tick)]
@@ -118,15 +116,15 @@ class OpenLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if code == CLOSE_BAD_FRAME:  # any other peer is gone or does not read: a close frame would wait for it
+        if code == CLOSE_BAD_FRAME:  # any other peer has closed or does not read: a close frame would block
             await self._websocket.close(code, why)
         return why
 
     def _greet(self) -> None:
         settings = self._settings
         assets = self._assets()
-        self._told_assets = "" if assets is None else assets.content_hash
-        self._send(wire.Welcome(self._version, settings.group, settings.revision, settings.page_size, self._told_assets))
+        self._sent_assets = "" if assets is None else assets.content_hash
+        self._send(wire.Welcome(wire.PROTOCOL_VERSION, settings.group, settings.revision, settings.page_size, self._sent_assets))
         self._sent_state = self._gateway.state()
         self._send(self._sent_state)
         self.load_changed()
@@ -134,31 +132,41 @@ class OpenLink:
     # Sink
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """Tokens of one step, with the engine's handles."""
+        """Sends tokens of one step, with handles translated from the engine's to the router's."""
         names = self._handles
         handles = [names[handle] for handle in frame.handles]
-        told = [msgspec.structs.replace(prompt, handle=names[prompt.handle]) for prompt in frame.prompt_details]
+        prompt_details = [msgspec.structs.replace(prompt, handle=names[prompt.handle]) for prompt in frame.prompt_details]
         cached = [msgspec.structs.replace(found, handle=names[found.handle]) for found in frame.cached]
         self._kept.tokens(frame)
         finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
         self._add_tokens(
-            wire.Tokens(handles, frame.epochs, frame.indices, frame.tokens, finished, frame.details, told, cached=cached)
+            wire.Tokens(
+                handles,
+                frame.epochs,
+                frame.indices,
+                frame.tokens,
+                finished,
+                details=frame.details,
+                prompt_details=prompt_details,
+                cached=cached,
+            )
         )
 
     def refused(self, frame: wire.Refused) -> None:
-        """A request that does not run, with the engine's handle."""
+        """Sends the refusal of a request, with its handle translated."""
         self._send(msgspec.structs.replace(frame, handle=self._forget(frame.handle)))
 
     def _forget(self, engine_handle: int) -> int:
-        """The router's handle of a request that ended."""
+        """Removes an ended request and returns the router's handle."""
         handle = self._handles.pop(engine_handle)
         del self._engines[handle]
         self._kept.forget(engine_handle)
         return handle
 
-    def give_up(self, id: str, tenant: str) -> Kept | None:
-        """The running request of this id and tenant, which another link takes over; this router is told that it has it no more.
-        Nor may it move it any more. One that it has moved already is not here."""
+    def release_request(self, id: str, tenant: str) -> Orphan | None:
+        """Releases the running request of this id and tenant to another link, and sends Refused to this router.
+
+        The router can no longer move it. Returns None for a request that it has moved away already."""
         kept = self._kept.find(id, tenant)
         if kept is not None and kept.handle is not None:
             if not self._gateway.has(kept.handle):
@@ -177,15 +185,15 @@ class OpenLink:
             return None
         self._send(wire.Adopted(frame.handle, kept.request(), kept.finish, kept.handle is not None))
         if kept.handle is not None:
-            self._gateway.hand_over([kept.handle], self)
+            self._gateway.reassign([kept.handle], self)
             self._handles[kept.handle] = frame.handle
             self._engines[frame.handle] = kept.handle
             self._kept.adopted(kept)
         return None
 
     def _add_tokens(self, frame: wire.Tokens) -> None:
-        """Queues a frame; one that directly follows another that still waits is joined to it."""
-        self._waiting_tokens += len(frame.handles) + sum(len(told.details) for told in frame.prompt_details)
+        """Queues a frame; merges it into a queued Tokens frame directly before it."""
+        self._waiting_tokens += len(frame.handles) + sum(len(prompt.details) for prompt in frame.prompt_details)
         last = self._waiting[-1] if self._waiting else None
         if isinstance(last, wire.Tokens):
             if last.details or frame.details:
@@ -212,7 +220,7 @@ class OpenLink:
             self._seen.lost()
         self._sent_state = state
         assets = self._assets()
-        if assets is not None and assets.content_hash != self._told_assets:  # the first, or less memory for pages now
+        if assets is not None and assets.content_hash != self._sent_assets:  # first assets, or a smaller max length
             self._send_assets(assets)
         self._send(state)
 
@@ -223,42 +231,39 @@ class OpenLink:
             return None
 
     def _send_assets(self, assets: wire.Assets) -> None:
-        self._told_assets = assets.content_hash
+        self._sent_assets = assets.content_hash
         self._send(assets)
 
     def load_changed(self) -> None:
-        """Sends the latest load report after what waits now."""
+        """Schedules the latest load report after the queued frames."""
         self._is_load_due = True
         self._wake.set()
 
     def pages_changed(self, changes: wire.PageChanges) -> None:
-        """Tells page changes to a router that asked for them."""
-        if self._tells_pages:
+        """Sends page changes if the router has requested them."""
+        if self._sends_pages:
             self._waiting_tokens += len(changes.changes)
             self._send(changes)
 
     def _load(self) -> wire.Load:
-        """The latest report, in the router's handles."""
+        """The latest load report, with the router's handles."""
         self._is_load_due = False
         self._load_at = self._clock()
         load = self._gateway.load()
         return msgspec.structs.replace(load, last_handle=self._seen.highest(load.last_handle))
 
     def _send(self, frame: wire.FromLeader) -> None:
-        """Queues a frame, unless the version spoken here does not know it."""
-        if wire.SINCE.get(type(frame), 1) > self._version:
-            return
         self._waiting.append(frame)
         self._wake.set()
 
-    # Tasks. Each returns the close code and why the link ends.
+    # Tasks. Each returns the close code and the reason the link ends.
 
     async def _read(self) -> tuple[int, str]:
         try:
             while True:
                 message = await receive_binary(self._websocket)
                 frame = wire.decode_to_leader(message)
-                self._heard_at = self._clock()
+                self._received_at = self._clock()
                 problem = self._obey(frame, message)
                 if problem is not None:
                     return CLOSE_BAD_FRAME, problem
@@ -268,7 +273,7 @@ class OpenLink:
             return CLOSE_BAD_FRAME, "a message that is no frame of the link"
 
     def _obey(self, frame: wire.ToLeader, message: bytes) -> str | None:
-        """Does what a frame asks; what is wrong with the frame, if anything."""
+        """Executes a frame. Returns a description of a protocol violation, else None."""
         match frame:
             case wire.Submit():
                 return self._submit(frame, message)
@@ -285,15 +290,15 @@ class OpenLink:
                 engine_handles = [self._engines.pop(h) for h in frame.handles if h in self._engines]
                 for handle in engine_handles:
                     del self._handles[handle]
-                self._gateway.abort(self._kept.disown(engine_handles))
+                self._gateway.abort(self._kept.release(engine_handles))
                 return None
             case wire.Fetch():
                 assets = self._assets()
-                if assets is not None:  # the present ones, whatever was asked for: their hash says what they are
+                if assets is not None:  # the current ones: their hash identifies them
                     self._send_assets(assets)
                 return None
             case wire.SendPages():
-                self._tells_pages = True
+                self._sends_pages = True
                 self._send(self._gateway.pages())
                 return None
             case wire.Prepare() | moves.MoveOut() | moves.Thaw() | moves.Release() | moves.Cancel():
@@ -345,7 +350,7 @@ class OpenLink:
             since = self._sending_since
             if self._waiting_tokens > settings.max_waiting_tokens or (since is not None and now - since > settings.stall_s):
                 return CLOSE_TOO_SLOW, "the router does not read"
-            if now - self._heard_at > settings.silence_s:
+            if now - self._received_at > settings.silence_s:
                 return CLOSE_TOO_SLOW, f"the router said nothing for {settings.silence_s:g} s"
             if since is None and now - self._load_at >= settings.heartbeat_s:
                 self.load_changed()

@@ -1,6 +1,6 @@
-"""The leader's side of the link: one WebSocket per router, at `wire.LINK_PATH` of the leader's HTTP port.
+"""WebSocket endpoint of the link at `wire.LINK_PATH` of the leader's HTTP port, one connection per router.
 
-upgrade with the token -> Hello -> an open link (`server.open_link`) until it ends
+The upgrade request carries the token, the first frame is Hello; `server.link.connection` serves the link after that.
 """
 
 import asyncio
@@ -14,20 +14,19 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
-from phalanx_api.wire.versions import CLOSE_WRONG_VERSION, LINK
 from phalanx_frontend.websocket import receive_binary
-from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkSettings, OpenLink, Peer
+from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import EngineGateway
-from phalanx_runtime.server.link.orphans import Kept, Orphans
+from phalanx_runtime.server.link.orphans import Orphan, Orphans
 
 log = logging.getLogger(__name__)
 
 CLOSE_BUG = 1011
-"""Close code: this leader failed; what it says of itself is in its log."""
+"""Close code: internal error of this leader, with details in its log."""
 
 
-class LinkDoor:
-    """The endpoint. `routers` counts open links; `turned_away` counts refused ones by reason."""
+class LinkEndpoint:
+    """The endpoint. `routers`: number of open links; `turned_away`: refused connections by reason."""
 
     def __init__(self, gateway: EngineGateway, settings: LinkSettings) -> None:
         self.routers = 0
@@ -35,7 +34,7 @@ class LinkDoor:
         self._gateway = gateway
         self._settings = settings
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
-        self._links: set[OpenLink] = set()
+        self._links: set[LinkConnection] = set()
         self._expected = b"Bearer " + settings.token.encode()
 
     def route(self) -> WebSocketRoute:
@@ -51,20 +50,19 @@ class LinkDoor:
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
             return
         await websocket.accept()
-        agreed = await self._hello(websocket)
-        if agreed is None:
+        hello = await self._hello(websocket)
+        if hello is None:
             return
-        hello, version = agreed
         self.routers += 1
-        log.info("link opened", extra={"router": hello.router, "version": version})
-        who = Peer(hello.router, hello.instance, version)
-        link = OpenLink(websocket, self._gateway, self._settings, who, self._orphans, self._find)
+        log.info("link opened", extra={"router": hello.router})
+        peer = Peer(hello.router, hello.instance)
+        link = LinkConnection(websocket, self._gateway, self._settings, peer, orphans=self._orphans, find=self._find)
         self._links.add(link)
-        self._orphans.came_back(link.router)
+        self._orphans.router_reconnected(link.router)
         try:
             why = await link.run()
         except Exception:
-            why = "a bug of this leader"
+            why = "internal error of the leader"
             log.exception("link failed", extra={"router": hello.router})
             await websocket.close(CLOSE_BUG, why)
         finally:
@@ -72,32 +70,31 @@ class LinkDoor:
             self.routers -= 1
         log.info("link ended", extra={"router": hello.router, "why": why})
 
-    def _find(self, id: str, tenant: str) -> Kept | None:
-        """The request of this id and tenant: an orphan, or one of a router that was lost and has not been missed yet."""
+    def _find(self, id: str, tenant: str) -> Orphan | None:
+        """Takes over the request of this id and tenant from another link (whose router may be lost undetected) or the orphans."""
         for link in self._links:
-            if (kept := link.give_up(id, tenant)) is not None:
+            if (kept := link.release_request(id, tenant)) is not None:
                 return kept
         return self._orphans.adopt(id, tenant)
 
-    async def _hello(self, websocket: WebSocket) -> tuple[wire.Hello, int] | None:
-        """The router's first frame and the version to speak, or None after the connection was closed with the reason."""
+    async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
+        """Returns the router's first frame, or None after closing the connection with the reason."""
         code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"
         try:
             async with asyncio.timeout(self._settings.hello_s):
                 frame = wire.decode_to_leader(await receive_binary(websocket))
             if isinstance(frame, wire.Hello):
-                version = LINK.agreed(frame.protocol_version, frame.oldest_version)
-                if version is not None:
-                    return frame, version
-                code = CLOSE_WRONG_VERSION
-                reason = f"this leader speaks link version {LINK}, the router {frame.protocol_version}"
+                if frame.protocol_version == wire.PROTOCOL_VERSION:
+                    return frame
+                code = wire.CLOSE_WRONG_VERSION
+                reason = f"this leader supports link version {wire.PROTOCOL_VERSION}, the router {frame.protocol_version}"
         except TimeoutError:
             reason = f"no Hello within {self._settings.hello_s:g} s"
         except msgspec.DecodeError:
             reason = "the first frame is no frame of the link"
         except WebSocketDisconnect:
             return None
-        self.turned_away["version" if code == CLOSE_WRONG_VERSION else "hello"] += 1
+        self.turned_away["version" if code == wire.CLOSE_WRONG_VERSION else "hello"] += 1
         log.warning("link refused", extra={"why": reason})
         await websocket.close(code, reason)
         return None

@@ -1,54 +1,54 @@
-"""What the leader's links need of the engine client, and what that tells them."""
+"""Interface of the engine client to the leader's links."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from phalanx_api import wire
-from phalanx_runtime.engine.client import Follower
+from phalanx_runtime.engine.client import EngineObserver
 from phalanx_runtime.engine.move_relay import MoveRelay
 
 
-class Sink(Protocol):
-    """Takes what the engine says about requests, in frames with the engine's handles. Called on the event loop; never blocks."""
+class EngineSink(Protocol):
+    """Receives the engine's frames about its requests, with the engine's handles. Called on the event loop; never blocks."""
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """All tokens of one engine step that belong to this sink's requests. The frame is the sink's own from now on."""
+        """All tokens of one step for this sink's requests. The sink owns the frame."""
         ...
 
     def refused(self, frame: wire.Refused) -> None:
-        """One of this sink's requests does not run."""
+        """One of this sink's requests was refused or ended without finishing."""
         ...
 
 
 class EngineGateway(Protocol):
-    """What the link needs of the engine client. All calls return at once; all calls are made on the event loop.
+    """Engine client as links see it. No call blocks; all calls are made on the event loop.
 
-    When the incarnation changes every request is forgotten: no sink hears of it again, and the link tells its router.
-    A request that was aborted is not heard of again either.
+    When the incarnation changes, all requests are dropped without a call to their sinks; the link notifies its router. An aborted
+    request causes no further calls either.
     """
 
     @property
     def moves(self) -> MoveRelay:
-        """Where frames of moves go, and come from."""
+        """Relay of move frames between links and engine."""
         ...
 
-    def submit(self, request: wire.Request, sink: Sink, move: str = "") -> int:
-        """The engine's handle of a request that was started; `sink` hears of it later, never within this call.
+    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
+        """Submits a request and returns its engine handle. `sink` is called later, never within this call.
 
-        With `move`, on the pages that came with that move.
+        move: id of the move whose transferred pages the request starts on.
         """
         ...
 
     def abort(self, handles: list[int]) -> None:
-        """Forgets these requests; unknown handles are no error."""
+        """Aborts requests; unknown handles are ignored."""
         ...
 
     def has(self, handle: int) -> bool:
-        """Whether a request is still in the engine: one that was moved has left it without a word."""
+        """Whether a request is still in the engine. A moved request leaves it without a frame."""
         ...
 
-    def hand_over(self, handles: Iterable[int], sink: Sink) -> None:
-        """Lets another sink hear of these requests from now on."""
+    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
+        """Assigns these requests to another sink."""
         ...
 
     def state(self) -> wire.State:
@@ -56,21 +56,21 @@ class EngineGateway(Protocol):
         ...
 
     def load(self) -> wire.Load:
-        """What the engine last said it has in hand."""
+        """The last load report of the engine."""
         ...
 
     def pages(self) -> wire.PageChanges:
-        """A snapshot of what the prefix cache finds."""
+        """Snapshot of the page keys in the prefix cache."""
         ...
 
     def assets(self) -> wire.Assets:
-        """What a door needs of the model. Raises BackendError while no incarnation has served yet."""
+        """Model assets for the API server. Raises BackendError until an incarnation has served."""
         ...
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Calls `changed` after each change of `state`, until the function that this returns is called."""
+        """Calls `changed` after each change of `state`. Returns a function that ends the subscription."""
         ...
 
-    def follow(self, follower: Follower) -> Callable[[], None]:
-        """Tells of load reports and pages, until the function that this returns is called."""
+    def follow(self, follower: EngineObserver) -> Callable[[], None]:
+        """Passes load reports and page changes to `follower`. Returns a function that ends the subscription."""
         ...

@@ -1,4 +1,4 @@
-"""Moves as one link carries them: handles and addresses are put into the words of the other side."""
+"""Handles of one link: translation of move frames, and acknowledgement of Submits in load reports."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,18 +12,18 @@ from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay, MoveReport
 
 @dataclass(slots=True, eq=False)
 class LinkMoves:
-    """`handles` are the engine's, by the router's; `host` is where the router reached the leader, for ranks in its pod."""
+    """Moves on one link. `handles`: engine handles by router handle; `host`: leader address, used for ranks in its pod."""
 
     relay: MoveRelay
     state: Callable[[], wire.State]
     send: Callable[[wire.FromLeader], None]
     handles: Mapping[int, int]
     names: Mapping[int, int]
-    """The router's handles, by the engine's."""
+    """Router handles by engine handle."""
     host: str
 
     def open(self) -> Callable[[], None]:
-        """Hears of the engine until the function that this returns is called."""
+        """Subscribes to rescues. Returns a function that unsubscribes and detaches this link from its moves."""
         stop = self.relay.listen(self._rescue)
 
         def close() -> None:
@@ -33,7 +33,7 @@ class LinkMoves:
         return close
 
     def obey(self, frame: MoveOrder) -> None:
-        """Passes a router's frame on, or answers it where the engine need not be asked."""
+        """Passes a router's frame to the engine, or rejects it if the group or the request is not available."""
         if isinstance(frame, wire.Prepare) and not self.state().serving:
             self.send(moves.MoveFailed(frame.move, "no_room", f"the group takes no requests: {self.state().reason}"))
         elif isinstance(frame, moves.MoveOut):
@@ -57,32 +57,33 @@ class LinkMoves:
             self.send(moves.AskRescue(mine, asked.within_s))
 
 
-# Which Submits of a router a report of the engine has seen, when router and engine count requests by handles of their own.
+# Routers and the engine number requests independently; a load report acknowledges router handles.
 
 
-class SeenHandles:
-    """The Submits of one link that no report has seen yet, in their order."""
+class AcknowledgedHandles:
+    """The Submits of one link that no load report covers yet, in order."""
 
     __slots__ = ("_highest", "_unseen")
 
     def __init__(self) -> None:
         self._highest = 0
         self._unseen: deque[tuple[int, int]] = deque()
-        """The engine's handle, or that of the Submit before when the engine never got one, and the router's."""
+        """Pairs of engine handle and router handle. A refused Submit has the engine handle of the one before it."""
 
     def submitted(self, handle: int, engine_handle: int | None) -> None:
-        """A Submit of the router went to the engine, or was refused before."""
+        """Records a Submit; `engine_handle` is None if it was refused before it reached the engine."""
         if engine_handle is None:
             engine_handle = self._unseen[-1][0] if self._unseen else 0
         self._unseen.append((engine_handle, handle))
 
     def lost(self) -> None:
-        """The incarnation ended with all that was submitted."""
+        """Acknowledges all Submits of an ended incarnation."""
         while self._unseen:
             self._highest = max(self._highest, self._unseen.popleft()[1])
 
     def highest(self, last_handle: int) -> int:
-        """The router's highest handle that a report has seen which has seen the engine's handles up to this one; 0 for none."""
+        """Highest router handle covered by a load report whose last engine handle is `last_handle`; 0 if there is no such
+        handle."""
         while self._unseen and self._unseen[0][0] <= last_handle:
             self._highest = max(self._highest, self._unseen.popleft()[1])
         return self._highest

@@ -1,15 +1,18 @@
-"""What a group's leader does when pods come and go and ranks load and fail: joint starts, all or nothing.
+"""State machine of a group's leader: all ranks start and end together.
 
-    gathering --all pods are there--> loading --all pods are ready--> serving --a pod is leaving--> (draining)
-        ^------ a pod left / ranks failed, after the back-off ----------'  ^----- drained -------------'
+    gathering --all pods joined--> loading --all pods ready--> serving --a pod is leaving--> (draining)
+        ^------ pod lost / ranks failed, after the back-off ------'  ^----- drained ---------'
 
-At rest: serving, no action. Any failure ends the whole incarnation: every pod ends its ranks, and the number goes up at once, so
-that routers see the loss before the next start. A pod that left is no crash: the group starts when it is back. Failed ranks are:
-the first failure after a long service starts again at once, others wait 1, 2, 4 ... 30 s.
-What drafts may fail where ranks wait for one another: then all starts after it, of this leader, are without a draft, and neither
-the group nor its requests are to blame. A start that drafts with the same, made before this was told, is ended, too.
-A pod that is told to leave says so first: what runs is finished, then the incarnation ends, and the next waits for its successor.
-Pure: the clock is an argument; `supervisor` does what is decided here.
+In the steady state (serving) no event causes an action. Any failure ends the incarnation: every pod ends its ranks, and the
+number increases at once, so that routers see the loss before the next start. A lost pod is no crash: the group starts when it is
+back. After failed ranks the next start follows at once if the incarnation had served for `STABLE_S`, else after 1, 2, 4 ... 30 s.
+
+A draft failure ends the incarnation where ranks wait for one another. All later starts of this leader omit the draft, and neither
+the group nor its requests are charged. A start made before the failure was reported is ended too.
+
+A pod that is leaving reports it first: running requests finish, the incarnation ends, and the next one waits for the successor.
+
+Pure: the clock is an argument; `supervisor` executes the actions.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +22,12 @@ from phalanx_api.wire.leader import MemoryAccount
 
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""Service that long makes earlier failures forgotten."""
+"""Seconds of service after which earlier failures no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A pod proved the token; its ranks can be reached at `host`."""
+    """A pod proved the token; its ranks are reachable at `host`."""
 
     pod: int
     host: str
@@ -40,7 +43,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """All ranks of a pod have loaded; where their memory goes, as far as they told."""
+    """All ranks of a pod have loaded. `memory`: their accounts as far as reported."""
 
     pod: int
     incarnation: int
@@ -49,23 +52,23 @@ class RanksReady:
 
 @dataclass(frozen=True, slots=True)
 class RanksFailed:
-    """Ranks of a pod ended. `is_echo`: they ended only because a rank elsewhere did, so another reason is the better one.
-
-    Without `is_charged` the group is not to blame: a request ran alone under which groups die, and the next start need not wait.
-    With `is_draft` what drafts is: the next starts are without it, and what was started meanwhile with it ends.
-    """
+    """Ranks of a pod ended."""
 
     pod: int
     incarnation: int
     why: str
     is_echo: bool = False
+    """They ended only because a rank elsewhere did; another reason replaces this one."""
     is_charged: bool = True
+    """False if a request ran alone because groups had died under it: the group is not charged, and the next start does not
+    wait."""
     is_draft: bool = False
+    """A draft failure caused it: later starts omit the draft."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A pod was told to end, and waits until the group needs it no more."""
+class PodLeaving:
+    """A pod received SIGTERM and waits until the group has drained."""
 
     pod: int
     why: str
@@ -73,24 +76,24 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Nothing runs any more in an incarnation that was drained."""
+    """The incarnation has drained: no request runs."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffOver:
-    """The wait before this incarnation is over."""
+    """The back-off before this incarnation has elapsed."""
 
     incarnation: int
 
 
-Event = Joined | Left | Leaving | Drained | RanksReady | RanksFailed | BackoffOver
+Event = Joined | Left | PodLeaving | Drained | RanksReady | RanksFailed | BackoffOver
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Every pod starts its ranks. `hosts[p]` is the host of pod p; `without_draft` says why nothing drafts."""
+class StartRanks:
+    """Every pod starts its ranks. `hosts[p]`: host of pod p; `without_draft`: reason for omitting the draft, or empty."""
 
     incarnation: int
     hosts: tuple[str, ...]
@@ -98,23 +101,23 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """Every rank is ready: requests may come."""
+class StartServing:
+    """Every rank is ready: the group accepts requests."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Take no more requests in this incarnation, and say Drained once those that run are done."""
+class DrainGroup:
+    """Accept no more requests in this incarnation; Drained follows once the running ones have finished."""
 
     incarnation: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request is to blame."""
+class StopRanks:
+    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request caused it."""
 
     incarnation: int
     why: str
@@ -123,42 +126,45 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class WakeAfter:
-    """Say BackoffOver(incarnation) after so long."""
+    """Emit BackoffOver(incarnation) after `delay_s`."""
 
     incarnation: int
     delay_s: float
 
 
-Action = Start | Serve | Drain | Stop | WakeAfter
+Action = StartRanks | StartServing | DrainGroup | StopRanks | WakeAfter
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What the leader knows. `incarnation` is the one that runs, or the next; `why` is the last loss and `failures` count it.
-
-    `memory` are the accounts of the ranks that are ready, by rank. `leaving`: pods that wait for what runs, and will not be back.
-    `deaths` counts incarnations that ended for no cause outside of the group, and not by what drafts; `death` is the last one's.
-    `without_draft`: why nothing drafts any more.
-    """
+    """State of the group as the leader knows it."""
 
     num_pods: int
     incarnation: int = 1
+    """The running one, or the next."""
     phase: Literal["gathering", "backoff", "loading", "serving"] = "gathering"
     hosts: tuple[tuple[int, str], ...] = ()
     ready: frozenset[int] = frozenset()
     memory: tuple[MemoryAccount, ...] = ()
+    """Accounts of the ranks that are ready, by rank."""
     failures: int = 0
+    """Charged rank failures in a row."""
     serving_since: float | None = None
     delay_s: float = 0.0
     why: str = ""
+    """Reason of the last loss."""
     is_echo: bool = False
     leaving: frozenset[int] = frozenset()
+    """Pods that wait for the drain and do not return."""
     deaths: int = 0
+    """Incarnations that ended by a fault of the group: no outside cause, no draft failure."""
     death: str = ""
+    """Reason of the last of `deaths`."""
     without_draft: str = ""
+    """Reason why starts omit the draft; empty if they do not."""
 
     def reason(self) -> str:
-        """Why the group does not serve, in words; empty when it does."""
+        """Reason the group does not serve; empty if it serves."""
         after = f" after: {self.why}" if self.why else ""
         match self.phase:
             case "serving":
@@ -174,13 +180,13 @@ class Group:
 
 
 def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]]:
-    """What the leader knows after the event, and what must be done, in order."""
+    """State after the event, and the actions to execute in order."""
     match event:
         case Joined(pod, host):
             return _joined(group, pod, host, now)
         case Left(pod, why):
             return _lost(_without(group, frozenset({pod})), f"pod {pod} left: {why}", is_outside=True)
-        case Leaving(pod, why):
+        case PodLeaving(pod, why):
             return _leaving(group, pod, why)
         case Drained(incarnation):
             if incarnation != group.incarnation or not group.leaving:
@@ -194,7 +200,7 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
             group = replace(group, ready=group.ready | {pod}, memory=tuple(accounts))
             if len(group.ready) < group.num_pods:
                 return group, []
-            return replace(group, phase="serving", serving_since=now), [Serve(group.incarnation)]
+            return replace(group, phase="serving", serving_since=now), [StartServing(group.incarnation)]
         case RanksFailed():
             return _failed(group, event, now)
         case BackoffOver(incarnation):
@@ -210,8 +216,8 @@ def _joined(group: Group, pod: int, host: str, now: float) -> tuple[Group, list[
         return group, []
     actions: list[Action] = []
     if any(p == pod for p, _ in group.hosts):
-        # It came back before its loss was noticed: what ran in it is gone.
-        group, actions = advance(group, Left(pod, "it came back anew"), now)
+        # The pod reconnected before its loss was detected: its ranks are lost.
+        group, actions = advance(group, Left(pod, "it reconnected"), now)
     group, more = _start_if_all_here(replace(group, hosts=tuple(sorted([*group.hosts, (pod, host)]))))
     return group, actions + more
 
@@ -221,7 +227,7 @@ def _leaving(group: Group, pod: int, why: str) -> tuple[Group, list[Action]]:
         return _lost(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}", is_outside=True)
     first = not group.leaving
     group = replace(group, leaving=group.leaving | {pod})
-    return group, [Drain(group.incarnation, f"pod {pod} is leaving: {why}")] if first else []
+    return group, [DrainGroup(group.incarnation, f"pod {pod} is leaving: {why}")] if first else []
 
 
 def _without(group: Group, pods: frozenset[int]) -> Group:
@@ -245,7 +251,7 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     if not event.is_charged:
         failures, delay_s = before, 0.0
     group = _died(group, event, why)
-    # An echo: of a rank or of a whole pod that is gone, which is not known yet.
+    # An echo may follow from the loss of a rank or pod that is not known yet.
     group, actions = _lost(group, why, is_outside=event.is_echo or event.is_draft)
     group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
     if delay_s == 0:
@@ -255,31 +261,31 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
 
 
 def _start_without_draft(group: Group, why: str) -> tuple[Group, list[Action]]:
-    """Ends what was started before it was known that what drafts had failed: it drafts with the same, and would fail again."""
+    """Ends a start made before the draft failure was known: it has the same draft and would fail again."""
     group, stops = _lost(group, why, is_outside=True)
     group, starts = _start_if_all_here(group)
     return group, stops + starts
 
 
 def _died(group: Group, event: RanksFailed, why: str) -> Group:
-    """The group with this death counted, unless it is an echo of another, of what drafts, or no fault of the group."""
+    """Counts a death, unless it is an echo, a draft failure or not charged."""
     is_excused = event.is_echo or event.is_draft or not event.is_charged
     return group if is_excused else replace(group, deaths=group.deaths + 1, death=why)
 
 
 def backoff_s(failures: int, has_served: bool) -> float:
-    """How long to wait after so many failures in a row; nothing after the first one of an incarnation that served."""
+    """Seconds to wait after `failures` in a row; 0 after the first failure of an incarnation that served."""
     if has_served and failures == 1:
         return 0.0
     return min(MAX_BACKOFF_S, 2.0 ** (min(failures, 10) - 1))
 
 
 def _lost(group: Group, why: str, is_outside: bool = False) -> tuple[Group, list[Action]]:
-    """Ends the incarnation that runs, if one does; a group that waits goes on waiting. Pods that are leaving count no more."""
+    """Ends the incarnation if one is loading or serving, and removes the pods that are leaving."""
     group = _without(group, group.leaving)
     if group.phase not in ("loading", "serving"):
         return group, []
-    stopped = Stop(group.incarnation, why, is_outside)
+    stopped = StopRanks(group.incarnation, why, is_outside)
     group = replace(
         group,
         phase="gathering",
@@ -297,4 +303,4 @@ def _start_if_all_here(group: Group) -> tuple[Group, list[Action]]:
     if group.phase != "gathering" or len(group.hosts) < group.num_pods:
         return group, []
     hosts = tuple(host for _, host in group.hosts)
-    return replace(group, phase="loading"), [Start(group.incarnation, hosts, group.without_draft)]
+    return replace(group, phase="loading"), [StartRanks(group.incarnation, hosts, group.without_draft)]

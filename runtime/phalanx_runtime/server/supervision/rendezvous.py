@@ -1,7 +1,7 @@
-"""How the pods of a group meet: one TCP connection from each pod to the leader's supervisor.
+"""Rendezvous: one TCP connection from each pod of a group to the leader's supervisor; `rendezvous_wire` defines its frames.
 
-Both sides prove the service's token over both nonces before anything else is believed. The leader turns what pods say into
-events for `incarnation`; a pod obeys the leader's commands, and looks for it again when it is lost.
+The leader turns received frames into events for `incarnation`. A pod executes the leader's commands and reconnects when the
+connection is lost.
 """
 
 import asyncio
@@ -10,18 +10,18 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
-    VERSION,
     Challenge,
     Command,
     Connection,
     Failed,
     Join,
+    JoinRefused,
     Leaving,
     Ready,
-    Refused,
     Serve,
     Start,
     Stop,
@@ -36,7 +36,7 @@ HANDSHAKE_S = 5.0
 
 
 class LeaderRendezvous:
-    """The leader's end: listens, lets pods in that prove the token, and turns what they say into events."""
+    """The leader's side: listens, accepts pods that prove the token, and turns their frames into events."""
 
     def __init__(self, token: str, num_pods: int, happened: Callable[[inc.Event], None], timing: Timing = DEFAULT_TIMING) -> None:
         self._token = token
@@ -47,29 +47,29 @@ class LeaderRendezvous:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self.own_host: str | None = None
-        """Our address as the pods reached it; None before the first came."""
+        """Own address as the pods reached it; None before the first pod joined."""
 
     async def listen(self, host: str | None, port: int) -> int:
-        """The port that is listened on; 0 asks for any. Raises OSError."""
+        """Starts listening and returns the port; port 0 selects a free one. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     def send(self, command: Command) -> None:
-        """Tells every pod."""
+        """Sends a command to every connected pod."""
         for connection in self._pods.values():
             connection.send(command)
 
     async def close(self) -> None:
-        """Stops listening and ends all connections; nothing happens after it."""
+        """Stops listening and closes all connections; no event follows."""
         self._happened = _ignore
         if self._server is not None:
             self._server.close()
-        await _settle()  # connections that are being accepted get their tasks
+        await _settle()  # connections being accepted get their tasks
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await _settle()  # their sockets are closed
+        await _settle()  # the sockets of these tasks are closed
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -80,21 +80,21 @@ class LeaderRendezvous:
             async with asyncio.timeout(HANDSHAKE_S):
                 pod = await self._let_in(connection)
             await self._follow(pod, connection)
-        except (Refused, ConnectionError, TimeoutError) as error:
-            log.warning("pod turned away: %s", error, extra={"peer": connection.peer_host})
+        except (JoinRefused, ConnectionError, TimeoutError) as error:
+            log.warning("pod rejected: %s", error, extra={"peer": connection.peer_host})
         except asyncio.CancelledError:
-            pass  # `close` ended us; asyncio's server would log it as an error.
+            pass  # `close` cancelled this task; asyncio's server would log it as an error.
         finally:
             self._open.discard(task)
             connection.close()
 
     async def _let_in(self, connection: Connection) -> int:
-        """Which pod this is, after both sides proved the token. Raises Refused or ConnectionError."""
+        """Index of the pod, after both sides proved the token. Raises JoinRefused or ConnectionError."""
         nonce = secrets.token_bytes(32)
-        connection.send(Challenge(VERSION, nonce))
+        connection.send(Challenge(PROTOCOL_VERSION, nonce))
         join = await connection.receive()
         if not isinstance(join, Join):
-            raise Refused(f"expected Join, got {type(join).__name__}")
+            raise JoinRefused(f"expected Join, got {type(join).__name__}")
         if not hmac.compare_digest(join.proof, prove(self._token, f"pod {join.pod}", nonce, join.nonce)):
             raise self._refuse(connection, "the service token is wrong")
         why = self._misfit(join)
@@ -103,19 +103,19 @@ class LeaderRendezvous:
         connection.send(Welcome(prove(self._token, "leader", join.nonce, nonce)))
         return join.pod
 
-    def _refuse(self, connection: Connection, why: str) -> Refused:
+    def _refuse(self, connection: Connection, why: str) -> JoinRefused:
         connection.send(Welcome(b"", why))
-        return Refused(why)
+        return JoinRefused(why)
 
     def _misfit(self, join: Join) -> str:
-        if join.version != VERSION:
-            return f"the leader speaks rendezvous version {VERSION}, pod {join.pod} speaks {join.version}"
+        if join.version != PROTOCOL_VERSION:
+            return f"the leader speaks rendezvous version {PROTOCOL_VERSION}, pod {join.pod} speaks {join.version}"
         if join.num_pods != self._num_pods or not 0 < join.pod < self._num_pods:
             return f"the leader has {self._num_pods} pods, but pod {join.pod} says it is one of {join.num_pods}"
         return ""
 
     async def _follow(self, pod: int, connection: Connection) -> None:
-        """Turns a pod's frames into events until its connection ends or the pod comes anew."""
+        """Turns a pod's frames into events until its connection ends or the pod connects again."""
         self.own_host = connection.own_host
         self._pods[pod] = connection
         ping = asyncio.create_task(connection.keep_alive())
@@ -129,7 +129,7 @@ class LeaderRendezvous:
                     case Failed(number, text, is_echo, is_draft):
                         self._happened(inc.RanksFailed(pod, number, text, is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
-                        self._happened(inc.Leaving(pod, why_leaving))
+                        self._happened(inc.PodLeaving(pod, why_leaving))
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -142,7 +142,7 @@ class LeaderRendezvous:
 
 
 class Membership:
-    """A pod's end: keeps a connection to the leader, obeys it, and says what became of its ranks."""
+    """A pod's side: keeps a connection to the leader, executes its commands, and reports the state of the pod's ranks."""
 
     def __init__(
         self, token: str, pod: int, num_pods: int, obey: Callable[[Command], None], timing: Timing = DEFAULT_TIMING
@@ -156,17 +156,18 @@ class Membership:
         self._leaving: Leaving | None = None
 
     def leave(self, why: str) -> None:
-        """Tells the leader, this one or the next, that this pod is about to go."""
+        """Reports to this and any later leader that the pod is about to end."""
         self._leaving = Leaving(why)
         self.say(self._leaving)
 
     def say(self, frame: Ready | Failed | Leaving) -> None:
-        """Tells the leader, if it is there; a leader that comes later starts a new incarnation anyway."""
+        """Sends a frame to the leader if connected; a later leader starts a new incarnation in any case."""
         if self._connection is not None:
             self._connection.send(frame)
 
     async def run(self, host: str, port: int, lost: Callable[[str], None]) -> None:
-        """Stays with the leader for ever, trying again when it is lost; `lost` hears why each time."""
+        """Keeps a connection to the leader until cancelled. Calls `lost` with the reason each time it is lost or cannot be
+        opened."""
         retry_s = self._timing.first_retry_s
         while True:
             try:
@@ -174,14 +175,14 @@ class Membership:
                     connection = Connection(*await asyncio.open_connection(host, port), self._timing)
                 why = await self._stay(connection)
                 retry_s = self._timing.first_retry_s
-            except (OSError, TimeoutError, Refused) as error:
+            except (OSError, TimeoutError, JoinRefused) as error:
                 why = str(error) or type(error).__name__
             lost(f"leader {host}:{port}: {why}")
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, self._timing.max_retry_s)
 
     async def _stay(self, connection: Connection) -> str:
-        """Why the connection ended after the leader let us in. Raises before that."""
+        """Reason the connection ended after the leader accepted the pod. Raises before that."""
         ping = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -215,24 +216,24 @@ class Membership:
     async def _join(self, connection: Connection) -> None:
         challenge = await connection.receive()
         if not isinstance(challenge, Challenge):
-            raise Refused(f"expected Challenge, got {type(challenge).__name__}")
+            raise JoinRefused(f"expected Challenge, got {type(challenge).__name__}")
         nonce = secrets.token_bytes(32)
         proof = prove(self._token, f"pod {self._pod}", challenge.nonce, nonce)
-        connection.send(Join(VERSION, self._pod, self._num_pods, nonce, proof))
+        connection.send(Join(PROTOCOL_VERSION, self._pod, self._num_pods, nonce, proof))
         welcome = await connection.receive()
         if not isinstance(welcome, Welcome):
-            raise Refused(f"expected Welcome, got {type(welcome).__name__}")
+            raise JoinRefused(f"expected Welcome, got {type(welcome).__name__}")
         if welcome.refused:
-            raise Refused(welcome.refused)
+            raise JoinRefused(welcome.refused)
         if not hmac.compare_digest(welcome.proof, prove(self._token, "leader", nonce, challenge.nonce)):
-            raise Refused("the leader does not know the service token")
+            raise JoinRefused("the leader does not know the service token")
 
 
 async def _settle() -> None:
-    """Lets the loop do what is due."""
+    """Lets the event loop run callbacks that are ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def _ignore(event: inc.Event) -> None:
-    """Nothing is listened to any more."""
+    """Drops events after `close`."""

@@ -1,11 +1,10 @@
-"""What the pods of a group say when they meet, and the connection that carries it.
+"""Frames and connection of the rendezvous between the pods of a group.
 
-    leader: Challenge -> pod: Join with its proof -> leader: Welcome with its own -> Start, Stop, Serve one way
+    leader: Challenge -> pod: Join with proof -> leader: Welcome with proof -> Start, Stop, Serve one way
                                                                         -> Ready, Failed, Leaving the other; Ping both ways
 
-Both sides prove the service's token over both nonces before anything else is believed. A frame is four bytes of length and
-msgpack. Either side is lost when it is silent for `silence_s`: a node that vanishes sends no reset.
-Who says what when is in `rendezvous`.
+Each side proves the service's token over both nonces before it accepts any other frame. A frame is a four-byte big-endian length
+and msgpack. A side that sends nothing for `silence_s` counts as lost: a node that fails sends no TCP reset.
 """
 
 import asyncio
@@ -17,7 +16,6 @@ import msgspec
 
 from phalanx_api.wire.leader import MemoryAccount
 
-VERSION = 1
 MAX_FRAME_BYTES = 1 << 16
 
 
@@ -29,7 +27,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """A pod names itself, proves the token and asks for the leader's proof."""
+    """Names the pod, proves the token and requests the leader's proof."""
 
     version: int
     pod: int
@@ -39,16 +37,16 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The leader's proof; or, with a reason, why the pod is turned away."""
+    """The leader's proof, or in `refused` the reason for a rejection."""
 
     proof: bytes
     refused: str = ""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Start the ranks of this incarnation. The key between ranks comes from the token and `nonce`: see `rank_key`.
+    """Start the ranks of this incarnation. `rank_key` derives the key between ranks from the token and `nonce`.
 
-    without_draft: why nothing drafts in it, where something failed before.
+    without_draft: reason for running without speculation, after an earlier draft failure.
     """
 
     incarnation: int
@@ -71,14 +69,14 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """All ranks of this pod have loaded; where their memory goes."""
+    """All ranks of this pod have loaded. `memory`: one account per rank."""
 
     incarnation: int
     memory: list[MemoryAccount] = []
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Ranks of this pod ended. `is_draft`: what drafts failed."""
+    """Ranks of this pod exited. `is_draft`: a draft failure caused the exit."""
 
     incarnation: int
     why: str
@@ -87,13 +85,13 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """This pod was told to end, and waits for Stop: the group's open streams need its ranks until then."""
+    """This pod received SIGTERM and waits for Stop: the group's open streams need its ranks until then."""
 
     why: str
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """I am here."""
+    """Keeps the connection alive."""
 
 
 Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Ping
@@ -102,13 +100,13 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
-class Refused(Exception):
-    """The other side does not know the token, speaks another version, or is no pod of this group."""
+class JoinRefused(Exception):
+    """The other side does not know the token, uses another protocol version, or is no pod of this group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How often each side speaks, and after what silence the other takes it for lost. Seconds."""
+    """Ping interval, silence after which the other side counts as lost, and bounds of the reconnect back-off, in seconds."""
 
     ping_s: float = 2.0
     silence_s: float = 10.0
@@ -120,18 +118,19 @@ DEFAULT_TIMING = Timing()
 
 
 def prove(token: str, role: str, *parts: bytes) -> bytes:
-    """What only a holder of the token can say in this role about these nonces."""
+    """HMAC-SHA256 of `role` and `parts` (the nonces) under the token."""
     return hmac.digest(token.encode(), msgspec.msgpack.encode([role, *parts]), hashlib.sha256)
 
 
 def group_token(service_token: str, group_key: str) -> str:
-    """What the pods of one StatefulSet prove to one another: pods of another one of that name have another key. Without a key the
-    service's token."""
+    """Token that the pods of one StatefulSet share; without `group_key` it is the service's token.
+
+    Pods of an earlier StatefulSet with the same name have another key."""
     return prove(service_token, "group", group_key.encode()).hex() if group_key else service_token
 
 
 def rank_key(token: str, incarnation: int, nonce: bytes) -> str:
-    """The key that ranks of one incarnation prove to one another, in hex. A rank left over from an earlier one has another."""
+    """Hex key that ranks of one incarnation prove to one another. A process of an earlier incarnation has another key."""
     return prove(token, f"ranks {incarnation}", nonce).hex()
 
 
@@ -150,16 +149,17 @@ class Connection:
 
     @property
     def own_host(self) -> str:
-        """Our address as the other side reached it."""
+        """Own address as the other side reached it."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     def send(self, frame: Frame) -> None:
-        """Queues a frame; on a lost connection it goes nowhere, and `receive` tells."""
+        """Queues a frame. On a lost connection the frame is dropped and `receive` raises."""
         body = _encode(frame)
         self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self) -> Frame:
-        """The next frame that is no Ping. Raises ConnectionError when the other side is lost, silent or talks nonsense."""
+        """Returns the next frame except Ping. Raises ConnectionError when the other side is lost, silent or sends an invalid
+        frame."""
         while True:
             try:
                 async with asyncio.timeout(self._timing.silence_s):
@@ -177,7 +177,7 @@ class Connection:
                 return frame
 
     async def keep_alive(self) -> None:
-        """Says Ping for ever."""
+        """Sends Ping every `ping_s` until cancelled."""
         while True:
             await asyncio.sleep(self._timing.ping_s)
             self.send(Ping())

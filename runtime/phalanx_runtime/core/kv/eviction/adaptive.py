@@ -31,7 +31,7 @@ def _log2(ratio: int) -> int:
     return max(0, ratio.bit_length() - 1)
 
 
-class Ghost:
+class GhostCache:
     """A cache of keys under one policy; it counts what it finds."""
 
     def __init__(self, slots: int, policy: Callable[[int, bytearray], Eviction]) -> None:
@@ -68,13 +68,13 @@ class Ghost:
         return slot
 
 
-class Ghosts:
+class GhostCaches:
     """One ghost for each policy, all shown the same sampled keys."""
 
     def __init__(self, num_pages: int, policies: Mapping[str, Callable[[int, bytearray], Eviction]]) -> None:
         bits = sample_bits(num_pages)
         slots = num_pages >> bits
-        self._ghosts = {name: Ghost(slots, policy) for name, policy in policies.items()}
+        self._ghosts = {name: GhostCache(slots, policy) for name, policy in policies.items()}
         self._scores = dict.fromkeys(policies, 0.0)
         self._below = 1 << (_KEY_BITS - bits)
         self._period = max(1, slots // 2)
@@ -116,7 +116,7 @@ class Adaptive:
         self._num_pages = num_pages
         self._idle = idle
         self._policies = policies
-        self._ghosts = Ghosts(num_pages, policies)
+        self._ghosts = GhostCaches(num_pages, policies)
         self.changes = [next(iter(policies))]
         self._current = policies[self.changes[0]](num_pages, idle)
         self._next: Eviction | None = None
