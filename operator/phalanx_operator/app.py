@@ -18,12 +18,11 @@ from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, SERVICES, STA
 from phalanx_operator.kube.events import EventRecorder
 from phalanx_operator.kube.http import SILENCE_S, HttpKube, connect
 from phalanx_operator.kube.informer import Informer, read_event, silence_s
-from phalanx_operator.kube_metrics import CountingKube
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import handlers
 from phalanx_operator.loop.reconcile import Reconciler
 from phalanx_operator.loop.worker import Loop
-from phalanx_operator.metrics import Metrics
+from phalanx_operator.metrics import CountingKube, Metrics
 from phalanx_operator.observe.api_discovery import SchedulerDiscovery
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.observe.pod_failure import ImageRefusals
@@ -102,9 +101,17 @@ def _assemble(
     asking = RouterPoller(kube, http, lambda key: loop.wake(key))
     notes, offers, refusals = EventRecorder(kube, identity), SchedulerDiscovery(kube), ImageRefusals(kube)
     reconciler = Reconciler(
-        kube, children, hands=hands, notes=notes, metrics=metrics, routers=asking, offers=offers, refusals=refusals, known=services,
+        kube,
+        children,
+        hands=hands,
+        notes=notes,
+        metrics=metrics,
+        routers=asking,
+        offers=offers,
+        refusals=refusals,
+        known=services,
         wake=lambda key: loop.wake(key, after_s=0.0),
-    )  # fmt: skip
+    )
     loop = Loop(reconciler.reconcile, metrics)
     informers = [
         Informer(kube, resource, namespace, store, loop.wake, later=lambda key: loop.wake(key, CALM_S))

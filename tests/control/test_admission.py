@@ -117,7 +117,7 @@ async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
     await world.look()
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
     said = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
-    words = "1 of its 2 pods found room within 60 s: 0/2 nodes: no gpu"
+    words = "1 of its 2 pods got nodes within 60 s: 0/2 nodes: no gpu"
     assert said == f"the next attempt follows after a pause; group {next(iter(first))} was given up: {words}", (
         "it names what is short"
     )
@@ -180,7 +180,7 @@ async def test_a_group_of_which_a_pod_is_refused_gives_the_turn_back() -> None:
     await world.look()
     assert world.deleted() == first
     message = next(note["note"] for note in world.kube.of(EVENTS).values() if note["reason"] == "GroupDeleted")
-    assert message.endswith(f"1 could not be made: kubectl describe statefulset {next(iter(first))}")
+    assert message.endswith(f"1 could not be created: kubectl describe statefulset {next(iter(first))}")
     await world.look()
     assert turns.look(GPU, other, (), world.clock).why == ""
 

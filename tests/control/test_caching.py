@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
-from phalanx_operator.decide.conditions import model as caching
+from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import status
 from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
@@ -92,7 +92,7 @@ def without_claim(group: ObservedGroup) -> ObservedGroup:
 )
 def test_what_the_condition_says(group: ObservedGroup, death: str, verdict: tuple[str, str]) -> None:
     service = make_service(model={"uri": "hf://org/x", "cache": SHARED})
-    told = caching.with_model_cached_condition(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
+    told = model_conditions.with_model_cached_condition(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
     condition = find_condition(told.conditions, "ModelCached")
     assert condition and (condition.status, condition.reason) == verdict
 
@@ -107,7 +107,7 @@ def test_a_death_from_before_the_group_served_last_says_nothing(died: str, verdi
     pods = tuple(replace(pod, unready_since=SINCE) for pod in group.pods)
     group = replace(group, pods=pods, noted=Restarts(at=(BEFORE, died), deaths=2))
     model = make_service(model={"uri": "hf://org/x", "cache": SHARED}).spec.model
-    told = caching.with_model_cached_condition(Status(), model, make_snapshot(group), seen(words), NOW)
+    told = model_conditions.with_model_cached_condition(Status(), model, make_snapshot(group), seen(words), NOW)
     condition = find_condition(told.conditions, "ModelCached")
     assert condition and condition.reason == verdict
     shown = status(make_snapshot(group), make_desired(1), seen(words), suspended=False, now=NOW).groups[0].reason
@@ -115,8 +115,8 @@ def test_a_death_from_before_the_group_served_last_says_nothing(died: str, verdi
 
 
 def test_it_is_there_only_with_a_cache() -> None:
-    with_it = caching.with_model_cached_condition(
+    with_it = model_conditions.with_model_cached_condition(
         Status(), make_service(model={"uri": "hf://o/x", "cache": SHARED}).spec.model, make_snapshot(), Fleet(), NOW
     )
-    without = caching.with_model_cached_condition(with_it, make_service().spec.model, make_snapshot(), Fleet(), NOW)
+    without = model_conditions.with_model_cached_condition(with_it, make_service().spec.model, make_snapshot(), Fleet(), NOW)
     assert find_condition(with_it.conditions, "ModelCached") and not find_condition(without.conditions, "ModelCached")

@@ -31,15 +31,15 @@ def seen(**fields: Any) -> Fleet:
 @pytest.mark.parametrize(
     ("fleet", "now", "why"),
     [
-        (Fleet(), NOW, "there is no router that could hold a stream"),
+        (Fleet(), NOW, "no router could hold a stream"),
         (Fleet(asked=1), NOW, ""),
-        (Fleet(asked=1), LATER, "its streams had 300 s"),
+        (Fleet(asked=1), LATER, "the drain timeout of 300 s is over"),
         (fleet_of(summary(group("a"))), NOW, ""),
         (seen(running=2, waiting=0), NOW, ""),
         (seen(running=0, waiting=1), NOW, ""),
-        (seen(running=0, waiting=0), NOW, "it holds no stream"),
+        (seen(running=0, waiting=0), NOW, "it has no streams"),
         (fleet_of(summary(emptied=["a"]), summary()), NOW, ""),
-        (fleet_of(summary(emptied=["a"]), summary(emptied=["a"])), NOW, "it holds no stream"),
+        (fleet_of(summary(emptied=["a"]), summary(emptied=["a"])), NOW, "it has no streams"),
         (fleet_of(summary(emptied=["a"]), asked=2), NOW, ""),
     ],
     ids=[
@@ -52,7 +52,10 @@ def test_when_a_group_may_go(fleet: Fleet, now: str, why: str) -> None:
 
 
 def test_a_note_that_cannot_be_read_keeps_no_group_for_ever() -> None:
-    assert why_over(make_group("a", draining=DrainMark("soon", "")), Fleet(asked=1), 300, NOW) == "its streams had 300 s"
+    assert (
+        why_over(make_group("a", draining=DrainMark("soon", "")), Fleet(asked=1), 300, NOW)
+        == "the drain timeout of 300 s is over"
+    )
 
 
 def test_a_group_that_stays_is_never_over() -> None:
@@ -276,7 +279,7 @@ async def test_a_straggler_is_replaced_and_stays_given_up_when_routers_say_no_mo
     world.routers.says = summary(hotspots=[slow(victim), slow(other)])
     await world.look()
     assert list(world.draining()) == [victim]
-    assert world.draining()[victim] == f"{NOW} straggler far slower than its equals for 60 s"
+    assert world.draining()[victim] == f"{NOW} straggler a straggler for 60 s"
     world.routers.says = summary()
     for _ in range(3):
         await world.look()

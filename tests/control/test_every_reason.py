@@ -14,12 +14,8 @@ import pytest
 from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Cause, Hotspot
-from phalanx_operator.decide.conditions import capacity
-from phalanx_operator.decide.conditions import compatibility as versions
-from phalanx_operator.decide.conditions import model as caching
-from phalanx_operator.decide.conditions import traffic as balanced
-from phalanx_operator.decide.conditions import traffic as exposed
-from phalanx_operator.decide.conditions import traffic as speculating
+from phalanx_operator.decide.conditions import capacity, traffic
+from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import status
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
@@ -64,7 +60,7 @@ def placed(group: ObservedGroup, turn: PlacementTurn = FREE) -> Conditions:
 def kept(group: ObservedGroup, death: str = "") -> Conditions:
     """What is said of the cache while the last start of the group ended so."""
     model = make_service(model={"uri": "hf://org/x", "cache": {"type": "Shared", "claimName": "models"}}).spec.model
-    return caching.with_model_cached_condition(Status(), model, make_snapshot(group), dying(death), NOW).conditions
+    return model_conditions.with_model_cached_condition(Status(), model, make_snapshot(group), dying(death), NOW).conditions
 
 
 def dying(death: str) -> Fleet:
@@ -81,7 +77,7 @@ def scaled(fleet: Fleet, mode: str = "Internal", *, suspend: bool = False, write
 
 
 def balances(fleet: Fleet) -> Conditions:
-    return balanced.with_balanced_condition(Status(), fleet, make_snapshot(WELL), NOW).conditions
+    return traffic.with_balanced_condition(Status(), fleet, make_snapshot(WELL), NOW).conditions
 
 
 def hot(cause: Cause) -> Fleet:
@@ -92,13 +88,13 @@ def agrees(*fleets: Fleet) -> Conditions:
     """What is said of versions once these were heard, one after another."""
     found = Status()
     for fleet in fleets:
-        found = versions.with_compatible_condition(found, fleet, make_snapshot(WELL, status=found), NOW)
+        found = traffic.with_compatible_condition(found, fleet, make_snapshot(WELL, status=found), NOW)
     return found.conditions
 
 
 def proposes(*seen: Any) -> Conditions:
     engine = make_service(engine={"speculative": {"method": "NGram"}}).spec.engine
-    return speculating.with_speculating_condition(
+    return traffic.with_speculating_condition(
         Status(), engine, make_snapshot(WELL), "new", fleet_of(summary(*seen)), NOW
     ).conditions
 
@@ -112,7 +108,7 @@ def gone_back() -> Conditions:
 
 def shut_out() -> Conditions:
     seen = make_snapshot(WELL)
-    return exposed.with_exposure_condition(
+    return traffic.with_exposure_condition(
         status(seen, make_desired(1), suspended=False, now=NOW), "no such kind", seen, NOW
     ).conditions
 

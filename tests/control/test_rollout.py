@@ -22,7 +22,7 @@ def with_pods(group: ObservedGroup, ready: bool) -> ObservedGroup:
 
 
 def empty(group: ObservedGroup) -> ObservedGroup:
-    return replace(group, drained="it holds no stream") if group.draining else group
+    return replace(group, drained="it has no streams") if group.draining else group
 
 
 def start_all(groups: Groups) -> Groups:
@@ -69,7 +69,7 @@ SCENARIOS = {
     "scale-down-while-draining": (make_desired(1), (make_group("a"), make_group("b"), make_group("c", draining=GOING))),
     "rollback-while-draining": (make_desired(2), (make_group("a", draining=GOING), make_group("b", "newer", ready=False))),
     "lost-node": (make_desired(2), (make_group("a"), make_group("b", ready=False, lost="node n was not heard for 120 s"))),
-    "straggler": (make_desired(2), (make_group("a", slow="far slower than its equals for 60 s"), make_group("b"))),
+    "straggler": (make_desired(2), (make_group("a", slow="a straggler for 60 s"), make_group("b"))),
     "draining-breaks": (make_desired(2), (make_group("a", "old", ready=False, draining=GOING), make_group("b", "old"))),
     "surge": (make_desired(2, max_surge=1), tuple(make_group(n, "old", created=n) for n in "ab")),
     "surge-of-two": (make_desired(3, max_surge=2), tuple(make_group(n, "old", created=n) for n in "abc")),
@@ -85,7 +85,7 @@ SCENARIOS = {
     ),
     "straggler-with-a-surge": (
         make_desired(2, max_unavailable=0, max_surge=1),
-        (make_group("a", slow="far slower than its equals for 60 s"), make_group("b")),
+        (make_group("a", slow="a straggler for 60 s"), make_group("b")),
     ),
     "two-at-once": (make_desired(4, max_unavailable=2), tuple(make_group(n, "old", created=n) for n in "abcd")),
     "canary": (make_desired(3, partition=2), tuple(make_group(n, "old", created=n) for n in "abc")),
@@ -194,7 +194,7 @@ def in_state(name: str, revision: str, state: str, created: int) -> ObservedGrou
         terminating=state == "terminating",
         created=str(created),
         draining=GOING if state in ("draining", "drained", "broken") else None,
-        drained="it holds no stream" if state == "drained" else "",
+        drained="it has no streams" if state == "drained" else "",
         lost="its node is lost" if state == "lost" else "",
         slow="far slower than its equals" if state == "slow" else "",
     )

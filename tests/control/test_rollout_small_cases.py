@@ -36,7 +36,7 @@ def in_state(name: str, revision: str, state: str) -> ObservedGroup:
         ready=state not in ("starting", "lost"),
         terminating=state == "terminating",
         draining=GOING if state in ("draining", "drained") else None,
-        drained="it holds no stream" if state == "drained" else "",
+        drained="it has no streams" if state == "drained" else "",
         lost="its node is lost" if state == "lost" else "",
     )
 

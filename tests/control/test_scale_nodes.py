@@ -9,8 +9,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from bench.control_scale.nodes import FakeNodes
 from phalanx_operator.kube.client import PODS, Gone
 from phalanx_operator.kube.http import HttpKube
-from phalanx_operator.kube_metrics import CountingKube
-from phalanx_operator.metrics import Metrics
+from phalanx_operator.metrics import CountingKube, Metrics
 from tests.control.fake_api import FakeApi
 
 

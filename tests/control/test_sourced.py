@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.status import ModelStatus, Status
-from phalanx_operator.decide.conditions import model as sourced
+from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 from phalanx_operator.kube.client import PODS
@@ -40,7 +40,7 @@ OLD, NEW = make_group("z", "old", created="1"), make_group("a", created="2")
 def test_the_version_is_what_the_newest_group_has_loaded(groups: tuple[ObservedGroup, ...], fleet: Fleet, resolved: str) -> None:
     model = make_service().spec.model
     former = Status(model=ModelStatus(resolved_revision="former"))
-    told = sourced.with_model_status(Status(), model, make_snapshot(*groups, status=former), fleet)
+    told = model_conditions.with_model_status(Status(), model, make_snapshot(*groups, status=former), fleet)
     assert told.model == ModelStatus(resolved_revision=resolved)
 
 
@@ -48,7 +48,8 @@ def test_a_file_or_a_claim_has_no_version() -> None:
     model = make_service(model={"uri": "pvc://models/x"}).spec.model
     former = Status(model=ModelStatus(resolved_revision="of the hub, before"))
     assert (
-        sourced.with_model_status(Status(), model, make_snapshot(NEW, status=former), told_by(("a", ""))).model == ModelStatus()
+        model_conditions.with_model_status(Status(), model, make_snapshot(NEW, status=former), told_by(("a", ""))).model
+        == ModelStatus()
     )
 
 
@@ -56,7 +57,7 @@ def test_a_file_or_a_claim_has_no_version() -> None:
 def test_nodes_count_where_pods_that_are_ready_have_claims_of_their_own(model: dict[str, Any], nodes: int) -> None:
     groups = make_group("a"), make_group("b"), make_group("c", ready=False, size=3), make_group("d", size=9, terminating=True)
     spec = make_service(model=model).spec.model
-    assert sourced.with_model_status(Status(), spec, make_snapshot(*groups), Fleet()).model.cached_nodes == nodes
+    assert model_conditions.with_model_status(Status(), spec, make_snapshot(*groups), Fleet()).model.cached_nodes == nodes
 
 
 async def test_the_status_tells_it_once() -> None:

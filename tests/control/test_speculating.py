@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.decide.conditions import traffic as speculating
+from phalanx_operator.decide.conditions import traffic
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
@@ -38,7 +38,7 @@ def asking(speculative: dict[str, Any] | None) -> Any:
 )
 def test_what_the_condition_says(groups: tuple[ObservedGroup, ...], fleet: Fleet, verdict: tuple[str, str, str]) -> None:
     seen = make_snapshot(*groups)
-    told = speculating.with_speculating_condition(seen.status, asking(DRAFT), seen, "new", fleet, NOW)
+    told = traffic.with_speculating_condition(seen.status, asking(DRAFT), seen, "new", fleet, NOW)
     condition = find_condition(told.conditions, "Speculating")
     assert condition and (condition.status, condition.reason, condition.message) == verdict
 
@@ -51,20 +51,20 @@ def test_the_router_that_sees_a_group_freshest_is_believed() -> None:
 @pytest.mark.parametrize("speculative", [None, {"method": "None"}])
 def test_it_is_there_only_where_the_service_asks_for_proposals(speculative: dict[str, Any] | None) -> None:
     seen = make_snapshot(*READY)
-    before = speculating.with_speculating_condition(
+    before = traffic.with_speculating_condition(
         seen.status, asking({"method": "NGram"}), seen, "new", fleet_of(summary(group("a"))), NOW
     )
-    after = speculating.with_speculating_condition(before, asking(speculative), seen, "new", Fleet(), LATER)
+    after = traffic.with_speculating_condition(before, asking(speculative), seen, "new", Fleet(), LATER)
     assert find_condition(before.conditions, "Speculating") and not find_condition(after.conditions, "Speculating")
 
 
 def test_while_no_router_answers_it_stays_as_it_was() -> None:
     seen = make_snapshot(*READY)
-    lost = speculating.with_speculating_condition(
+    lost = traffic.with_speculating_condition(
         seen.status, asking(DRAFT), seen, "new", fleet_of(summary(group("a", draft_lost=WHY))), NOW
     )
     seen = replace(seen, status=lost)
-    assert speculating.with_speculating_condition(lost, asking(DRAFT), seen, "new", Fleet(asked=1), LATER) == lost
+    assert traffic.with_speculating_condition(lost, asking(DRAFT), seen, "new", Fleet(asked=1), LATER) == lost
 
 
 async def test_a_lost_draft_is_told_with_an_event_and_ends_with_the_group_that_has_it() -> None:

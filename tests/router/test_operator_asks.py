@@ -66,7 +66,7 @@ async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hea
         leader.release()
         assert len((await stream).tokens) == 8
         await until(lambda: woken)
-        await until(lambda: why_over(going, fleet(), 300, NOW) == "it holds no stream")
+        await until(lambda: why_over(going, fleet(), 300, NOW) == "it has no streams")
 
 
 async def test_deaths_under_one_request_cost_their_groups_nothing_and_another_death_does() -> None:

@@ -1,1 +1,1 @@
-"""What should be done, from what was seen: pure functions over frozen records."""
+"""Decisions: pure functions from observed records to actions and status."""

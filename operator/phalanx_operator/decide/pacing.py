@@ -1,8 +1,7 @@
-"""What may wait a moment, so that a service whose groups come up costs a few looks and status writes, not one for each pod.
+"""Decides which reconciles and status writes may wait, so that a starting service costs few of them, not one per pod.
 
-A look waits for CALM_S where what changed decides little: an object that is new, a pod or a router that has become ready; a
-rollout goes on that much later. A status write waits until PACE_S after the last one where it only counts on. Conditions, and
-all that the operator remembers in the status, are written at once.
+A reconcile waits CALM_S after changes that rarely decide anything: a new object, a pod or router that became ready. A status
+write waits until PACE_S after the last one if only counters changed. Conditions and the operator's own state are written at once.
 """
 
 from dataclasses import replace
@@ -18,7 +17,7 @@ _COUNTED = frozenset(
 
 
 def is_calm(former: object, now: object) -> bool:
-    """Whether a change of a child may be looked at a moment later. None stands for an object that is not there."""
+    """Returns whether the reconcile after this change may wait. None stands for an object that does not exist."""
     if former is None or now is None:
         return now is not None
     if isinstance(former, ObservedDeployment) and isinstance(now, ObservedDeployment):
@@ -32,7 +31,7 @@ def is_calm(former: object, now: object) -> bool:
 
 
 def may_wait(before: Status, after: Status) -> bool:
-    """Whether what is new of a status only counts groups and pods that come up."""
+    """Returns whether the status differs only in counts of groups and pods that start."""
     lasting = [field for field in Status.model_fields if field not in _COUNTED]
     if any(getattr(before, field) != getattr(after, field) for field in lasting):
         return False
@@ -45,7 +44,7 @@ def may_wait(before: Status, after: Status) -> bool:
 
 
 def _told(group: GroupStatus) -> tuple[bool, str, int, int]:
-    """What of a group is more than a count: that it goes, why it does not serve, and how often it began."""
+    """Returns the fields of a group that are more than a count."""
     return group.phase in ("Draining", "Terminating"), group.reason, group.restarts, group.incarnation
 
 

@@ -1,21 +1,14 @@
-"""All that is to be done for one service now."""
+"""Decides all actions and the status of one service."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide.conditions import capacity
-from phalanx_operator.decide.conditions import compatibility as versions
-from phalanx_operator.decide.conditions import model as caching
-from phalanx_operator.decide.conditions import model as sourced
-from phalanx_operator.decide.conditions import traffic as balanced
-from phalanx_operator.decide.conditions import traffic as speculating
+from phalanx_operator.decide.conditions import capacity, traffic
+from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import status
-from phalanx_operator.decide.groups import admission, progress, recovery, rollback
-from phalanx_operator.decide.groups import drain as draining
-from phalanx_operator.decide.groups import lost_nodes as lost
-from phalanx_operator.decide.groups import recovery as retry
+from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.groups.rollout import next_step
 from phalanx_operator.decide.scaling import autoscaler
@@ -41,46 +34,48 @@ from phalanx_operator.decide.state.groups import Desired, live, outdated, stayin
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, changed
 
 FIRST_REPLICAS = 1
-"""Groups of a service whose manifest does not say."""
+"""Groups of a service whose manifest sets no count."""
 RESYNC_S = 600.0
 HEAR_S = 30.0
-"""Routers say at least this often that they live where no count follows what they say; what begins or ends they say at once."""
+"""Longest poll of a router whose counts decide nothing now; urgent changes end a poll at once."""
 LEAST_S = 0.5
 PODS_LOOK_S = 10.0
-"""How soon to look again why a group, or the router, lacks pods."""
+"""Interval in which missing pods of a group or the router are checked."""
 RECORD_LOOK_S = 30.0
-"""How soon to look again for the record of the revision that a service went back to."""
+"""Interval in which the record of a rolled-back revision is checked."""
 GANG_LOOK_S = 30.0
-"""How soon to look again at groups whose pods wait to be placed together."""
+"""Interval in which groups that wait for a gang scheduler are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a plan rests on beside the spec: the snapshot, its groups assessed; what routers and autoscaler say.
-
-    gang: who places the pods of groups that are made now. turn: whether one may be made, where nobody does. ungated: why what
-    places the pods of a group together could not be made, if so. back: that the revision of the spec is given up, and the one
-    before is followed; no_way_back: why it is not, although it should be. Both: it was followed, and is not known any more.
-    """
+    """Inputs of a plan besides the spec."""
 
     snapshot: Snapshot
+    """With assessed groups."""
     fleet: Fleet
+    """The routers' reports."""
     scaling: Scaling | None = None
     gang: str = "None"
+    """Gang kind of groups that are created now."""
     turn: PlacementTurn = FREE
+    """Whether a group may be created now where no gang scheduler places it."""
     ungated: str = ""
+    """Why a group's PodGroup could not be created; empty if it could."""
     back: RollbackStatus | None = None
+    """Set while the spec's revision is given up and the former one is followed."""
     no_way_back: str = ""
+    """Why a due rollback is impossible. With `back`: the former revision was followed and its record is lost."""
 
 
 def most_groups(service: InferenceService, snapshot: Snapshot) -> int:
-    """More groups than there may ever be at once, counted with those that are there."""
+    """Returns an upper bound of the number of groups, including existing ones."""
     replicas = wanted_replicas(service)
     return replicas + service.spec.rollout.surge(replicas) + len(snapshot.groups)
 
 
 def desired_groups(service: InferenceService, revision: str, names: tuple[str, ...], seen: PlanInputs, now: str) -> Desired:
-    """The groups that the spec asks for, and how they may be replaced now."""
+    """Returns the groups that the spec asks for and how they may be replaced now."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), seen.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
     late = _with(progress.late(snapshot.groups, revision, rollout, now), seen.no_way_back)
@@ -107,58 +102,58 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
 
 
 def _with(words: str, more: str) -> str:
-    """These words, and more if there are any of both."""
+    """Returns `words; more`, or `words` if either is empty."""
     return f"{words}; {more}" if words and more else words
 
 
 def _holds(service: InferenceService) -> bool:
-    """Whether requests wait for a group where none is wanted now."""
+    """Returns whether requests are held for a group although no group is wanted now."""
     scaling = service.spec.autoscaling
     return scaling is not None and scaling.scale_to_zero.enabled and not service.spec.suspend
 
 
 def _whole(snapshot: Snapshot, replicas: int) -> bool:
-    """Whether as many groups are ready as are wanted."""
+    """Returns whether as many groups are ready as are wanted."""
     return sum(group.serving for group in staying(snapshot.groups)) >= replicas
 
 
 def followed(service: InferenceService, seen: PlanInputs, revision: str, now: str) -> RecoveryStatus | None:
-    """What is remembered of groups that were given up for their restarts."""
+    """Returns the recovery state: groups that were given up for their restarts."""
     snapshot = seen.snapshot
     return recovery.followed(snapshot.status.recovery, snapshot.groups, revision, service.spec.restart_policy, now)
 
 
 def _waits(service: InferenceService, seen: PlanInputs, past: RecoveryStatus | None, now: str) -> PlacementTurn:
-    """What keeps new groups from being made now, if anything."""
+    """Returns what keeps new groups from being created now."""
     if seen.back and seen.no_way_back:
         return PlacementTurn(seen.no_way_back, RECORD_LOOK_S, is_stuck=True)
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
-        why = f"{past.given_up} groups were given up for their restarts; the next one is made after a pause"
+        why = f"{past.given_up} groups were given up for their restarts; the next one is created after a pause"
         return PlacementTurn(why, pause_s, told=True, is_stuck=True)
     return seen.turn
 
 
 def wanted_replicas(service: InferenceService) -> int:
-    """How many groups should run: none while suspended."""
+    """Returns how many groups should run; 0 while suspended."""
     if service.spec.suspend:
         return 0
     return FIRST_REPLICAS if service.spec.replicas is None else service.spec.replicas
 
 
 def assessed(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> Snapshot:
-    """The snapshot with what nodes, restarts and routers mean for its groups."""
+    """Returns the snapshot with the consequences of nodes, restarts and router reports for its groups."""
     spec = service.spec
-    groups = lost.assess(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now)
+    groups = lost_nodes.assess(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now)
     half = admission.given_up(groups, spec.placement.gang.timeout_seconds, now)
     groups = tuple(changed(group, lost=group.lost or half.get(group.uid, "")) for group in groups)
     groups = recovery.assess(groups, fleet, spec.restart_policy, now)
     groups = progress.assess(groups, spec.rollout, now)
-    return replace(snapshot, groups=draining.assess(groups, fleet, spec.drain.timeout_seconds, now))
+    return replace(snapshot, groups=drain.assess(groups, fleet, spec.drain.timeout_seconds, now))
 
 
 def decide(service: InferenceService, seen: PlanInputs, desired: Desired, now: str) -> Plan:
-    """The plan for a service whose spec is valid. Calling it twice with the same arguments does no harm."""
+    """Returns the plan for a service with a valid spec. Executing it twice is harmless."""
     snapshot, scaling = seen.snapshot, seen.scaling
     past = followed(service, seen, desired.revision, now)
     step = next_step(desired, snapshot.groups)
@@ -166,23 +161,23 @@ def decide(service: InferenceService, seen: PlanInputs, desired: Desired, now: s
     waits = _waits(service, seen, past, now)
     of_groups = _allowed(wished, seen, waits, past)
     if len(of_groups) == len(wished) and not outdated(snapshot.groups, desired):
-        waits = FREE  # nothing of this service has to
+        waits = FREE  # no group of this service has to wait
     of_groups += _mended(service, seen, of_groups, now)
     actions: list[Action] = []
     if not snapshot.has_replicas:
-        actions.append(InitReplicas(FIRST_REPLICAS, "the manifest does not say how many groups"))
+        actions.append(InitReplicas(FIRST_REPLICAS, "the manifest sets no replicas"))
     is_blind = bool(seen.back and seen.no_way_back)
     actions.append(KeepChildren(desired.replicas, "every service has them", is_blind))
     if service.spec.rollout.on_failure == "Rollback" and rollback.is_whole(snapshot, desired):
-        actions.append(KeepRevision(desired.revision, "a later rollout may go back to it"))
+        actions.append(KeepRevision(desired.revision, "a later rollout may roll back to it"))
     actions += _noted(snapshot.groups, of_groups)
-    actions += [*of_groups, *draining.marks(snapshot.groups, of_groups)]
-    actions += lost.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
-    actions += draining.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
+    actions += [*of_groups, *drain.marks(snapshot.groups, of_groups)]
+    actions += lost_nodes.to_end(snapshot.groups, snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now)
+    actions += drain.to_end(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.write is not None:
         actions.append(SetReplicas(scaling.write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
-    actions += [*_gangs(snapshot.groups), *retry.due(snapshot.groups, snapshot.router, now)]
-    empty = tuple(draining.to_empty(snapshot.groups, of_groups))
+    actions += [*_gangs(snapshot.groups), *recovery.due(snapshot.groups, snapshot.router, now)]
+    empty = tuple(drain.to_empty(snapshot.groups, of_groups))
     tick_s = PANIC_TICK_S if empty or (scaling and scaling.decision.panicking) else TICK_S if scaling else None
     said = _told(service, seen, desired=desired, past=past, waits=waits, now=now)
     again_s = _again_s(service, seen, desired=desired, waits=waits, most_s=tick_s or RESYNC_S, now=now)
@@ -190,7 +185,7 @@ def decide(service: InferenceService, seen: PlanInputs, desired: Desired, now: s
 
 
 def with_plan_errors(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
-    """What is to be done even if the API server refuses an object that the service needs: what rests on no other action."""
+    """Returns the actions that depend on no other action; they run even if the API server rejects an object of the service."""
     going = {pod.uid for group in groups if group.terminating for pod in group.pods}
     return tuple(
         action
@@ -203,7 +198,7 @@ def with_plan_errors(actions: Iterable[Action], groups: Iterable[ObservedGroup])
 def _allowed(
     actions: tuple[GroupAction, ...], seen: PlanInputs, waits: PlacementTurn, past: RecoveryStatus | None
 ) -> tuple[GroupAction, ...]:
-    """The actions without groups that may not be made yet: one after another where nobody places their pods together."""
+    """Returns the actions without groups that may not be created yet; without a gang scheduler groups are created one by one."""
     avoid = past.nodes if past else ()
     made = [replace(action, avoid=avoid) for action in actions if isinstance(action, CreateGroup)]
     most = 0 if waits.why else 1 if seen.gang == "Fallback" else len(made)
@@ -211,7 +206,7 @@ def _allowed(
 
 
 def _mended(service: InferenceService, seen: PlanInputs, actions: tuple[GroupAction, ...], now: str) -> tuple[RestartGroup, ...]:
-    """Groups of which all pods are to be replaced: those that had their time, and those of which some pods were already."""
+    """Returns restarts of groups that exceeded their startup time, and of groups whose restart is incomplete."""
     policy = service.spec.restart_policy
     touched = {action.uid for action in actions if not isinstance(action, CreateGroup)}
     found = []
@@ -221,7 +216,7 @@ def _mended(service: InferenceService, seen: PlanInputs, actions: tuple[GroupAct
         begun = recovery.begun(group, policy)
         if begun:
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in begun)
-            found.append(RestartGroup(group.name, group.uid, pods, group.noted or group.restarts, "the rest of its pods"))
+            found.append(RestartGroup(group.name, group.uid, pods, group.noted or group.restarts, "its other pods were replaced"))
         elif recovery.overdue(group, policy, now):
             pods = tuple((pod.name, pod.uid) for pod in group.pods)
             why = f"it is not ready after {policy.startup_seconds} s"
@@ -230,7 +225,7 @@ def _mended(service: InferenceService, seen: PlanInputs, actions: tuple[GroupAct
 
 
 def _noted(groups: Iterable[ObservedGroup], actions: tuple[GroupAction, ...]) -> list[NoteRestarts]:
-    """Notes that are to be written and are not by anything else that is done now."""
+    """Returns restart annotations that are due and that no other action writes."""
     touched = {action.uid for action in actions if isinstance(action, DeleteGroup | RestartGroup)}
     return [
         NoteRestarts(group.name, group.uid, group.noted)
@@ -240,7 +235,7 @@ def _noted(groups: Iterable[ObservedGroup], actions: tuple[GroupAction, ...]) ->
 
 
 def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
-    """What places pods together may be missing where some have no node."""
+    """Returns gang objects to keep: one may be missing where a pod has no node."""
     return [
         KeepGang(group.name, group.uid, group.gang, group.size, "its pods have no nodes yet")
         for group in live(groups)
@@ -251,16 +246,16 @@ def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
 def _told(
     service: InferenceService, seen: PlanInputs, desired: Desired, past: RecoveryStatus | None, waits: PlacementTurn, now: str
 ) -> Status:
-    """All that the status says."""
+    """Returns the whole status."""
     snapshot, fleet = seen.snapshot, seen.fleet
     said = status(snapshot, desired, fleet, suspended=service.spec.suspend, now=now)
     said = said.model_copy(update={"recovery": past, "gang": seen.gang})
     said = capacity.with_capacity_condition(said, snapshot, waits, seen.ungated, now)
-    said = caching.with_model_cached_condition(said, service.spec.model, snapshot, fleet, now)
-    said = sourced.with_model_status(said, service.spec.model, snapshot, fleet)
-    said = balanced.with_balanced_condition(said, fleet, snapshot, now)
-    said = versions.with_compatible_condition(said, fleet, snapshot, now)
-    said = speculating.with_speculating_condition(
+    said = model_conditions.with_model_cached_condition(said, service.spec.model, snapshot, fleet, now)
+    said = model_conditions.with_model_status(said, service.spec.model, snapshot, fleet)
+    said = traffic.with_balanced_condition(said, fleet, snapshot, now)
+    said = traffic.with_compatible_condition(said, fleet, snapshot, now)
+    said = traffic.with_speculating_condition(
         said, service.spec.engine, snapshot=snapshot, revision=desired.revision, fleet=fleet, now=now
     )
     said = rollback.with_rollback_condition(said, seen.back, seen.no_way_back, snapshot, now)
@@ -270,13 +265,13 @@ def _told(
 def _again_s(
     service: InferenceService, seen: PlanInputs, desired: Desired, waits: PlacementTurn, most_s: float, now: str
 ) -> float:
-    """Seconds until the next look, if nothing wakes us before: at most `most_s`."""
+    """Returns the seconds until the next reconcile if nothing wakes the service, at most `most_s`."""
     snapshot, spec = seen.snapshot, service.spec
     left = [group for group in snapshot.groups if not (group.terminating and all(pod.hurried for pod in group.pods))]
-    due = [draining.left_s(group, spec.drain.timeout_seconds, now) for group in left]
+    due = [drain.left_s(group, spec.drain.timeout_seconds, now) for group in left]
     due += [
         progress.left_s(snapshot.groups, desired.revision, spec.rollout, now),
-        lost.left_s(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now),
+        lost_nodes.left_s(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now),
         recovery.left_s(snapshot.groups, spec.restart_policy, now),
         admission.left_s(snapshot.groups, spec.placement.gang.timeout_seconds, now),
         capacity.left_s(snapshot.groups, now),

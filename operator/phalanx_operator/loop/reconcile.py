@@ -15,7 +15,7 @@ from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.apply.shared_objects import EXPOSE_AGAIN_S
 from phalanx_operator.decide import pacing, plan
 from phalanx_operator.decide.conditions import status as decide_status
-from phalanx_operator.decide.conditions import traffic as exposed
+from phalanx_operator.decide.conditions import traffic
 from phalanx_operator.decide.groups import admission, rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.groups.drain import for_good, is_awaited, to_empty
@@ -171,7 +171,7 @@ class Reconciler:
         self.minds[key] = mind
         self.metrics.show_scaling(key, scaling.decision if scaling else None)
         unexposed = self.hands.unexposed(key)
-        left_s = await self._write(snapshot, exposed.with_exposure_condition(todo.status, unexposed, snapshot, now), done)
+        left_s = await self._write(snapshot, traffic.with_exposure_condition(todo.status, unexposed, snapshot, now), done)
         return min(todo.again_s, left_s, EXPOSE_AGAIN_S if unexposed else RESYNC_S, self.hands.left_s(key) or RESYNC_S)
 
     async def _with_refusals(self, key: Key, snapshot: Snapshot, now: str) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Whether every group that is wanted has its nodes: the condition `CapacityAvailable`."""
+"""The condition `CapacityAvailable`: every wanted group has its nodes."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, age_
 
 WAITING = ("Unschedulable", "SchedulingGated")
 MISSING_S = 10.0
-"""For how long a pod may be missing: the controller of StatefulSets makes one within a moment, if it may."""
+"""How long a pod may be missing: the StatefulSet controller creates an admitted pod within a moment."""
 
 
 def with_capacity_condition(status: Status, snapshot: Snapshot, waits: PlacementTurn, ungated: str, now: str) -> Status:
-    """The status with what the scheduler, or the wait for a turn, says. `waits`: what keeps groups from being made, if so;
-    `ungated`: why what places pods together could not be made, if so."""
+    """Returns the status with the condition. `waits`: what keeps groups from being created; `ungated`: why a PodGroup could not
+    be created."""
     reason, message = _verdict(snapshot, waits, ungated, now)
     conditions = set_condition(
         status.conditions,
@@ -31,7 +31,7 @@ def with_capacity_condition(status: Status, snapshot: Snapshot, waits: Placement
 
 
 def left_s(groups: Iterable[ObservedGroup], now: str) -> float | None:
-    """Seconds until the next pod has been missing for long; None when none is, or all are already."""
+    """Returns the seconds until a missing pod exceeds its time; None if no pod is missing or all have exceeded it."""
     ages = [age for group in live(groups) if group.short_since and (age := age_s(group.short_since, now)) is not None]
     return min((MISSING_S - age for age in ages if age < MISSING_S), default=None)
 
@@ -42,7 +42,7 @@ def _verdict(snapshot: Snapshot, waits: PlacementTurn, ungated: str, now: str) -
             return Reason.QUOTA_EXCEEDED, f"group {group.name}: {group.refused}"
     pods = [pod for group in live(snapshot.groups) for pod in group.pods if not pod.node and pod.reason in WAITING]
     if ungated and any(not pod.node for group in live(snapshot.groups) for pod in group.pods):
-        return Reason.GANG_WAITING, ungated  # the scheduler only says that it waits for that
+        return Reason.GANG_WAITING, ungated  # the scheduler only reports that it waits for it
     for pod in pods:
         if pod.reason == "Unschedulable":
             return Reason.UNSCHEDULABLE, f"pod {pod.name}: {pod.message}"

@@ -1,6 +1,6 @@
-"""Whether the model is where `spec.model.cache` keeps it: the condition `ModelCached`, only where there is such a cache.
+"""The condition `ModelCached`, set only with `spec.model.cache`, and `status.model`.
 
-What goes wrong with a download is known by the words of the runtime that meets it; a test compares them with all that it says.
+The cause of a failed download is derived from the runtime's error message; a test compares the patterns with all its messages.
 """
 
 import re
@@ -19,7 +19,7 @@ _CLAIM = re.compile(r"persistentvolumeclaim|unbound immediate|volume node affini
 
 
 def with_model_cached_condition(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet, now: str) -> Status:
-    """The status with what is known of the cache."""
+    """Returns the status with the condition."""
     if model.cache is None or model.cache.type == "None":
         return status.model_copy(update={"conditions": drop_condition(status.conditions, "ModelCached")})
     reason, message = _verdict(snapshot, fleet)
@@ -31,7 +31,7 @@ def with_model_cached_condition(status: Status, model: Model, snapshot: Snapshot
 
 
 def _verdict(snapshot: Snapshot, fleet: Fleet) -> tuple[Reason, str]:
-    """Where all groups are ready, all of them have it; else what keeps one of them from it, if anything says so."""
+    """Returns the reason: cached once all groups are ready, else what the pods and deaths report."""
     groups = live(snapshot.groups)
     if groups and all(group.ready for group in groups):
         return Reason.CACHED, ""
@@ -46,17 +46,17 @@ def _verdict(snapshot: Snapshot, fleet: Fleet) -> tuple[Reason, str]:
 
 
 def cause_of(words: str) -> Reason | None:
-    """What the words of a runtime that has no model mean; None for anything else."""
+    """Returns the reason for a runtime's error message about its model; None for any other message."""
     if _REFUSED.search(words):
         return Reason.AUTH_FAILED
     return Reason.NOT_FOUND if _MISSING.search(words) else None
 
 
-# Which version of the model's source is served, and on how many nodes a cache has it: `status.model`.
+# `status.model`: the served version of the model's source, and the number of nodes with a cached copy.
 
 
 def with_model_status(status: Status, model: Model, snapshot: Snapshot, fleet: Fleet) -> Status:
-    """The status with what groups and nodes say of the model."""
+    """Returns the status with the served version and the number of nodes."""
     versions = _versions(snapshot, fleet)
     resolved = versions[-1] if versions else snapshot.status.model.resolved_revision
     is_fetched = model.uri.partition("://")[0] not in ("file", "pvc")
@@ -67,7 +67,7 @@ def with_model_status(status: Status, model: Model, snapshot: Snapshot, fleet: F
 
 
 def _versions(snapshot: Snapshot, fleet: Fleet) -> list[str]:
-    """What groups that serve have loaded, by their age: the youngest last."""
+    """Returns the versions that ready groups have loaded, by the groups' age, the youngest last."""
     oldest_first = sorted(staying(snapshot.groups), key=lambda group: (group.created, group.name))
     seen = [fleet.groups[group.name] for group in oldest_first if group.ready and group.name in fleet.groups]
     return [group.model_version for group in seen if group.linked and group.model_version]

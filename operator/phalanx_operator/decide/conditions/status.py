@@ -1,4 +1,4 @@
-"""The status of a service, from what is seen of it."""
+"""Status of a service: replica counts, `Ready`, `Available`, `Progressing`, `Stalled`, `RouterReady` and the list of groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ _FAILING_REASONS = (
 
 
 def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspended: bool, now: str) -> Status:
-    """The whole status of a service whose spec is valid."""
+    """Returns the status of a service with a valid spec, without the conditions of other modules."""
     here = staying(snapshot.groups)
     updated = [group for group in here if group.revision == desired.revision]
     behind = outdated(snapshot.groups, desired)
@@ -39,7 +39,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
         reason = Reason.SUSPENDED if suspended else Reason.SCALED_TO_ZERO if not desired.replicas else Reason.READY
         message = f"{len(updated)} groups of revision {desired.revision} are ready" if desired.replicas else "no group is wanted"
         if len(updated) < len(here):
-            message += f", {len(here) - len(updated)} stay on the one before: spec.rollout.partition"
+            message += f", {len(here) - len(updated)} keep the former one: spec.rollout.partition"
         conditions = set_condition(conditions, "Ready", True, reason=reason, message=message, generation=generation, now=now)
     else:
         conditions = set_condition(conditions, "Ready", False, reason=reason, message=message, generation=generation, now=now)
@@ -69,7 +69,7 @@ def status(snapshot: Snapshot, desired: Desired, fleet: Fleet = NOBODY, *, suspe
 
 
 def _num_available(snapshot: Snapshot, fleet: Fleet) -> int:
-    """How many available groups a router knows; while no router is heard, no more than were and are available."""
+    """Returns how many available groups a router has in its fleet; without router reports at most the last known number."""
     serving = [group for group in staying(snapshot.groups) if group.available]
     if fleet.asked and not fleet.answered:
         return min(snapshot.status.available_replicas, len(serving))
@@ -79,7 +79,7 @@ def _num_available(snapshot: Snapshot, fleet: Fleet) -> int:
 def _set_progressing(
     conditions: tuple[Condition, ...], desired: Desired, settled: bool, behind: bool, generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """Whether the groups come nearer to what is wanted."""
+    """Sets `Progressing`: whether the groups approach the desired state."""
     verdict: bool | None
     if desired.late:
         verdict, reason, message = False, Reason.PROGRESS_DEADLINE_EXCEEDED, desired.late
@@ -94,7 +94,7 @@ def _set_progressing(
 
 
 def _set_reconciling(conditions: tuple[Condition, ...], settled: bool, generation: int, now: str) -> tuple[Condition, ...]:
-    """`Reconciling`, only while groups come nearer to what is wanted: with the reason of `Progressing`."""
+    """Sets `Reconciling` with the reason of `Progressing`, only while the groups approach the desired state."""
     moving = find_condition(conditions, "Progressing")
     if settled or moving is None or moving.status != "True":
         return drop_condition(conditions, "Reconciling")
@@ -105,7 +105,7 @@ def _set_reconciling(conditions: tuple[Condition, ...], settled: bool, generatio
 def _set_router_ready(
     conditions: tuple[Condition, ...], router: ObservedRouter | None, routers: int, generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """Whether all routers run as wanted."""
+    """Sets `RouterReady`."""
     settled = _has_routers(router, routers)
     reason, message = (Reason.READY, "") if settled else (Reason.ROUTER_NOT_READY, _count_of_routers(router, routers))
     return set_condition(conditions, "RouterReady", settled, reason=reason, message=message, generation=generation, now=now)
@@ -121,7 +121,7 @@ def _count_of_routers(router: ObservedRouter | None, routers: int) -> str:
 
 
 def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation: int, now: str) -> tuple[Condition, ...]:
-    """`Stalled`, only while a person must act, and without `Reconciling`: kstatus takes of these two what is listed first."""
+    """Sets `Stalled` while intervention is needed, and drops `Reconciling`: kstatus uses the first of the two."""
     if not desired.late and not desired.spent:
         return drop_condition(conditions, "Stalled")
     conditions = drop_condition(conditions, "Reconciling")
@@ -131,8 +131,8 @@ def _set_stalled(conditions: tuple[Condition, ...], desired: Desired, generation
 
 
 def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str, *, wanted: int = 0) -> Status:
-    """The status when the spec cannot be followed: the groups stay as they are, and the conditions name the fields. `wanted`: how
-    many groups there should be, if that is known."""
+    """Returns the status for a spec that cannot be followed: the groups stay, and the conditions name the fields. `wanted`:
+    desired number of groups, if known."""
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
     here = staying(snapshot.groups)
     conditions = drop_condition(snapshot.status.conditions, "Reconciling")
@@ -142,7 +142,7 @@ def refused(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], no
     for kind, is_true in verdicts:
         conditions = set_condition(conditions, kind, is_true, reason=reason, message=message, generation=generation, now=now)
     conditions = _set_available(conditions, snapshot.router, any(group.ready for group in here), generation, now)
-    routers = snapshot.router.wanted if snapshot.router else 1  # what runs counts: how many are wanted may not be known
+    routers = snapshot.router.wanted if snapshot.router else 1  # from what runs: the desired number may be unknown
     conditions = _set_router_ready(conditions, snapshot.router, routers, generation, now)
     return snapshot.status.model_copy(
         update={
@@ -165,7 +165,7 @@ def _set_available(
     *,
     holds: bool = False,
 ) -> tuple[Condition, ...]:
-    """Whether a client would get an answer now, whatever a rollout does. `holds`: it would wait for a group to be made."""
+    """Sets `Available`: whether a client would get a response now. `holds`: it would wait for a group to start."""
     has_router = router is not None and router.ready > 0
     reason = Reason.SERVING if has_router else Reason.ROUTER_NOT_READY
     if not serving:
@@ -174,7 +174,7 @@ def _set_available(
 
 
 def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None, str]:
-    """The gravest thing that keeps the service from being as wanted, or None."""
+    """Returns the most severe deviation from the desired state, or None."""
     here = staying(snapshot.groups)
     unready = [group for group in here if not group.ready]
     routers_settled = _has_routers(snapshot.router, desired.routers)
@@ -183,7 +183,7 @@ def _why_not_ready(snapshot: Snapshot, desired: Desired) -> tuple[Reason | None,
     why = (
         _of_pods(pods, _IMAGE_REASONS, Reason.IMAGE_PULL_FAILED)
         or _of_pods(pods, _FAILING_REASONS, Reason.POD_FAILING)
-        or _of_refusals(here, None if routers_settled else snapshot.router)  # what is there may wait for what may not be made
+        or _of_refusals(here, None if routers_settled else snapshot.router)  # existing pods may wait for rejected ones
         or _of_pods(pods, ("Unschedulable",), Reason.INSUFFICIENT_CAPACITY)
     )
     if why:
@@ -219,7 +219,7 @@ def _of_refusals(groups: Sequence[ObservedGroup], router: ObservedRouter | None)
 
 
 def is_quota(words: str) -> bool:
-    """Whether that is how the API server says that a quota leaves no room."""
+    """Returns whether this is the API server's message for an exceeded quota."""
     return "exceeded quota" in words
 
 
@@ -228,7 +228,7 @@ def _num_old(groups: Sequence[ObservedGroup], desired: Desired) -> int:
 
 
 def _short(unready: Sequence[ObservedGroup]) -> str:
-    """Which group misses pods: admission may have refused them, which only the StatefulSet's own events say."""
+    """Returns which group lacks pods: admission may have rejected them, which only the StatefulSet's events report."""
     for group in unready:
         if len(group.pods) < group.size:
             return f"; {group.name} has {len(group.pods)} of {group.size} pods: kubectl describe statefulset {group.name}"
@@ -246,7 +246,7 @@ def _phase(group: ObservedGroup) -> GroupPhase:
 
 
 def _reason(group: ObservedGroup, fleet: Fleet) -> str:
-    """Why it does not simply serve, if anything says so."""
+    """Returns why the group does not serve; empty if unknown or serving."""
     if group.draining:
         return group.draining.why[:256]
     said = [group.lost, group.refused, *(_words(pod) for pod in group.pods), last_death(group, fleet)]
@@ -254,18 +254,18 @@ def _reason(group: ObservedGroup, fleet: Fleet) -> str:
 
 
 def _words(pod: ObservedPod) -> str:
-    """What a pod says. The scheduler's words change with the rest of the cluster, and stand in the conditions."""
+    """Returns a pod's reason and message. The scheduler's message changes with the cluster; only conditions carry it."""
     return f"{pod.reason}: {pod.message}" if pod.reason and pod.message and pod.node else pod.reason
 
 
 def _incarnation(group: ObservedGroup, fleet: Fleet, former: Mapping[str, int]) -> int:
-    """As routers know it; where none of them does now, as it was."""
+    """Returns the incarnation that routers report; without a report the last known one."""
     seen = fleet.groups.get(group.name)
     return seen.incarnation if seen else former.get(group.name, 0)
 
 
 def _listed(groups: tuple[ObservedGroup, ...], fleet: Fleet, former: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
-    """The groups for people to read: those that are not ready first, and no more than the schema takes."""
+    """Returns the listed groups: those that are not ready first, at most as many as the schema allows."""
     before = {group.name: group.incarnation for group in former}
     worst_first = sorted(groups, key=lambda group: (group.ready, group.name))
     return tuple(

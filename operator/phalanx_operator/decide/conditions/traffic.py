@@ -1,7 +1,7 @@
-"""Whether a service is balanced, as its routers see it: the condition, and the groups in trouble.
+"""Conditions and status fields from router reports: `Balanced`, `Speculating`, exposure and `Compatible`.
 
-A hotspot is told once it has lasted, and without its numbers, which are metrics: the status changes when something begins or
-ends.
+A hotspot is listed once it has lasted LASTING_S, without its values, which are metrics: the status changes only when one starts
+or ends.
 """
 
 import datetime
@@ -26,7 +26,7 @@ REASONS: dict[Cause, Reason] = {
 
 
 def rebalancing_status(fleet: Fleet, former: RebalancingStatus, now: str) -> RebalancingStatus:
-    """The groups in trouble. While nobody is heard, those last known."""
+    """Returns the hotspots; without router reports the last known ones."""
     if fleet.asked and not fleet.answered:
         return former
     known = {(hotspot.group, hotspot.cause): hotspot for hotspot in former.hotspots}
@@ -52,7 +52,7 @@ def _since(hotspot: Hotspot, former: HotspotStatus | None, now: str) -> str:
 
 
 def with_balanced_condition(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
-    """The status with what routers say of balance."""
+    """Returns the status with the hotspots and `Balanced`."""
     rebalancing = rebalancing_status(fleet, snapshot.status.rebalancing, now)
     conditions = _set_balanced(status.conditions, fleet, rebalancing, snapshot.generation, now)
     return status.model_copy(update={"rebalancing": rebalancing, "conditions": conditions})
@@ -61,8 +61,7 @@ def with_balanced_condition(status: Status, fleet: Fleet, snapshot: Snapshot, no
 def _set_balanced(
     conditions: tuple[Condition, ...], fleet: Fleet, status: RebalancingStatus, generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """The conditions with `Balanced`: false with the cause of what has lasted longest. Whoever has only just begun to ask says
-    nothing new."""
+    """Sets `Balanced`: false with the cause of the longest hotspot; unchanged before the first complete poll."""
     verdict: bool | None
     if fleet.is_new and find_condition(conditions, "Balanced"):
         return conditions
@@ -78,14 +77,15 @@ def _set_balanced(
     return set_condition(conditions, "Balanced", verdict, reason=reason, message=message, generation=generation, now=now)
 
 
-# Whether groups propose tokens as the service asks: the condition `Speculating`, only where `spec.engine.speculative` does.
-# A draft that cannot be loaded, or that fails, is done without; its group tells the routers, and they the operator.
+# `Speculating`, set only with `spec.engine.speculative`. A group whose draft model cannot be loaded or fails serves without it
+# and
+# reports that to the routers.
 
 
 def with_speculating_condition(
     status: Status, engine: Engine, snapshot: Snapshot, revision: str, fleet: Fleet, now: str
 ) -> Status:
-    """The status with what ready groups of this revision say of their drafts. While no router is heard, it stays as it was."""
+    """Returns the status with the condition, from ready groups of this revision; without router reports it stays unchanged."""
     conditions = status.conditions
     is_asked = engine.speculative is not None and engine.speculative.method != "None"
     if not is_asked:
@@ -106,17 +106,17 @@ def _set(conditions: tuple[Condition, ...], snapshot: Snapshot, revision: str, f
     )
 
 
-# What the status says where clients from outside cannot come in as the spec asks: `spec.router.expose`.
+# Exposure outside of the cluster: `spec.router.expose`.
 
 
 def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: str) -> Status:
-    """The status with why the Ingress or HTTPRoute could not be made; unchanged where it could, or none is wanted.
+    """Returns the status with why the Ingress or HTTPRoute could not be created; unchanged if it could, or is not wanted.
 
-    The service serves in the cluster all the same, so only what says that all is as asked for says so no more.
+    The service still serves inside the cluster: only conditions that would claim that everything is as specified become false.
     """
     if not why:
         return status
-    conditions = drop_condition(status.conditions, "Reconciling")  # though groups may come and go: a person must act
+    conditions = drop_condition(status.conditions, "Reconciling")  # even during a rollout: intervention is needed
     message = f"spec.router.expose: {why}"[:1024]
     ready = find_condition(conditions, "Ready")
     verdicts: list[tuple[ConditionType, bool]] = [("RouterReady", False)]
@@ -126,4 +126,22 @@ def with_exposure_condition(status: Status, why: str, snapshot: Snapshot, now: s
         conditions = override_condition(
             conditions, kind, is_true=is_true, reason=Reason.REJECTED, message=message, snapshot=snapshot, now=now
         )
+    return status.model_copy(update={"conditions": conditions})
+
+
+def with_compatible_condition(status: Status, fleet: Fleet, snapshot: Snapshot, now: str) -> Status:
+    """Returns the status with `Compatible`, which is absent until versions differ; without router reports it stays unchanged."""
+    unknown = fleet.unknown_versions
+    if not unknown and (find_condition(status.conditions, "Compatible") is None or not fleet.all_heard or not fleet.answered):
+        return status
+    reason = Reason.UNKNOWN_VERSION if unknown else Reason.VERSIONS_AGREE
+    conditions = set_condition(
+        status.conditions,
+        "Compatible",
+        not unknown,
+        reason=reason,
+        message="; ".join(unknown),
+        generation=snapshot.generation,
+        now=now,
+    )
     return status.model_copy(update={"conditions": conditions})

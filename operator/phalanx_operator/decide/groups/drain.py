@@ -1,7 +1,7 @@
-"""When a group that is being emptied may go, and which groups routers are to take streams off.
+"""Decides when a draining group may be deleted, and which groups routers must evacuate.
 
-A group may go when every router says that it holds no stream of it and the group itself has none; when there is no router that
-could hold one; or when its time is over. What is noted on the group is all that this rests on, so a new operator goes on with it.
+A group may be deleted when every router reports no stream on it and the group has no request, when no router exists, or after its
+timeout. All state is in the group's annotation, so a new operator continues the drain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,17 @@ from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, changed
 
 LAST_S = 10
-"""Grace of a pod whose streams had their time: they end with an error event, or go on elsewhere."""
+"""Termination grace of a pod after the drain timeout: its streams end with an error event or continue elsewhere."""
 
 
 START_S = 600.0
-"""How long a new group may take until newcomers are not held for it any more."""
+"""Longest start of a new group for which new requests are held."""
 STRAGGLER_S, SETTLED_S = 60.0, 600.0
-"""For how long a group must be far too slow, and for how long no group may be younger: replacing one must not become a habit."""
+"""How long a group must be a straggler, and the least age of all groups, before a straggler is replaced."""
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str) -> tuple[ObservedGroup, ...]:
-    """The groups with what routers say of them: tokens in their pages, and whether those that are being emptied may go."""
+    """Returns the groups with router data: tokens in their pages, and whether draining ones may be deleted."""
     groups = tuple(groups)
     slow = _stragglers(groups, fleet, now)
     return tuple(
@@ -36,12 +36,12 @@ def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now:
 
 
 def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, now: str) -> dict[str, str]:
-    """Why groups should be replaced that routers want to see evacuated, by name."""
+    """Returns the stragglers to replace, with the reason, by name."""
     ages = [age_s(group.created, now) for group in groups]
     if any(age is None or age < SETTLED_S for age in ages):
         return {}
     return {
-        hotspot.group: f"far slower than its equals for {STRAGGLER_S:.0f} s"
+        hotspot.group: f"a straggler for {STRAGGLER_S:.0f} s"
         for hotspot in fleet.hotspots
         if hotspot.cause == "straggler" and hotspot.action == "evacuate" and hotspot.since_s >= STRAGGLER_S
     }
@@ -53,23 +53,23 @@ def _tokens(group: ObservedGroup, fleet: Fleet) -> int:
 
 
 def why_over(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: str) -> str:
-    """Why a group that is being emptied may go; empty while it may not."""
+    """Returns why a draining group may be deleted; empty while it may not."""
     if group.draining is None:
         return ""
     if not fleet.asked:
-        return "there is no router that could hold a stream"
+        return "no router could hold a stream"
     seen = fleet.groups.get(group.name)
     busy = seen is not None and seen.running + seen.waiting > 0
     if fleet.all_heard and group.name in fleet.emptied and not busy:
-        return "it holds no stream"
+        return "it has no streams"
     age = age_s(group.draining.since, now)
     if age is None or age >= timeout_s:
-        return f"its streams had {timeout_s:.0f} s"
+        return f"the drain timeout of {timeout_s:.0f} s is over"
     return ""
 
 
 def left_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
-    """Seconds until its time is over; None for a group that is not being emptied."""
+    """Returns the seconds until its timeout; None for a group that is not draining."""
     if group.draining is None:
         return None
     age = age_s(group.draining.since, now)
@@ -77,9 +77,9 @@ def left_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
 
 
 def to_end(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[DeletePod]:
-    """Pods of groups that are being deleted after their streams had their time: they have LAST_S to say so to what is left."""
+    """Returns pods of deleted groups past their drain timeout; LAST_S lets their streams end with an error event."""
     return [
-        DeletePod(pod.name, pod.uid, LAST_S, f"its streams had {timeout_s:.0f} s")
+        DeletePod(pod.name, pod.uid, LAST_S, f"the drain timeout of {timeout_s:.0f} s is over")
         for group in groups
         if group.terminating and left_s(group, timeout_s, now) == 0
         for pod in group.pods
@@ -88,7 +88,7 @@ def to_end(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[
 
 
 def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:
-    """Groups that routers are to take streams off, the most urgent first: those that lose a pod, then those being emptied."""
+    """Returns the groups that routers must evacuate, most urgent first: groups that lose a pod, then draining ones."""
     actions = tuple(actions)
     draining = {action.uid for action in actions if isinstance(action, DrainGroup)}
     kept = {action.uid for action in actions if isinstance(action, KeepGroup)}
@@ -102,10 +102,10 @@ def to_empty(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) ->
 
 
 def for_good(groups: Iterable[ObservedGroup], empty: Iterable[str], revision: str, wanted: int) -> list[str]:
-    """Groups to be emptied that get no successor of their revision: of another one than is followed, and than groups have that
-    stay, or when none is wanted.
+    """Returns the groups to evacuate that get no successor of their revision: neither the followed revision nor that of any
+    remaining group, or no group is wanted.
 
-    A group that only loses a pod comes back as it was.
+    A group that only loses a pod returns with the same revision.
     """
     emptied, groups = frozenset(empty), tuple(groups)
     ending = [group for group in groups if group.terminating or group.draining]
@@ -114,10 +114,10 @@ def for_good(groups: Iterable[ObservedGroup], empty: Iterable[str], revision: st
 
 
 def is_awaited(groups: Sequence[ObservedGroup], empty: Iterable[str], wanted: int, now: str) -> bool:
-    """Whether no group takes newcomers but one will soon: they are worth holding.
+    """Returns whether no group accepts new requests but one will soon, so that requests are held.
 
-    So it is while the only group is emptied for its successor, and while that starts; not while a group that served is broken,
-    for nobody knows when it comes back.
+    True while the only group drains for its successor and while that starts; false while a group that served is broken: its
+    return is uncertain.
     """
     emptied = frozenset(empty)
     if not wanted or any(group.ready and group.name not in emptied for group in groups):
@@ -127,7 +127,7 @@ def is_awaited(groups: Sequence[ObservedGroup], empty: Iterable[str], wanted: in
 
 
 def marks(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[MarkLeader]:
-    """What is to be changed on leader pods, so that routers that watch see which groups are being emptied."""
+    """Returns changes of leader pods' labels, by which routers learn which groups are draining."""
     actions = tuple(actions)
     after = {action.uid: isinstance(action, DrainGroup) for action in actions if isinstance(action, DrainGroup | KeepGroup)}
     found = []
@@ -135,6 +135,6 @@ def marks(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> li
         leader = group.leader
         wanted = after.get(group.uid, group.draining is not None)
         if leader and leader.uid and not leader.leaving and not group.terminating and leader.marked != wanted:
-            why = "its group is being emptied" if wanted else "its group stays"
+            why = "its group is draining" if wanted else "its group stays"
             found.append(MarkLeader(group.name, leader.name, leader.uid, wanted, why))
     return found

@@ -1,9 +1,8 @@
-"""Groups that are given up with a node, and pods that nobody else will end.
+"""Decides which groups are given up with a lost node, and which of their pods to delete.
 
-A node is lost when the control plane has not heard it for `nodeLostSeconds`. Its groups get successors elsewhere, and their pods
-there are deleted at once: the StatefulSet controller would wait for a kubelet that is not there. A later group may take the name
-again; a pod that still runs on a node that is only cut off is not let into it, for the pods of each StatefulSet have a key of
-their own.
+A node is lost when it has not been ready for `nodeLostSeconds`. Its groups get successors on other nodes, and their pods there
+are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. A later group may reuse the name; a
+pod still running on a partitioned node cannot join it, because the pods of each StatefulSet have their own key.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, 
 def assess(
     groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str
 ) -> tuple[ObservedGroup, ...]:
-    """The groups with what their nodes mean for them."""
+    """Returns the groups with the state of their nodes."""
     return tuple(
         changed(
             group,
@@ -28,7 +27,7 @@ def assess(
 
 
 def why_lost(node: ObservedNode | None, limit_s: float, now: str) -> str:
-    """Why a node is given up; empty while it is not."""
+    """Returns why a node is lost; empty if it is not."""
     if node is None or node.ready:
         return ""
     age = age_s(node.since, now)
@@ -36,14 +35,14 @@ def why_lost(node: ObservedNode | None, limit_s: float, now: str) -> str:
 
 
 def left_s(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> float | None:
-    """Seconds until the next node is given up; None when none is silent."""
+    """Returns the seconds until the next node is lost; None if all nodes are ready."""
     silent = [nodes[pod.node] for group in groups for pod in group.pods if pod.node in nodes and not nodes[pod.node].ready]
     ages = [age for node in silent if (age := age_s(node.since, now)) is not None and age < limit_s]
     return limit_s - max(ages) if ages else None
 
 
 def to_end(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> list[DeletePod]:
-    """Pods on lost nodes of groups that are being deleted, or are now."""
+    """Returns the pods on lost nodes of groups that are deleted or being deleted."""
     return [
         DeletePod(pod.name, pod.uid, 0, why)
         for group in groups

@@ -1,14 +1,14 @@
-"""What becomes of groups that die again and again, or do not come to serve: the operator's part of all-or-nothing.
+"""Decides what happens to groups that die repeatedly or never serve.
 
-Ranks rejoin and containers start again without the operator. What it does:
+Ranks rejoin and containers restart without the operator. Its part:
 
-    a death (of ranks or of a container) without a cause outside  -> noted on the group
-    not ready for `startupSeconds`, all pods placed               -> all its pods are deleted, once an incident; noted, too
-    more than `maxGroupRestarts` of both in `windowSeconds`       -> the group is given up, for one on other nodes
-    given up twice or more                                        -> Stalled; the next one is made after a pause, longer each time
+    a death (of ranks or a container) without an outside cause  -> recorded on the group
+    not ready for `startupSeconds`, all pods placed             -> all its pods are deleted, once per incident; recorded too
+    more than `maxGroupRestarts` of both in `windowSeconds`     -> the group is given up for one on other nodes
+    given up twice or more                                      -> Stalled; the next one follows after a pause, longer each time
 
-The note is an annotation of the StatefulSet. It names the pods to be deleted before the first of them is, by UID: an operator
-that comes after a crash ends what was begun, and never deletes a pod that came later for the same incident.
+The record is an annotation of the StatefulSet. It has the UIDs of the pods to delete before the first is deleted: after a crash
+the next operator completes the deletion, and never deletes a later pod for the same incident.
 """
 
 import json
@@ -24,25 +24,25 @@ from phalanx_operator.decide.state.groups import live, staying
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter, Restarts, age_s, changed
 
 SLACK_S = 600.0
-"""What deleting pods and placing new ones takes beside their starts, all together."""
+"""Time for deleting and placing pods besides their starts."""
 SEEN_FIRST_S = 30.0
-"""How much sooner a death may be noted than pods say that they are not ready."""
+"""How much earlier a death may be recorded than its pods become not ready."""
 FIRST_S = 60.0
-"""The first pause before a group that was given up gets another successor; each is twice as long as the one before."""
+"""First pause before a given-up group gets another successor; each pause is twice the one before."""
 OUTSIDE = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLost")
-"""Ends of containers that say nothing against the group: their node went, or they ended in order."""
+"""Terminations that are not the group's fault: a lost node, or an orderly end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartCount:
-    """A group's restarts as they are to be noted, and how many of them were in the window."""
+    """The restarts to record on a group, and how many of them are in the window."""
 
     note: Restarts
     recent: int
 
 
 def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> RestartCount:
-    """The note on a group with what has happened since. What only routers know counts when they tell it."""
+    """Returns the record with the restarts since. Deaths that only routers report count when they report them."""
     note = changed(group.restarts, since="", pods=()) if group.ready else group.restarts
     engine, before, deaths = _deaths(group, note, fleet)
     containers = sum(pod.restarts for pod in group.pods)
@@ -61,12 +61,12 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     same = (deaths, containers, excused) == (note.deaths, note.containers, note.excused) and (not deaths or engine == note.engine)
     if same:
         return RestartCount(note, len(recent))
-    # Times that grew old are left where they are: to take them off is not worth a write.
+    # Expired times stay: removing them is not worth a write.
     return RestartCount(replace(note, engine=engine, deaths=deaths, containers=containers, excused=excused), len(recent))
 
 
 def _excused(group: ObservedGroup, note: Restarts, fleet: Fleet) -> int:
-    """How many deaths under the leader's pod are excused. Routers that fall silent or start anew take none of that back."""
+    """Returns how many deaths under the leader's pod are excused. A silent or restarted router revokes no excuse."""
     seen, leader = fleet.groups.get(group.name), group.leader
     told = seen.excused if seen else 0
     is_same_pod = leader is None or not note.engine or note.engine.partition("/")[0] == leader.uid
@@ -74,22 +74,23 @@ def _excused(group: ObservedGroup, note: Restarts, fleet: Fleet) -> int:
 
 
 def _counts(at: str, note: Restarts, policy: RestartPolicy, now: str) -> bool:
-    """Whether what was noted then still counts."""
+    """Returns whether a recorded restart still counts."""
     age = age_s(at, now)
     in_vain = bool(note.since) and at >= note.since
     return age is not None and age < (_longest_s(policy) if in_vain else policy.window_seconds)
 
 
 def _longest_s(policy: RestartPolicy) -> float:
-    """For how long a restart counts of a group that has not served since: the window may be too short for all that may be."""
+    """Returns how long a restart of a group that has not served since counts: the window may be too short for all that are
+    allowed."""
     return max(policy.window_seconds, (policy.max_group_restarts + 1) * policy.startup_seconds + SLACK_S)
 
 
 def _deaths(group: ObservedGroup, note: Restarts, fleet: Fleet) -> tuple[str, int, int]:
-    """Which start of the leader deaths are counted of, how many of it are noted, and how many there are.
+    """Returns the leader start whose deaths are counted, how many of them are recorded, and how many there are.
 
-    A leader that starts anew counts from nothing. Routers tell the former one's number until they have reached the new one, so
-    the noted number says nothing new, whoever is meant by it: it stays the former one's until another number is told.
+    A restarted leader counts from 0. Routers report the former leader's count until they are connected to the new one, so an
+    unchanged number is the former leader's until another number is reported.
     """
     seen, leader = fleet.groups.get(group.name), group.leader
     engine = f"{leader.uid}/{leader.restarts}" if leader else note.engine
@@ -100,7 +101,7 @@ def _deaths(group: ObservedGroup, note: Restarts, fleet: Fleet) -> tuple[str, in
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str) -> tuple[ObservedGroup, ...]:
-    """The groups with what their restarts mean for them: the note as it should be, and whether they are given up."""
+    """Returns the groups with the records to write, and whether they are given up."""
     return tuple(_assessed(group, fleet, policy, now) for group in groups)
 
 
@@ -117,16 +118,16 @@ def _assessed(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: st
 
 
 def _words(group: ObservedGroup, fleet: Fleet) -> str:
-    """The last error of a group."""
+    """Returns the last error of a group."""
     if death := last_death(group, fleet):
         return f": {death}"
     return next((f": {pod.name}: {pod.reason} {pod.message}".rstrip() for pod in group.pods if pod.reason), "")
 
 
 def last_death(group: ObservedGroup, fleet: Fleet) -> str:
-    """Why the last incarnation of a group that is not ready died; empty when another cause than a death keeps it from serving.
+    """Returns why the last incarnation of an unready group died; empty if a death is not what keeps it from serving.
 
-    Leaders tell the last death for as long as they live: one from before the group served last says nothing of what is so now.
+    Leaders report the last death as long as they run; one from before the group last served is outdated.
     """
     seen, noted = fleet.groups.get(group.name), (group.noted or group.restarts).at
     unready_since = min((pod.unready_since for pod in group.pods if pod.unready_since), default="")
@@ -135,11 +136,11 @@ def last_death(group: ObservedGroup, fleet: Fleet) -> str:
 
 
 def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
-    """Whether all pods of a group are to be deleted: it had its time, and waits for nothing that would be the same afterwards."""
+    """Returns whether all pods of a group are to be deleted: its startup time is over, and a restart could change its state."""
     if policy.mode == "None" or group.ready or group.terminating or group.draining or group.lost or not group.pods:
         return False
     if group.silent:
-        return False  # nobody there would end a pod
+        return False  # no kubelet would end a pod there
     if len(group.pods) < group.size or any(not pod.node or pod.leaving or "Image" in pod.reason for pod in group.pods):
         return False
     age = pods_unready_s(group, now)
@@ -147,9 +148,9 @@ def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
 
 
 def begun(group: ObservedGroup, policy: RestartPolicy) -> list[str]:
-    """Names of pods that were to be deleted and are there still: what a former operator did not come to.
+    """Returns the names of pods with a recorded but incomplete deletion, left by a former operator.
 
-    None of a group that came to serve after all, or that is to be left to itself by now.
+    Empty for a group that serves meanwhile, or is not to be restarted any more.
     """
     if group.ready or policy.mode == "None":
         return []
@@ -157,7 +158,7 @@ def begun(group: ObservedGroup, policy: RestartPolicy) -> list[str]:
 
 
 def restarted(group: ObservedGroup, policy: RestartPolicy, now: str) -> Restarts:
-    """The note on a group whose pods are all deleted now."""
+    """Returns the record of a group whose pods are all deleted now."""
     note = group.noted or group.restarts
     uids = tuple(pod.uid for pod in group.pods)
     since = note.since or min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
@@ -165,7 +166,7 @@ def restarted(group: ObservedGroup, policy: RestartPolicy, now: str) -> Restarts
 
 
 def left_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -> float | None:
-    """Seconds until the next group had its time; None when all are ready."""
+    """Returns the seconds until the next startup deadline; None if all groups are ready."""
     ages = [age for group in live(groups) if (age := pods_unready_s(group, now)) is not None]
     due = [policy.startup_seconds - age for age in ages if age < policy.startup_seconds]
     return min(due, default=None) if policy.mode != "None" else None
@@ -174,9 +175,9 @@ def left_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -> 
 def followed(
     former: RecoveryStatus | None, groups: Sequence[ObservedGroup], revision: str, policy: RestartPolicy, now: str
 ) -> RecoveryStatus | None:
-    """What is remembered of groups that were given up for their restarts; None when there is nothing to remember.
+    """Returns the recovery state: groups that were given up for their restarts; None if there is none.
 
-    Another revision begins anew, and so does a service whose groups have all been ready for a window.
+    It is reset by another revision, and once all groups have been ready for a window.
     """
     if former and former.revision != revision:
         former = None
@@ -199,7 +200,7 @@ def followed(
 
 
 def pause_s(recovery: RecoveryStatus | None, policy: RestartPolicy, now: str) -> float:
-    """Seconds until a successor may be made; 0 when it may be now. The first one comes at once, on other nodes."""
+    """Returns the seconds until a successor may be created; 0 now. The first one follows at once, on other nodes."""
     if recovery is None or recovery.given_up < 2:
         return 0.0
     age = age_s(recovery.last_time, now)
@@ -208,12 +209,12 @@ def pause_s(recovery: RecoveryStatus | None, policy: RestartPolicy, now: str) ->
 
 
 def written(note: Restarts) -> str:
-    """The note as it stands in the annotation."""
+    """Returns the record as annotation text."""
     return json.dumps({name: value for name, value in asdict(note).items() if value}, separators=(",", ":"))
 
 
 def read(text: str | None) -> Restarts:
-    """The note that stands in an annotation; an empty one when it is none."""
+    """Returns the record of an annotation; an empty one for invalid text."""
     try:
         fields = json.loads(text or "{}")
         return Restarts(
@@ -234,18 +235,18 @@ def _list(fields: Mapping[str, object], name: str) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-# When the controllers of StatefulSets and Deployments are made to try again to make pods that the API server refused.
-# By themselves they wait twice as long after each refusal, up to a quarter of an hour: a quota that is raised would be of use
-# only then. Any change of their object makes them look at once, so the time of the last try is noted on it.
+# Retries of rejected pods. The controllers of StatefulSets and Deployments back off after each rejection, up to a quarter of an
+# hour, so
+# a raised quota would help only then. Any change of their object makes them retry at once: the retry time is written as
+# annotation.
 
 RETRIED = "phalanx.dev/retried"
-"""Annotation on a group's StatefulSet and on the router Deployment: when pods were last tried again. Set and read by the
-operator."""
+"""Annotation of a group's StatefulSet and of the router Deployment: time of the last retry of pods. Only the operator uses it."""
 RETRY_S = 30.0
 
 
 def due(groups: Iterable[ObservedGroup], router: ObservedRouter | None, now: str) -> list[RetryPods | RetryRouters]:
-    """What is refused and was not tried for a while. Looks come more often while pods are missing."""
+    """Returns the retries that are due. Reconciles are more frequent while pods are missing."""
     found: list[RetryPods | RetryRouters] = [
         RetryPods(group.name, group.uid, group.refused)
         for group in live(groups)

@@ -1,13 +1,13 @@
-"""When a rollout goes back to the revision before, and what the status then says: `rollout.onFailure: Rollback`.
+"""Decides when a rollout rolls back to the former revision (`rollout.onFailure: Rollback`), and its status.
 
-    a group of the newest revision is late, `progressDeadlineSeconds`  -> that revision is given up: noted in the status
-    groups of it were given up for their restarts, twice               -> likewise
-    noted, and what the last whole revision was is known               -> all groups are of that one again, as by any rollout,
-                                                                          whatever `partition` and `paused` say
-    noted, and that is not known any more                              -> no group is made or replaced until it is
-    the spec changes, or says Pause                                    -> the note goes; the newest revision is tried (again)
+    a group of the newest revision misses `progressDeadlineSeconds`  -> that revision is given up; recorded in the status
+    groups of it were given up for their restarts, twice             -> likewise
+    recorded, and the last complete revision is known                -> all groups become that one, as in any rollout, whatever
+                                                                        `partition` and `paused` are
+    recorded, and that revision is unknown                           -> no group is created or replaced until it is known
+    the spec changes, or sets Pause                                  -> the record is removed; the newest revision is tried
 
-What the last whole revision was, a ConfigMap keeps (`render.former`): the spec has only the newest.
+A ConfigMap keeps the last complete revision (`render.revision`): the spec has only the newest.
 """
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ from phalanx_operator.decide.state.snapshot import Snapshot, override_condition
 
 NO_RECORD = "there is no record of a revision that was rolled out whole while spec.rollout.onFailure said Rollback"
 _WELL: tuple[ConditionType, ...] = ("Ready", "Progressing")
-"""What is not said to be well while the newest revision is given up."""
+"""Conditions that cannot be true while the newest revision is given up."""
 
 
 def given_up(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> RollbackStatus | None:
-    """The note that this revision of the spec is given up; None while it is followed, or there is none to go back to."""
+    """Returns the record that this revision is given up; None while it is followed, or no former revision exists."""
     former, rollout = snapshot.status.rollback, spec.rollout
     if rollout.on_failure != "Rollback":
         return None
@@ -34,16 +34,16 @@ def given_up(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> Rollbac
     to, why = snapshot.status.current_revision, progress.late(snapshot.groups, revision, rollout, now)
     past = recovery.followed(snapshot.status.recovery, snapshot.groups, revision, spec.restart_policy, now)
     if not why and past and past.given_up > 1:
-        why = past.message  # its groups never live for long enough to be late
+        why = past.message  # its groups never run long enough to miss the deadline
     if not why or not to or to == revision:
         return None
     return RollbackStatus(revision=revision, to=to, message=why[:512], since=now)
 
 
 def as_followed(service: InferenceService, *, is_former: bool) -> InferenceService:
-    """The service while its newest revision is given up: nothing keeps groups of that one, and no share of requests goes there.
+    """Returns the service to follow while its newest revision is given up: without partition, pause and canary share.
 
-    `is_former`: it is the service as it was, so all of a share is for it; else it is the newest, because the former is not known.
+    `is_former`: the service has the former revision's spec; else the newest one, because the former is unknown.
     """
     rollout = service.spec.rollout
     changes: dict[str, object] = {"partition": 0, "paused": False} if is_former else {}
@@ -54,14 +54,14 @@ def as_followed(service: InferenceService, *, is_former: bool) -> InferenceServi
 
 
 def is_whole(snapshot: Snapshot, desired: Desired) -> bool:
-    """Whether all groups that are wanted are there, available, and of the revision."""
+    """Returns whether all wanted groups exist, are available and have the revision."""
     here = staying(snapshot.groups)
     return len(here) == desired.replicas > 0 and all(group.available and group.revision == desired.revision for group in here)
 
 
 def with_rollback_condition(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snapshot, now: str) -> Status:
-    """The status of a service whose newest revision is given up: of that one, whatever is rolled out now; unchanged else.
-    `lacks`: why groups do not become those of the one before, if so."""
+    """Returns the status of a service whose newest revision is given up, in terms of that revision; else the status unchanged.
+    `lacks`: why groups do not become the former revision, if so."""
     if note is None:
         return status
     after = lacks or f"groups are of {note.to} again"
@@ -72,7 +72,7 @@ def with_rollback_condition(status: Status, note: RollbackStatus | None, lacks: 
             conditions = override_condition(
                 conditions, kind, is_true=False, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
             )
-    conditions = drop_condition(conditions, "Reconciling")  # though groups may come and go: a person must act
+    conditions = drop_condition(conditions, "Reconciling")  # even while groups change: intervention is needed
     conditions = override_condition(
         conditions, "Stalled", is_true=True, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
     )

@@ -1,23 +1,23 @@
-"""The next step from the groups that are there to the groups that should be there.
+"""Computes the next step of a rollout from the existing groups to the desired ones.
 
-    at rest: `replicas` groups, all of the newest revision, none being emptied
+    final state               `replicas` groups, all of the newest revision, none draining
 
     lost with a node          -> delete it: its successor starts elsewhere
-    too many stay             -> empty the surplus in order of deletion; those that are not ready are deleted at once
-    too few stay              -> keep those that are being emptied after all, where they are of the newest revision
-    emptied, or broken now    -> delete it
-    too few                   -> create the rest, of the newest revision
-    old groups, not ready     -> delete them at once: they serve nobody, so they cost no availability; but not while `stuck`, for
-                                 they may come back and a successor may not come at all
-    old groups, ready         -> empty as many as leave no more than `max_unavailable` missing (delete first), or with a surge
-                                 as many as are ready above `replicas`
-    far too slow groups       -> likewise, after the old ones
+    too many remain           -> drain the surplus in order of deletion; groups that are not ready are deleted at once
+    too few remain            -> keep draining groups after all, if they have the newest revision
+    drained, or broken now    -> delete it
+    too few                   -> create the rest with the newest revision
+    old groups, not ready     -> delete them at once, which costs no availability; not while `stuck`: they may recover, and a
+                                 successor may never start
+    old groups, ready         -> drain as many as leave at most `max_unavailable` missing (delete first), or with a surge as many
+                                 as are ready above `replicas`
+    stragglers                -> likewise, after the old ones
 
-A group that is being emptied still has its devices, so its successor is made when it is deleted, in the same step: the new pods
-wait in the scheduler for what the old ones give back. It never counts as available, so no more are emptied beside it than may be.
+A draining group still has its devices, so its successor is created in the step that deletes it: the new pods wait in the
+scheduler for the devices. A draining group never counts as available, which bounds how many drain at once.
 
-With a surge there are up to `max_surge` groups more while old ones are to be replaced, counted with those that are being emptied.
-What does not fit into the cluster is found by `plan`, which then asks for a rollout without surge.
+With a surge there are up to `max_surge` more groups while old ones are being replaced, draining ones included. `plan` detects a
+surge that does not fit into the cluster and asks for a rollout without it.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from phalanx_operator.decide.state.groups import Desired, free_names, in_order_o
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, Purpose
 
 Leaving = tuple[ObservedGroup, str, Purpose]
-"""A group that is to leave now, why, and what for."""
+"""A group to remove now, why, and the purpose of its drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """Groups to keep after all, to empty, to delete and to create, in this order."""
+    """Groups to keep after all, to drain, to delete and to create, in this order."""
 
     keep: tuple[KeepGroup, ...]
     drain: tuple[DrainGroup, ...]
@@ -42,12 +42,12 @@ class RolloutStep:
 
     @property
     def actions(self) -> tuple[KeepGroup | DrainGroup | DeleteGroup | CreateGroup, ...]:
-        """All of them, in order."""
+        """All actions in order."""
         return (*self.keep, *self.drain, *self.delete, *self.create)
 
 
 def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> RolloutStep | None:
-    """What to do now, or None when there is nothing to do but wait, or nothing at all."""
+    """Returns the next step; None when there is only waiting to do, or nothing."""
     here = live(groups)
     old = [] if desired.paused else outdated(groups, desired)
     broken = [] if desired.stuck else [group for group in old if not group.ready]
@@ -79,9 +79,9 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> RolloutSte
 
 
 def _above(desired: Desired, stays: list[ObservedGroup], old: int) -> int:
-    """How many groups more than `replicas` there should be now: while so many old ones are to be replaced that serve.
+    """Returns how many groups above `replicas` are wanted now, while `old` serving groups are being replaced.
 
-    A rollout that is held or paused makes no more of them, and keeps those that it has: of the newest revision.
+    A held or paused rollout creates no more of them and keeps those of the newest revision.
     """
     if desired.held or desired.paused:
         new = sum(group.revision == desired.revision for group in stays)
@@ -91,14 +91,14 @@ def _above(desired: Desired, stays: list[ObservedGroup], old: int) -> int:
 
 
 def _num_slow(desired: Desired, stays: list[ObservedGroup]) -> int:
-    """Groups of the newest revision that are far too slow, and go only when a successor serves."""
+    """Returns the number of stragglers of the newest revision; they leave only when a successor serves."""
     if desired.max_unavailable:
         return 0
     return sum(bool(group.slow) and group.ready and group.revision == desired.revision for group in stays)
 
 
 def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[KeepGroup]:
-    """Groups that are being emptied and are wanted again."""
+    """Returns the draining groups that are wanted again."""
     leaving = [group for group in here if group.draining and not group.draining.is_final and not group.lost]
     going = [group for group in leaving if group.ready and group.revision == desired.revision]
     oldest_first = sorted(going, key=lambda group: (group.created, group.name))
@@ -107,18 +107,18 @@ def _kept(desired: Desired, here: list[ObservedGroup], missing: int) -> list[Kee
 
 
 def _why_gone(group: ObservedGroup) -> str:
-    """Why a group that was given up is deleted now; empty while it is still being emptied, or stays."""
+    """Returns why a group that was given up is deleted now; empty while it drains or stays."""
     if group.lost:
         return group.lost
     if group.draining is None:
         return ""
     if not group.ready:
-        return f"{group.draining.why}; it is not ready any more"
+        return f"{group.draining.why}; it is no longer ready"
     return f"{group.draining.why}; {group.drained}" if group.drained else ""
 
 
 def _replaced(desired: Desired, stays: list[ObservedGroup], kept: int, may_miss: int) -> list[Leaving]:
-    """The groups of an old revision, and the far too slow ones, that serve and may leave now, with the reason."""
+    """Returns the serving groups of an old revision and the stragglers that may leave now, with the reason."""
     if desired.held:
         return []
     old = [] if desired.paused else [group for group in outdated(stays, desired) if group.ready]
@@ -134,9 +134,9 @@ def run_to_end(
     settle: Callable[[tuple[ObservedGroup, ...]], tuple[ObservedGroup, ...]],
     max_steps: int = 10_000,
 ) -> list[tuple[RolloutStep | None, tuple[ObservedGroup, ...]]]:
-    """Every step of a rollout with the groups after it, for tests. `settle` is what the world does between two steps.
+    """Returns every step of a rollout with the groups after it, for tests. `settle` simulates the cluster between two steps.
 
-    Ends when there is no step and `settle` changes nothing. Raises: RuntimeError when that is not so after `max_steps`.
+    Ends when no step is left and `settle` changes nothing. Raises RuntimeError if that takes more than `max_steps`.
     """
     history: list[tuple[RolloutStep | None, tuple[ObservedGroup, ...]]] = []
     for moment in range(max_steps):
@@ -150,7 +150,7 @@ def run_to_end(
 
 
 def carry_out(step: RolloutStep, desired: Desired, groups: tuple[ObservedGroup, ...], moment: int) -> tuple[ObservedGroup, ...]:
-    """The groups right after a step: those given up are being emptied or deleted, new groups are not ready."""
+    """Returns the groups right after a step: given-up groups drain or are deleted, new groups are not ready."""
     size = groups[0].size if groups else 1
     kept = {action.uid for action in step.keep}
     drained = {action.uid: DrainMark(f"{moment:06}", action.why, action.purpose) for action in step.drain}

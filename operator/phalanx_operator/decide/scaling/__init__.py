@@ -1,1 +1,1 @@
-"""The number of groups: the autoscaler, demand, load and scale-down."""
+"""Autoscaling: how many groups a service should have."""

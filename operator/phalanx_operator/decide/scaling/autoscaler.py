@@ -1,9 +1,9 @@
-"""What the autoscaler says of a service, and whether the operator is the one to write it.
+"""Turns the scaling decision into a count to write, conditions and status.
 
-Internal   the operator writes `spec.replicas`, unless somebody else wrote it after the operator did: then it waits until that
-           is CONFLICT_S old, and says so
-External   HPA or KEDA writes it, by the metric; the operator goes on from its own last word, for the other one follows
-Advisory   nobody writes; the same
+Internal   the operator writes `spec.replicas`, unless another client wrote it later; then it waits until that write is CONFLICT_S
+           old, and reports it
+External   HPA or KEDA writes it from the metric; the decision continues from the operator's own last count
+Advisory   no component writes; the same
 """
 
 import datetime
@@ -22,15 +22,15 @@ from phalanx_operator.decide.scaling.scale import COLD_S, LOST_S, ScaleDecision,
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ReplicasWriter, Snapshot, age_s, parsed
 
-# Between which bounds the count may lie at this hour.
-# Each schedule's bounds hold from its last firing on; of all that have fired, the latest decides (of equals, the one written
-# last). A bound that it leaves out is that of the spec. In a zone whose clocks are put forward over a firing, it fires that
-# much later.
+# Bounds at the current time.
+# The bounds of a schedule hold from its last firing on; the latest firing decides (of equals, the last in the list). A missing
+# bound
+# is the spec's. Where the clock is put forward over a firing, it fires that much later.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBounds:
-    """Fewest and most groups, and which schedule says so."""
+    """Least and most groups, and the schedule that sets them."""
 
     least: int
     most: int
@@ -38,7 +38,7 @@ class ReplicaBounds:
 
 
 def bounds(autoscaling: Autoscaling, now: datetime.datetime) -> ReplicaBounds:
-    """The bounds at this time, which has a zone."""
+    """Returns the bounds at this time, which has a time zone."""
     fired = [(at, index) for index, one in enumerate(autoscaling.schedules) if (at := last_fired(one, now)) is not None]
     if not fired:
         return ReplicaBounds(autoscaling.min_replicas, autoscaling.max_replicas)
@@ -52,11 +52,11 @@ def bounds(autoscaling: Autoscaling, now: datetime.datetime) -> ReplicaBounds:
 
 
 def last_fired(schedule: Schedule, now: datetime.datetime) -> datetime.datetime | None:
-    """When a schedule fired last, in UTC; None when it has not in eight years."""
+    """Returns when a schedule last fired, in UTC; None if it has not in eight years."""
     zone = zoneinfo.ZoneInfo(schedule.timezone)
     cron = parse_cron(schedule.cron)
     clock = now.astimezone(zone)
-    # Of an hour that comes twice, the first counts: in the second, all of the first lies behind.
+    # Of an hour that occurs twice, the first counts.
     local = clock.replace(tzinfo=None) + datetime.timedelta(hours=clock.fold)
     while (fired := cron.last(local)) is not None:
         at = fired.replace(tzinfo=zone).astimezone(datetime.UTC)
@@ -68,29 +68,29 @@ def last_fired(schedule: Schedule, now: datetime.datetime) -> datetime.datetime 
 
 CONFLICT_S = 300.0
 STARTS = 16
-"""Starts of groups that are remembered."""
+"""Number of start times that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalerState:
-    """What is remembered of a service. `starting`: groups seen that never served; `served`: those that did; `starts_s`: how
-    long they took to.
-
-    advised: the count that was last advised, where somebody else writes it. is_new: nothing was seen yet, so that of groups that
-    are there nobody knows whether they served.
-    """
+    """State of a service between evaluations."""
 
     memory: ScaleHistory = field(default_factory=ScaleHistory)
     starting: frozenset[str] = frozenset()
+    """Observed groups that have never served."""
     served: frozenset[str] = frozenset()
+    """Observed groups that have served."""
     starts_s: tuple[float, ...] = ()
+    """Measured start times."""
     advised: int | None = None
+    """The last advised count, where another component writes it."""
     is_new: bool = True
+    """No observation yet: whether existing groups have served is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The autoscaler's word. `write`: the count to write; None when nothing is to be written."""
+    """The autoscaler's result. `write`: the count to write; None for no write."""
 
     decision: ScaleDecision
     write: int | None
@@ -103,7 +103,7 @@ class Scaling:
 def scaling(
     service: InferenceService, snapshot: Snapshot, fleet: Fleet, mind: AutoscalerState, now: str, now_s: float
 ) -> tuple[AutoscalerState, Scaling | None]:
-    """What to remember, and the word for this moment; None without autoscaling, or while the service is suspended."""
+    """Returns the new state and the result; None without autoscaling or while suspended."""
     mind = _timed(mind, snapshot.groups, now)
     policy = service.spec.autoscaling
     if policy is None or service.spec.suspend or service.spec.replicas is None:
@@ -133,7 +133,7 @@ def scaling(
 def with_scaling_conditions(
     status: Status, service: InferenceService, said: Scaling | None, snapshot: Snapshot, now: str
 ) -> Status:
-    """The status with what the autoscaler says."""
+    """Returns the status with the autoscaler's conditions."""
     if service.spec.autoscaling is None:
         conditions = drop_condition(status.conditions, "ScalingActive")
         return status.model_copy(update={"autoscaling": None, "conditions": conditions})
@@ -151,7 +151,7 @@ def with_scaling_conditions(
 
 
 def rules_of(service: InferenceService, policy: Autoscaling, between: ReplicaBounds) -> ScalingRules:
-    """The rules of a spec, with the bounds of the hour."""
+    """Returns the rules of a spec with the current bounds."""
     goals = policy.targets
     targets = Targets(
         ttft_s=goals.ttft_p95_ms / 1000 if goals.ttft_p95_ms else None,
@@ -175,7 +175,7 @@ def rules_of(service: InferenceService, policy: Autoscaling, between: ReplicaBou
 
 
 def _timed(mind: AutoscalerState, groups: Iterable[ObservedGroup], now: str) -> AutoscalerState:
-    """The mind with the starts of groups that were seen before they served, and serve now."""
+    """Returns the state with the start times of groups that serve since the last observation."""
     groups = tuple(groups)
     ready = {group.uid: group for group in groups if group.ready}
     ages = [age_s(ready[uid].created, now) for uid in sorted(mind.starting & ready.keys())]
@@ -189,17 +189,17 @@ def _timed(mind: AutoscalerState, groups: Iterable[ObservedGroup], now: str) -> 
 
 
 def _cold_s(mind: AutoscalerState, former: AutoscalingStatus) -> float:
-    """How long a group takes until it serves, 95 of 100."""
+    """Returns the 95th percentile of a group's start time."""
     if mind.starts_s:
         return sorted(mind.starts_s)[int(0.95 * (len(mind.starts_s) - 1) + 0.5)]
     return float(former.cold_start_seconds) or COLD_S
 
 
 def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus, replicas: int, now: str) -> str:
-    """Who wrote the count after the operator did, lately; empty when nobody.
+    """Returns who wrote the count after the operator within CONFLICT_S; empty if no other client did.
 
-    A 0 that was written through /scale has no owner in the managed fields, nor has what is written there afterwards: then
-    a count that is not the operator's last word is somebody else's.
+    A 0 written through /scale has no owner in managedFields, and neither has any later write there: then a count that differs
+    from the operator's last one is another client's.
     """
     writer = snapshot.replicas_writer
     if policy.mode != "Internal" or not former.last_scale_time:
@@ -216,17 +216,21 @@ def _conflict(policy: Autoscaling, snapshot: Snapshot, former: AutoscalingStatus
 
 def _verdict(policy: Autoscaling, decision: ScaleDecision, conflict: str) -> tuple[bool, Reason, str]:
     if conflict:
-        return False, Reason.CONFLICTING_SCALER, f"{conflict}; one writer only: take it away, or set mode External"
+        return (
+            False,
+            Reason.CONFLICTING_SCALER,
+            f"{conflict}; only one client may write it: remove that one, or set mode External",
+        )
     if decision.verdict in ("Hold", "Fallback"):
         fallback = policy.fallback_replicas
         held = "the count is held" + (f", and is at least {fallback} after {LOST_S:.0f} s" if fallback else "")
-        return False, Reason.METRICS_UNAVAILABLE, f"fewer than half of the routers answered lately: {held}"
+        return False, Reason.METRICS_UNAVAILABLE, f"fewer than half of the routers answered recently: {held}"
     reasons = {"Internal": Reason.ACTIVE, "External": Reason.EXTERNAL, "Advisory": Reason.ADVISORY}
     return True, reasons[policy.mode], ""
 
 
 def _history(former: AutoscalingStatus, decision: ScaleDecision, before: int, now: str) -> tuple[ScaleChange, ...]:
-    """The last changes with this one, the newest last."""
+    """Returns the last changes with this one, the newest last."""
     why = decision.why[:256]
     change = ScaleChange(time=now, before=before, after=decision.groups, reason=decision.verdict, message=why)
     return (*former.history, change)[-MAX_HISTORY:]

@@ -1,4 +1,4 @@
-"""How many groups a load needs, by the step-time function: balancing.md 3.8.
+"""Computes how many groups a load needs from the step-time function (docs/balancing.md, section 3.8).
 
     busy   = rate * (missed * c + prompt^2 * a / 2) + rate * output * t(p, B, B * context) / B      groups' worth of work
     time   = ceil(busy / 0.75)
@@ -6,9 +6,9 @@
     ttft   = the smallest N whose predicted P95 is at most 0.8 of the target
     needed = max(time, kv, ttft) + backlog / 10 s
 
-c is what one prompt token costs in a full step, a the step model's cost of attention, B the largest number of streams whose
-steps stay within 0.85 of the ITL target and whose pages fit. The P95 of the wait is that of a G/G/N queue (Allen and Cunneen,
-with Sakasegawa's exponent for the chance to wait), whose servers are as busy as the groups and serve one prompt at a time.
+c is the cost of one prompt token in a full step, a the attention coefficient of the step model, B the largest number of streams
+with steps within 0.85 of the ITL target whose pages fit. The P95 wait is that of a G/G/N queue (Allen and Cunneen, with
+Sakasegawa's exponent for the probability of waiting) whose servers are as busy as the groups and serve one prompt at a time.
 """
 
 import math
@@ -24,11 +24,11 @@ ITL_SHARE_OUT, ITL_SHARE_IN = 0.85, 0.80
 TTFT_SHARE = 0.8
 KV_SHARE = 0.80
 KV_IN_OF_OUT = 0.875
-"""A group less must leave this part of what makes us add one: 0.70 for 0.80."""
+"""Scale-in must leave this share of each scale-out threshold: 0.70 for 0.80."""
 DRAIN_S = 10.0
-"""A backlog counts as the groups that compute it in this time."""
+"""Time in which a backlog should be computed."""
 ROOM = 2048
-"""Tokens of a full step, where the spec names none."""
+"""Tokens of a full step if the spec sets no limit."""
 MOST_STREAMS = 4096
 MOST_BUSY = 10_000.0
 P95 = 0.05
@@ -36,7 +36,7 @@ P95 = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What clients shall get. None: no target."""
+    """Latency targets and the KV limit; None means no target."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -45,44 +45,48 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class GroupCapacity:
-    """What one group can do: its step model and speed (1 is as the model says), tokens of a step, tokens its pages hold."""
+    """What one group can compute."""
 
     model: StepModel
     speed: float
+    """Relative speed; 1 is the step model's."""
     capacity: int
+    """Tokens that its pages hold."""
     room: int = ROOM
+    """Tokens in one step."""
 
     def step_s(self, prefill: float, streams: float, context: float) -> float:
-        """Seconds of a step with so many prompt tokens, streams, and tokens of context in all."""
+        """Returns the seconds of a step with these prompt tokens, streams and total context tokens."""
         return self.speed * self.model.predict(StepWork(math.ceil(prefill), math.ceil(streams), math.ceil(context)))
 
     @property
     def token_s(self) -> float:
-        """Seconds per prompt token, in steps that are full."""
+        """Seconds per prompt token in full steps."""
         return self.step_s(self.room, 0, 0) / self.room
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What is asked for. `rate` is requests per second, `shape` their means, `kv_tokens` in pages or waiting for them.
-
-    backlog_s: seconds of one group's work that wait to be begun.
-    """
+    """The load of a service."""
 
     rate: float
+    """Requests per second."""
     shape: Traffic
+    """Mean lengths."""
     kv_tokens: float
+    """Tokens in pages or waiting for them."""
     backlog_s: float
+    """Seconds of one group's work in waiting prompts."""
 
     @property
     def context(self) -> float:
-        """Mean tokens of a stream half way."""
+        """Mean tokens of a stream at half of its output."""
         return self.shape.prompt + self.shape.output / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The groups that a load needs, and the parts of the rule. `busy`: groups' worth of work."""
+    """The needed groups and the terms of the formula. `busy`: groups' worth of work."""
 
     groups: int
     busy: float
@@ -94,7 +98,7 @@ class Demand:
 
     @property
     def why(self) -> str:
-        """The part that decides, for people."""
+        """The deciding term in words."""
         parts = {
             f"{self.busy:.2f} groups' worth of work": self.time,
             "the KV pages in use": self.kv,
@@ -105,7 +109,7 @@ class Demand:
 
 
 def demand(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> Demand:
-    """How many groups the load needs."""
+    """Returns how many groups the load needs."""
     busy = busy_groups(load, ability, targets)
     time = math.ceil(round(busy / BUSY, 6))
     kv = math.ceil(round(load.kv_tokens / max(targets.kv * ability.capacity, 1.0), 6))
@@ -115,7 +119,7 @@ def demand(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> Deman
 
 
 def busy_groups(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> float:
-    """Groups' worth of work in each second."""
+    """Returns the groups' worth of work per second."""
     shape = load.shape
     prefill_s = _prefill_s(shape, ability)
     streams = most_streams(load, ability, targets)
@@ -124,12 +128,12 @@ def busy_groups(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> 
 
 
 def _prefill_s(shape: Traffic, ability: GroupCapacity) -> float:
-    """Seconds of work in a request's prompt."""
+    """Returns the seconds of work in a request's prompt."""
     return shape.missed * ability.token_s + ability.speed * ability.model.attention_s * shape.prompt_squared / 2
 
 
 def most_streams(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> int:
-    """How many streams a group can have at once: their pages fit, and their steps stay within the ITL target. At least 1.
+    """Returns how many streams a group can have at once within its pages and the ITL target; at least 1.
 
     In a steady state each step of B streams also computes B * missed / output prompt tokens.
     """
@@ -147,7 +151,7 @@ def most_streams(load: OfferedLoad, ability: GroupCapacity, targets: Targets) ->
 
 
 def wait_p95_s(groups: int, busy: float, load: OfferedLoad, ability: GroupCapacity) -> float:
-    """Predicted P95 of the wait before a prompt is begun, with so many groups; infinite when they cannot keep up."""
+    """Returns the predicted P95 wait of a prompt with this number of groups; infinite when they cannot keep up."""
     use = busy / groups if groups else math.inf
     if use >= 1:
         return math.inf
@@ -160,18 +164,19 @@ def wait_p95_s(groups: int, busy: float, load: OfferedLoad, ability: GroupCapaci
 
 
 def _spread(shape: Traffic) -> float:
-    """Squared coefficient of variation of prompts' lengths."""
+    """Returns the squared coefficient of variation of prompt lengths."""
     return max(shape.prompt_squared / shape.prompt**2 - 1, 0.0) if shape.prompt >= 1 else 0.0
 
 
 def own_ttft_s(load: OfferedLoad, ability: GroupCapacity) -> float:
-    """Time to the first token of a long prompt on an idle group."""
+    """Returns the time to first token of a long prompt on an idle group."""
     shape = load.shape
     return _prefill_s(shape, ability) * (1 + 1.65 * math.sqrt(_spread(shape))) + ability.step_s(0, 1, 0)
 
 
 def _groups_for_ttft(load: OfferedLoad, ability: GroupCapacity, targets: Targets, busy: float) -> tuple[int, bool]:
-    """The fewest groups that keep the TTFT target, and whether any number does; else those that keep the wait small."""
+    """Returns the fewest groups that keep the TTFT target and True; if no number does, those that keep the wait small and
+    False."""
     if targets.ttft_s is None or busy <= 0:
         return 0, True
     own_s = own_ttft_s(load, ability)
@@ -189,11 +194,12 @@ def _groups_for_ttft(load: OfferedLoad, ability: GroupCapacity, targets: Targets
     return low, within
 
 
-# Whether fewer groups would do: all that runs now, and the heaviest minute of such a load, on so many groups. The limits lie
-# below those that add a group, so that a steady load does not take away what it then adds.
-#     work    busy <= 0.9 * 0.75 * n     pages   KV in use and wanted <= 0.70 of theirs (where more than 0.80 adds a group)
-# steps   the step time of their streams <= 0.8 of the ITL target     wait    predicted and present wait <= 0.8 of what the
-# TTFT target leaves beside a request's own prompt
+# Whether fewer groups suffice for the current streams and for the heaviest minute of such a load. The limits are below those that
+# add
+# a group, so a steady load does not alternate.
+#     work    busy <= 0.9 * 0.75 * n     pages   KV in use and wanted <= 0.70 of theirs (more than 0.80 adds a group)
+#     steps   step time of their streams <= 0.8 of the ITL target
+#     wait    predicted and current wait <= 0.8 of what the TTFT target leaves besides a request's own prompt
 
 BUSY_IN_OF_OUT = 0.9
 
@@ -201,7 +207,7 @@ BUSY_IN_OF_OUT = 0.9
 def why_not_fitted(
     n: int, load: OfferedLoad, groups: list[GroupLoadView], ability: GroupCapacity, targets: Targets
 ) -> str | None:
-    """Why n groups (at least 1) would not do for what `groups` do now; None when they would."""
+    """Returns why n groups (at least 1) would not suffice for the load of `groups`; None if they would."""
     busy = busy_groups(load, ability, targets)
     if busy > BUSY_IN_OF_OUT * BUSY * n:
         return f"{busy:.2f} groups' worth of work is too much for {n}"
@@ -222,7 +228,7 @@ def why_not_fitted(
 
 
 def _step_s(n: int, groups: list[GroupLoadView], ability: GroupCapacity, load: OfferedLoad) -> float:
-    """Step time of n groups that share the streams of these. What prompts add to a step now, they add in proportion."""
+    """Returns the step time of n groups that share these groups' streams; prompt work per step grows in proportion."""
     share = len(groups) / n
     streams = statistics.fmean(group.running for group in groups)
     decodes_now_s = ability.step_s(0, streams, streams * load.context)

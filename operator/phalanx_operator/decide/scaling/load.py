@@ -1,4 +1,4 @@
-"""From what the routers say to the load of a service and the ability of one of its groups."""
+"""Derives the load of a service and the capacity of one of its groups from router reports."""
 
 import math
 import statistics
@@ -9,19 +9,19 @@ from phalanx_operator.decide.scaling.demand import ROOM, GroupCapacity, OfferedL
 from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView, middle_model
 
 SHORT_S, USUAL_S, LONG_S = 6.0, 60.0, 300.0
-"""The windows of a router's summary."""
+"""Windows of a router's summary."""
 SPREAD, PANIC_SPREAD = 2.0, 1.5
-"""Square roots of counts vary by a half, whatever the count: these are four and three standard deviations of it."""
+"""The square root of a count has a standard deviation of one half: these are four and three of them."""
 _NOTHING = Traffic(USUAL_S, 0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
 
 
 def fresh(fleet: Fleet) -> list[GroupLoadView]:
-    """The groups whose numbers may be believed."""
+    """Returns the groups with recent reports."""
     return [group for group in fleet.groups.values() if group.fresh]
 
 
 def ability_of(fleet: Fleet, room: int | None) -> GroupCapacity | None:
-    """What one group can do: the middle of all. None while no group has measured its steps."""
+    """Returns the capacity of the median group; None while no group has measured its steps."""
     groups = fresh(fleet)
     model = middle_model(groups)
     if model is None:
@@ -31,23 +31,23 @@ def ability_of(fleet: Fleet, room: int | None) -> GroupCapacity | None:
 
 
 def load_of(fleet: Fleet, ability: GroupCapacity, grows: float = 1.0) -> OfferedLoad:
-    """The load of the last minute, or what it becomes when it grows so many times. Means are of five minutes."""
+    """Returns the load of the last minute, times `grows`. Means are of five minutes."""
     usual = fleet.traffic.get(USUAL_S, _NOTHING)
     return _load(fleet, ability, usual.arrivals / USUAL_S, grows)
 
 
 def arrivals_alone(load: OfferedLoad) -> OfferedLoad:
-    """What of a load follows from arrivals: not pages and queues, which change with the groups."""
+    """Returns the part of a load that depends on arrivals only; pages and queues change with the groups."""
     return replace(load, kv_tokens=0.0, backlog_s=0.0)
 
 
 def burstiness_of(fleet: Fleet) -> float:
-    """How bursty arrivals are: the squared coefficient of variation of the times between them, 1 as by chance."""
+    """Returns the squared coefficient of variation of the times between arrivals; 1 for a Poisson process."""
     return _shape(fleet).scv
 
 
 def heaviest_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad:
-    """The heaviest minute that a load like that of the last five minutes brings by chance, once in hours."""
+    """Returns the heaviest minute that a load like that of the last five minutes brings by chance, once in hours."""
     usual, long = fleet.traffic.get(USUAL_S, _NOTHING), fleet.traffic.get(LONG_S, _NOTHING)
     expected = max(usual.arrivals, long.arrivals * USUAL_S / LONG_S)
     spread = SPREAD * math.sqrt(max(_shape(fleet).scv, 1.0))
@@ -57,7 +57,7 @@ def heaviest_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad:
 
 
 def panic_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad | None:
-    """The load of the last seconds, by the lowest rate that explains their arrivals; None without that window."""
+    """Returns the load of the last seconds at the lowest rate that explains their arrivals; None without that window."""
     short = fleet.traffic.get(SHORT_S)
     if short is None:
         return None
@@ -74,45 +74,47 @@ def _load(fleet: Fleet, ability: GroupCapacity, rate: float, grows: float) -> Of
 
 
 def _shape(fleet: Fleet) -> Traffic:
-    """Means of the longest window in which anything came."""
+    """Returns the means of the longest window with arrivals."""
     windows = (fleet.traffic.get(window_s, _NOTHING) for window_s in (LONG_S, USUAL_S, SHORT_S))
     return next((window for window in windows if window.arrivals), _NOTHING)
 
 
-# Where the rate of requests is going: whether it has risen all along, and what it comes to by the time that a group serves.
-# A minute's arrivals are noted at each evaluation. After a step they rise for one minute, which is how long their window
-# takes to fill. So growth is believed of a span longer than that when its first part and its last one rose as well, each by a
-# good part of its share, where these lie a minute apart: no step does that. What may be chance is no growth. More than
-# doubling is not believed.
+# Trend of the request rate: whether it has risen all along, and its expected value when a new group serves.
+# Each evaluation records the arrivals of the last minute. After a step they rise for one minute, until the window is full. So
+# growth
+# counts over a longer span only if its first and last minutes rose as well, each by a good part of its share, at least a minute
+# apart:
+# no step does that. A rise that may be chance is no growth. More than doubling is not expected.
 
 WINDOW_S = 60.0
-"""Arrivals are those of the last minute."""
+"""Window of the recorded arrivals."""
 SPANS_S = (90.0, 120.0, 150.0, 180.0)
-"""Over how long growth is looked for."""
+"""Span over which growth is measured."""
 PART_SHARE = 0.4
 CHANCE = 2.0
-"""Square roots of counts vary by a half, whatever the count: the difference of two by 0.7, and this is three times that."""
+"""Square roots of counts have a standard deviation of one half, their difference one of 0.7; this is three times that."""
 GAP_S = 45.0
-"""After a longer time without an evaluation all begins anew."""
+"""A longer pause without an evaluation resets the trend."""
 SLACK_S = 1.0
-"""Evaluations come by timers."""
+"""Tolerance of timers."""
 MOST = 2.0
 FEWEST_ARRIVALS = 20
-"""A minute with fewer says nothing of a trend."""
+"""Fewer arrivals in a minute give no trend."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalTrend:
-    """The arrivals of the minutes that ended at these times, the newest last. since_s: when it began, before which perhaps nobody
-    counted; noted_s: the latest evaluation."""
+    """Arrivals per minute at these times, the newest last."""
 
     minutes: tuple[tuple[float, int], ...] = ()
     since_s: float | None = None
+    """Start of the trend; earlier arrivals may be incomplete."""
     noted_s: float = 0.0
+    """The latest evaluation."""
 
 
 def followed(trend: ArrivalTrend, now_s: float, arrivals: int) -> ArrivalTrend:
-    """The trend after one more evaluation, with the arrivals of the last minute."""
+    """Returns the trend after one more evaluation."""
     if trend.since_s is None or not 0 <= now_s - trend.noted_s <= GAP_S:
         return ArrivalTrend(since_s=now_s, noted_s=now_s)
     if now_s - trend.since_s < WINDOW_S - SLACK_S:
@@ -123,7 +125,7 @@ def followed(trend: ArrivalTrend, now_s: float, arrivals: int) -> ArrivalTrend:
 
 
 def growth(trend: ArrivalTrend, horizon_s: float, scv: float) -> float:
-    """How many times the present rate is expected after so long: from 1 to 2. `scv`: how bursty arrivals are, 1 as by chance."""
+    """Returns the expected growth factor of the rate after `horizon_s`, from 1 to 2. `scv`: burstiness of arrivals."""
     arrivals = trend.minutes[-1][1] if trend.minutes else 0
     if arrivals < FEWEST_ARRIVALS:
         return 1.0
@@ -133,7 +135,7 @@ def growth(trend: ArrivalTrend, horizon_s: float, scv: float) -> float:
 
 
 def _rise(trend: ArrivalTrend, span_s: float, chance: float) -> float:
-    """By how much a minute's arrivals rose over this span all along; 0 when they did not, or perhaps by chance."""
+    """Returns by how much a minute's arrivals rose all along this span; 0 if they did not, or perhaps by chance."""
     part_s = (span_s - WINDOW_S) / 2
     ages = (0.0, part_s, span_s - part_s, span_s)
     now, late, early, then = (_before(trend, age_s) for age_s in ages)
@@ -145,7 +147,7 @@ def _rise(trend: ArrivalTrend, span_s: float, chance: float) -> float:
 
 
 def _before(trend: ArrivalTrend, age_s: float) -> float | None:
-    """A minute's arrivals so long before the latest evaluation, between two that were noted; None before the first of them."""
+    """Returns a minute's arrivals `age_s` before the latest evaluation, interpolated; None before the first record."""
     at_s = trend.noted_s - age_s
     later = trend.minutes[-1]
     for minute in reversed(trend.minutes):

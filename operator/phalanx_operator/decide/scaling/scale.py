@@ -1,16 +1,17 @@
-"""How many groups a service should have now: balancing.md 3.8, as a step of a state machine. At rest: as many as there are.
+"""Decides how many groups a service should have now: a step of a state machine (docs/balancing.md, section 3.8). Default:
+unchanged.
 
-    out of bounds  go to the bound
-    not heard      fewer than half of the routers answered lately: hold, or after three evaluations go up to `fallback`
-    no group       a request came: wake, with as many groups as the queue implies
-    to zero        nothing was asked for long enough
-    out            two evaluations, 15 s apart, need more: to the smaller of the two; one that foresees growth (`decide.forecast`)
+    out of bounds  to the bound
+    no reports     fewer than half of the routers answered recently: hold, or after three evaluations up to `fallback`
+    no group       a request arrived: wake, with as many groups as the queue implies
+    to zero        no request for `idle_s`
+    out            two evaluations, 15 s apart, need more: to the smaller of the two; one evaluation if growth is expected
     panic          the last 6 s alone need 1.5 times as many: at once
-    in             fewer groups do, for the whole stabilisation time (`decide.consolidate`): one less, or a tenth
+    in             fewer groups suffice for the whole stabilisation time: one less, or a tenth
 
-Out is at most doubling, or 4, in 15 s. After a change of the groups that serve, pages, queues and steps have not settled: for two
-evaluations only arrivals count, which no group changes, and only outwards; a group that comes and goes for ever holds the rest up
-for four at most. What starts counts as there.
+Out is at most doubling, or 4, in 15 s. After a change of the serving groups, pages, queues and steps have not settled: for two
+evaluations only arrivals count, and only for scale-out; a group that flaps forever delays the rest by four evaluations at most.
+Starting groups count as existing.
 """
 
 import math
@@ -37,7 +38,7 @@ from phalanx_operator.decide.state.fleet import Fleet
 TICK_S = 15.0
 PANIC_TICK_S = 2.0
 SLACK_S = 0.5
-"""Looks come by timers: one that is this much early still counts."""
+"""Evaluations run by timers: one that is this much early still counts."""
 PANIC = 1.5
 PANIC_LASTS_S = 60.0
 EVALUATIONS = 2
@@ -49,21 +50,18 @@ IN_SHARE = 10
 SLOW_IN_S, FAST_IN_S, QUIET_S = 300.0, 60.0, 300.0
 LEAST_IDLE_S = 300.0
 LOST_S = 3 * TICK_S
-"""For how long routers must have been silent until that counts as a loss: a new leader has not heard them at first."""
+"""How long routers must be silent before that counts: a new leader has no reports at first."""
 COLD_S = 60.0
-"""What a group is taken to need until it serves, before one was measured."""
+"""Assumed start time of a group before one was measured."""
 MEAN_AGE_S = USUAL_S / 2
-"""How old the mean of a minute is."""
+"""Age of a mean over one minute."""
 
 Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Fallback", "Unmeasured"]
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
-    """The policy: from the spec, and for the bounds from the hour. `streams_move`: a group can be emptied without waiting.
-
-    fallback: how many groups there are at least while nothing is heard; None: as many as there were.
-    """
+    """The policy of the spec, with the current bounds."""
 
     least: int
     most: int
@@ -75,13 +73,15 @@ class ScalingRules:
     to_zero: bool = False
     idle_s: float | None = None
     streams_move: bool = True
+    """A group can be drained without waiting for its streams."""
     room: int | None = None
     fallback: int | None = None
+    """Least groups while routers are silent; None: as many as there were."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleInputs:
-    """What is so now: groups wanted, those that serve, what the routers say, how long a group takes to start."""
+    """The current state: wanted groups, serving groups, router reports, and the start time of a group."""
 
     now_s: float
     groups: int
@@ -92,7 +92,7 @@ class ScaleInputs:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDecision:
-    """Groups that should be wanted, and why. `needed`: what the load needs, where it was computed."""
+    """The wanted number of groups, and why. `needed`: what the load needs, if computed."""
 
     groups: int
     verdict: Verdict
@@ -103,33 +103,34 @@ class ScaleDecision:
 
 @dataclass(frozen=True, slots=True)
 class ScaleHistory:
-    """What one evaluation hands to the next. Losing it costs a stabilisation time, and nothing else.
-
-    needs: of the evaluations in a row that needed more, the newest last. fits_since_s: since when fewer groups do.
-    counts: when how many groups were wanted, in the last 15 s. in_s: the last step in. lost_since_s: since when nothing is heard.
-    """
+    """State between evaluations. Its loss costs one stabilisation time."""
 
     ticked_s: float | None = None
     panic_ticked_s: float | None = None
     trend: ArrivalTrend = field(default_factory=ArrivalTrend)
     needs: tuple[int, ...] = ()
+    """Results of the evaluations in a row that needed more, the newest last."""
     over_since_s: float = 0.0
     fits_since_s: float | None = None
+    """Since when fewer groups suffice."""
     counts: tuple[tuple[float, int], ...] = ()
+    """Wanted groups over the last 15 s."""
     out_s: float | None = None
     in_s: float | None = None
+    """The last scale-in."""
     serving: frozenset[str] | None = None
     frozen_since_s: float = 0.0
     frozen_until_s: float = 0.0
     panic_until_s: float = 0.0
     lost_since_s: float | None = None
+    """Since when routers are silent."""
     ability: GroupCapacity | None = None
     why: str = ""
     needed: int | None = None
 
 
 def evaluate(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> tuple[ScaleHistory, ScaleDecision]:
-    """What to remember, and the decision. May be called at any time: between two evaluations nothing is decided."""
+    """Returns the new history and the decision. May be called at any time; between evaluations it decides nothing."""
     memory, decision = _decided(_noted(memory, scene, rules), scene, rules)
     now_s = scene.now_s
     if decision.groups > scene.groups:
@@ -141,7 +142,7 @@ def evaluate(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> t
 
 
 def _noted(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleHistory:
-    """The memory with what is noted at every look: the count, whether the groups that serve changed, and who is heard."""
+    """Returns the history with what every call records: the count, changes of the serving groups, and silence."""
     now_s = scene.now_s
     recent = tuple((at, n) for at, n in memory.counts if now_s - at < TICK_S)
     if memory.serving is not None and memory.serving != scene.serving:
@@ -163,7 +164,7 @@ def _decided(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> t
     if n == 0:
         return memory, _woken(memory, scene, rules)
     if _is_idle(scene, rules):
-        return memory, ScaleDecision(0, "Zero", f"nothing was asked for {scene.fleet.idle_s:.0f} s")
+        return memory, ScaleDecision(0, "Zero", f"no request for {scene.fleet.idle_s:.0f} s")
     if memory.ability is None:
         return memory, ScaleDecision(n, "Unmeasured", "no group has measured its steps yet")
     if _is_due(memory.ticked_s, scene.now_s, TICK_S):
@@ -174,8 +175,8 @@ def _decided(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> t
 
 
 def _unheard(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleDecision:
-    """The decision while too few routers answer: what is there stays, and after a while there is what the spec falls back to."""
-    n, why = scene.groups, f"{scene.fleet.answered} of {scene.fleet.asked} routers answered lately"
+    """Returns the decision while too few routers answer: unchanged, and after a while at least the fallback."""
+    n, why = scene.groups, f"{scene.fleet.answered} of {scene.fleet.asked} routers answered recently"
     is_lost = memory.lost_since_s is not None and scene.now_s - memory.lost_since_s >= LOST_S
     fallback = min(rules.fallback, rules.most) if rules.fallback is not None and is_lost else 0
     return (
@@ -190,7 +191,7 @@ def _is_due(former_s: float | None, now_s: float, every_s: float) -> bool:
 
 
 def _is_frozen(memory: ScaleHistory, now_s: float) -> bool:
-    """Whether the groups that serve have just changed, and not for ever."""
+    """Returns whether the serving groups have just changed, up to a limit."""
     return now_s < memory.frozen_until_s and now_s - memory.frozen_since_s < LONGEST_FREEZE_S
 
 
@@ -198,15 +199,15 @@ def _woken(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> Sca
     fleet = scene.fleet
     short = fleet.traffic.get(SHORT_S)
     served = sum(group.streams for group in fleet.groups.values()) + (short.arrivals if short else 0)
-    waiting = fleet.held + fleet.queued + served  # a group that is still being emptied may serve some
+    waiting = fleet.held + fleet.queued + served  # a draining group may still serve some
     if not waiting:
-        return ScaleDecision(0, "Steady", "nothing is asked for")
+        return ScaleDecision(0, "Steady", "no requests")
     implied = fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
-    return ScaleDecision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests want a group")
+    return ScaleDecision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests wait for a group")
 
 
 def _is_idle(scene: ScaleInputs, rules: ScalingRules) -> bool:
-    """Whether nothing was asked for long enough, by the word of every router."""
+    """Returns whether every router reports no request for `idle_s`."""
     fleet = scene.fleet
     idle_s = rules.idle_s if rules.idle_s is not None else max(LEAST_IDLE_S, 3 * scene.cold_s)
     busy = fleet.held + fleet.queued + sum(group.streams + group.running + group.waiting for group in fleet.groups.values())
@@ -216,7 +217,7 @@ def _is_idle(scene: ScaleInputs, rules: ScalingRules) -> bool:
 def _evaluated(
     memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules
 ) -> tuple[ScaleHistory, ScaleDecision]:
-    """The evaluation of every 15 s."""
+    """Evaluates; called every 15 s."""
     fleet, now_s = scene.fleet, scene.now_s
     usual = fleet.traffic.get(USUAL_S)
     trend = followed(memory.trend, now_s, usual.arrivals if usual else 0)
@@ -230,7 +231,7 @@ def _evaluated(
     if need.groups > scene.groups:
         return _more(memory, scene, rules, need, grows)
     if frozen:
-        return memory, ScaleDecision(scene.groups, "Steady", "the groups that serve have just changed", memory.needed)
+        return memory, ScaleDecision(scene.groups, "Steady", "the serving groups have just changed", memory.needed)
     memory = replace(memory, needs=())
     if now_s < memory.frozen_until_s:
         return memory, decision
@@ -240,7 +241,7 @@ def _evaluated(
 def _more(
     memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules, need: Demand, grows: float
 ) -> tuple[ScaleHistory, ScaleDecision]:
-    """Out, once two evaluations in a row said so for long enough; growth has been seen for longer than that already."""
+    """Scales out once two evaluations in a row agree for long enough; expected growth was observed for longer already."""
     since_s = memory.over_since_s if memory.needs else scene.now_s
     looks = EVALUATIONS if grows == 1 else 1
     needs = (*memory.needs, need.groups)[-looks:]
@@ -256,7 +257,7 @@ def _more(
 def _panicked(
     memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules, calm: ScaleDecision
 ) -> tuple[ScaleHistory, ScaleDecision]:
-    """Out at once when the last seconds alone need far more; `calm` otherwise. What they need also keeps groups from going."""
+    """Scales out at once when the last seconds alone need far more, else returns `calm`. Their need also blocks scale-in."""
     memory = replace(memory, panic_ticked_s=scene.now_s)
     load = panic_load_of(scene.fleet, ability)
     if load is None:
@@ -274,7 +275,7 @@ def _panicked(
 
 
 def _capped(wanted: int, memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> int:
-    """At most so many groups, by what there were 15 s ago and the bounds."""
+    """Returns `wanted` within the bounds and the limit of growth in 15 s."""
     base = min((n for _, n in memory.counts), default=scene.groups)
     limit = max(2 * base, base + OUT_STEP)
     if rules.up_step is not None:
@@ -285,7 +286,7 @@ def _capped(wanted: int, memory: ScaleHistory, scene: ScaleInputs, rules: Scalin
 def _fewer(
     memory: ScaleHistory, ability: GroupCapacity, scene: ScaleInputs, rules: ScalingRules, need: Demand
 ) -> tuple[ScaleHistory, ScaleDecision]:
-    """In, once fewer groups have done for the whole stabilisation time."""
+    """Scales in once fewer groups suffice for the whole stabilisation time."""
     n, now_s = scene.groups, scene.now_s
     step = rules.down_step or max(1, n // IN_SHARE)
     floor = max(rules.least, need.groups, 1)
@@ -308,7 +309,7 @@ def _fewer(
 
 
 def _stable_s(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> float:
-    """For how long fewer groups must do."""
+    """Returns for how long fewer groups must suffice."""
     if rules.down_s is not None:
         return rules.down_s
     quiet = memory.out_s is None or scene.now_s - memory.out_s > QUIET_S

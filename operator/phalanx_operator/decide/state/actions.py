@@ -1,4 +1,4 @@
-"""What the operator may do to a service. Every action says why; the log, the event and the failing test print the same words."""
+"""Actions of the operator on a service. Each carries its reason, which the log, the event and a failing test print."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from phalanx_operator.decide.state.snapshot import Purpose, Restarts
 
 @dataclass(frozen=True, slots=True)
 class InitReplicas:
-    """Write `spec.replicas` once, because the manifest left it out."""
+    """Write `spec.replicas` once, because the manifest has no value."""
 
     replicas: int
     why: str
@@ -16,20 +16,18 @@ class InitReplicas:
 
 @dataclass(frozen=True, slots=True)
 class KeepChildren:
-    """Make what all groups share: the token, the Services, the router and its rights. Does nothing where they already are so.
-
-    `groups`: how many are wanted, for with one there is no disruption budget. is_blind: nobody knows what groups that run were
-    made of, so routers, which serve under the names of that, stay as they are.
-    """
+    """Create and keep what all groups share: the token, the Services, the router and its role."""
 
     groups: int
+    """Wanted groups; one group has no disruption budget."""
     why: str
     is_blind: bool = False
+    """The spec of the running groups is unknown, so routers, which serve under its names, stay unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateGroup:
-    """Make a group, away from these nodes if it can be. An existing group of that name is left as it is."""
+    """Create a group, preferably not on the nodes `avoid`. An existing group of that name is left unchanged."""
 
     name: str
     why: str
@@ -38,9 +36,9 @@ class CreateGroup:
 
 @dataclass(frozen=True, slots=True)
 class DrainGroup:
-    """Note on a group, if it is still the one with this UID, that it is being emptied before it goes.
+    """Annotate a group with this UID as draining.
 
-    `successor`: a name that a group in its place could take; empty when it is to have none.
+    `successor`: a name for a group in its place; empty for no successor.
     """
 
     name: str
@@ -52,7 +50,7 @@ class DrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class KeepGroup:
-    """Take that note off again: the group is wanted after all."""
+    """Remove the drain annotation: the group is wanted after all."""
 
     name: str
     uid: str
@@ -61,7 +59,7 @@ class KeepGroup:
 
 @dataclass(frozen=True, slots=True)
 class MarkLeader:
-    """Tell routers that watch, by an annotation of a group's leader pod, whether the group is being emptied."""
+    """Show the drain state on the leader pod, which routers watch."""
 
     group: str
     pod: str
@@ -72,7 +70,7 @@ class MarkLeader:
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Delete a pod with less grace than it has: none at all where its kubelet is not there to end it."""
+    """Delete a pod with a shorter grace period: 0 where no kubelet can end it."""
 
     name: str
     uid: str
@@ -82,7 +80,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup:
-    """Delete all pods of a group, each only if it is still the one with its UID; note that before, with its UID and the group's.
+    """Delete all pods of a group, each by its UID, after recording the restart on the group.
 
     `pods`: names and UIDs.
     """
@@ -96,7 +94,7 @@ class RestartGroup:
 
 @dataclass(frozen=True, slots=True)
 class NoteRestarts:
-    """Note on a group what became of it."""
+    """Record restarts on a group."""
 
     name: str
     uid: str
@@ -105,7 +103,7 @@ class NoteRestarts:
 
 @dataclass(frozen=True, slots=True)
 class KeepGang:
-    """Make what places the pods of a group together, where it is missing."""
+    """Create the group's missing gang object."""
 
     name: str
     uid: str
@@ -116,7 +114,7 @@ class KeepGang:
 
 @dataclass(frozen=True, slots=True)
 class KeepRevision:
-    """Keep what this revision is, so that a rollout may go back to it."""
+    """Store the spec of this revision for a rollback."""
 
     revision: str
     why: str
@@ -124,7 +122,7 @@ class KeepRevision:
 
 @dataclass(frozen=True, slots=True)
 class RetryPods:
-    """Make the controller of StatefulSets try again now to make the pods of a group, if it is still the one with this UID."""
+    """Make the StatefulSet controller retry the pods of the group with this UID now."""
 
     name: str
     uid: str
@@ -133,7 +131,7 @@ class RetryPods:
 
 @dataclass(frozen=True, slots=True)
 class RetryRouters:
-    """Make the controllers of the router Deployment try again now to make its pods, if it is still the one with this UID."""
+    """Make the controllers of the router Deployment with this UID retry its pods now."""
 
     uid: str
     why: str
@@ -141,7 +139,7 @@ class RetryRouters:
 
 @dataclass(frozen=True, slots=True)
 class DeleteGroup:
-    """Delete a group, if it is still the one with this UID."""
+    """Delete the group with this UID."""
 
     name: str
     uid: str
@@ -150,7 +148,7 @@ class DeleteGroup:
 
 @dataclass(frozen=True, slots=True)
 class SetReplicas:
-    """Write the scale subresource, unless anybody wrote the service meanwhile."""
+    """Write the scale subresource, unless the service changed since the snapshot."""
 
     replicas: int
     why: str
@@ -163,15 +161,15 @@ Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | Note
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now, in this order, and what the status then says.
-
-    empty: groups that routers are to take streams off. again_s: seconds until something may be due that wakes nobody.
-    hear_s: routers are to say what they see at least this often. in_line: it waits for groups of another service to be placed.
-    """
+    """Actions in order, and the resulting status."""
 
     actions: tuple[Action, ...]
     status: Status
     hear_s: float
+    """Longest poll of routers."""
     empty: tuple[str, ...] = ()
+    """Groups that routers must evacuate."""
     again_s: float = 600.0
+    """Seconds until the next reconcile without a wake."""
     in_line: bool = False
+    """It waits until groups of another service are placed."""

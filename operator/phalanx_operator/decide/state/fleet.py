@@ -1,8 +1,8 @@
-"""What all routers of a service together say: their latest summaries, merged into one record.
+"""Merges the latest summaries of all routers of a service into one record.
 
-What belongs to a router (streams, queue, traffic, latencies) is added up. What belongs to a group is taken from the router that
-sees it freshest. The numbers come from other programs, so they are bounded here: a group that lies, or a broken one, weighs
-no more than a group in trouble could.
+Values of a router (streams, queue, traffic, latencies) are added up. Values of a group come from the router with the newest
+report. They originate in other programs, so they are bounded here: a broken or lying group weighs no more than an overloaded one
+could.
 """
 
 import statistics
@@ -14,18 +14,18 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import GroupSummary, Histogram, Hotspot, RouterSummary, Traffic, add_up
 
 PRESSURE_BOUND = 1.5
-"""Late binding keeps what waits at a group below half of its pages."""
+"""Late binding keeps waiting tokens of a group below half of its pages."""
 SPEED_BOUND = 4.0
 MEAN_BOUND = 1e15
 BACKLOG_BOUND_S = 10.0
-"""A group's backlog counts up to this, or four times the median: more is a hotspot, which more groups do not cure."""
+"""Upper bound of a group's backlog, or four times the median: more is a hotspot, which more groups do not relieve."""
 _BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
 _REFERENCE = StepWork(prefill_tokens=256, decodes=16, context_tokens=16 * 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterAnswer:
-    """The latest answer of one router, and how long ago it came."""
+    """The latest summary of one router, and its age."""
 
     router: str
     age_s: float
@@ -34,15 +34,12 @@ class RouterAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GroupLoadView:
-    """One group as the routers see it. `streams` are those of all routers, the rest is of the whole group. `capacity` and
-    `tokens` count tokens: all that fit into its pages, and those of running requests. `deaths`: incarnations of its leader that
-    ended for no cause outside, as far as any router knows; `death`: why the last one did; `excused`: those that
-    requests are to blame for, as far as any one router knows: two may blame theirs for the same. `draft_lost`: why it drafts no
-    more. `linked`: a router reaches it. `model_version`: of the source that its model was fetched from."""
+    """One group over all routers."""
 
     name: str
     fresh: bool
     streams: int
+    """Of all routers; the other fields are the group's own."""
     running: int
     waiting: int
     pressure: float
@@ -50,54 +47,64 @@ class GroupLoadView:
     itl_s: float
     speed: float
     capacity: int
+    """Tokens that fit into its pages."""
     model: StepModel | None
     tokens: int = 0
+    """Tokens of running requests."""
     incarnation: int = 0
     deaths: int = 0
+    """Incarnations that ended without an outside cause, at most as any router counts."""
     death: str = ""
+    """Why the last incarnation died."""
     draft_lost: str = ""
+    """Why it stopped speculation."""
     linked: bool = False
+    """A router is connected to it."""
     model_version: str = ""
+    """Version of its model's source."""
     excused: int = 0
+    """Deaths caused by requests, as any one router counts: two routers may blame theirs for the same death."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One service as its routers see it. `asked` routers were asked, `answered` of them lately.
-
-    idle_s: since the last request came to any router. emptied: groups that were to be emptied and hold no router's stream.
-    unknown_versions: who shares no version of a protocol with whom, as sentences. is_new: no router had its time to answer yet.
-    """
+    """One service as its routers report it."""
 
     asked: int = 0
+    """Routers that are polled."""
     answered: int = 0
+    """Routers with a recent summary."""
     groups: Mapping[str, GroupLoadView] = field(default_factory=dict)
     traffic: Mapping[float, Traffic] = field(default_factory=dict)
     queued: int = 0
     queued_tokens: int = 0
     held: int = 0
     idle_s: float = 0.0
+    """Since the last request to any router."""
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
     hotspots: tuple[Hotspot, ...] = ()
     saturated: bool = False
     emptied: frozenset[str] = frozenset()
+    """Groups to evacuate that have no stream of any router."""
     unknown_versions: tuple[str, ...] = ()
+    """Pairs of programs with different protocol versions, as sentences."""
     is_new: bool = False
+    """No router had time to answer yet."""
 
     @property
     def is_heard(self) -> bool:
-        """Whether there are routers, and at least half of them answered lately."""
+        """Whether at least half of the routers answered recently."""
         return 0 < self.asked <= 2 * self.answered
 
     @property
     def all_heard(self) -> bool:
-        """Whether every router answered lately."""
+        """Whether every router answered recently."""
         return self.answered >= self.asked
 
 
 def merge(heard: Iterable[RouterAnswer], asked: int, max_age_s: float) -> Fleet:
-    """The fleet by the answers that are no older than that."""
+    """Returns the fleet from summaries at most `max_age_s` old."""
     young = [one for one in heard if one.age_s <= max_age_s]
     summaries = [one.summary for one in young]
     if not summaries:
@@ -121,12 +128,12 @@ def merge(heard: Iterable[RouterAnswer], asked: int, max_age_s: float) -> Fleet:
 
 
 def _empty(summary: RouterSummary) -> frozenset[str]:
-    """Groups that hold no stream of this router, by its own word."""
+    """Returns the groups without streams of this router."""
     return frozenset(summary.emptied)
 
 
 def _hotspots(summaries: Sequence[RouterSummary]) -> tuple[Hotspot, ...]:
-    """One for each group, by the router that has seen it longest; the longest first."""
+    """Returns one hotspot per group, from the router that has observed it longest; the longest first."""
     longest: dict[str, Hotspot] = {}
     for hotspot in (hotspot for summary in summaries for hotspot in summary.hotspots):
         known = longest.get(hotspot.group)
@@ -136,7 +143,7 @@ def _hotspots(summaries: Sequence[RouterSummary]) -> tuple[Hotspot, ...]:
 
 
 def _traffic(summaries: Sequence[RouterSummary]) -> dict[float, Traffic]:
-    """All requests, by window: counts added up, means weighted by arrivals."""
+    """Returns the traffic of all routers per window: counts added, means weighted by arrivals."""
     windows: dict[float, list[Traffic]] = {}
     for traffic in (traffic for summary in summaries for traffic in summary.traffic if traffic.window_s > 0):
         windows.setdefault(traffic.window_s, []).append(traffic)
@@ -172,7 +179,7 @@ def _groups(summaries: Sequence[RouterSummary]) -> dict[str, GroupLoadView]:
 
 
 def _seen(seen: Sequence[GroupSummary]) -> GroupLoadView:
-    """One group, from what each router says of it."""
+    """Returns one group from the reports of all routers."""
     most = max(seen, key=lambda group: group.deaths)
     best = min(seen, key=lambda group: _BY_FRESHNESS.index(group.state))
     return GroupLoadView(
@@ -199,6 +206,6 @@ def _seen(seen: Sequence[GroupSummary]) -> GroupLoadView:
 
 
 def middle_model(groups: Iterable[GroupLoadView]) -> StepModel | None:
-    """The step model of the group that is neither the fastest nor the slowest: one that lies is never believed among three."""
+    """Returns the median group's step model: of three models a wrong one is never used."""
     models = [group.model for group in groups if group.fresh and group.model is not None]
     return sorted(models, key=lambda model: model.predict(_REFERENCE))[(len(models) - 1) // 2] if models else None

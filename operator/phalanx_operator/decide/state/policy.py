@@ -1,4 +1,4 @@
-"""What routers are granted: the spec's rebalancing, divided by their number, with the targets and what is to be emptied."""
+"""Builds the policy of routers: the spec's rebalancing divided by their number, targets, and groups to evacuate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ def policy_of(
     for_good: Sequence[str] = (),
     wanted: bool = True,
 ) -> BalancePolicy:
-    """The policy for each of so many routers. `awaited`: there is no group for newcomers, but one will come. revision: the newest
-    one, while it is rolled out. for_good: groups to empty that get no successor of their revision. wanted: any group is."""
+    """Returns the policy of each of `routers`. `awaited`: no group accepts requests, but one will. `revision`: the newest one
+    during a rollout. `for_good`: groups to evacuate without a successor of their revision. `wanted`: any group is wanted."""
     routers = max(routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
@@ -55,7 +55,7 @@ def policy_of(
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    """The policy as it was told last. Its number rises with each change, also over restarts of the operator, by the clock."""
+    """The last published policy. Its number rises with each change, across operator restarts by the clock."""
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
@@ -71,7 +71,7 @@ class PublishedPolicy:
         for_good: Sequence[str] = (),
         wanted: bool = True,
     ) -> "PublishedPolicy":
-        """The policy to tell from now on: the former one, number and all, when nothing changed."""
+        """Returns the policy to publish: this one with its number if nothing changed."""
         number = self.policy.number
         same = policy_of(spec, routers, number, empty, awaited=awaited, revision=revision, for_good=for_good, wanted=wanted)
         return (

@@ -1,4 +1,4 @@
-"""What the operator knows of one service at one moment, as frozen records."""
+"""Observed state of one service at one moment, as frozen records."""
 
 import datetime
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from phalanx_api.status import Status
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A pod of a group or a router. `reason` says why it is not ready, in the words of Kubernetes, if it says so."""
+    """A pod of a group or a router."""
 
     name: str
     index: int
@@ -20,46 +20,48 @@ class ObservedPod:
     ready: bool = False
     node: str = ""
     reason: str = ""
+    """Why it is not ready, in the words of Kubernetes, if known."""
     message: str = ""
     uid: str = ""
     ip: str = ""
     created: str = ""
     unready_since: str = ""
-    """Since when it is not ready, as the kubelet noted it; empty while it has not said."""
+    """Since when it is not ready, by the kubelet; empty before its first report."""
     ready_since: str = ""
-    """Since when it is, likewise."""
+    """Since when it is ready, likewise."""
     restarts: int = 0
     ended: str = ""
-    """How often its containers were started again, and how the last one ended before."""
+    """Restarts of its containers, and how the last one ended before."""
     leaving: bool = False
-    """It is being deleted: somebody evicted it, or its group goes."""
+    """It is being deleted: evicted, or with its group."""
     hurried: bool = False
-    """Its grace is short already."""
+    """Its grace period is already short."""
     marked: bool = False
-    """Routers that watch are told that its group is being emptied."""
+    """Its annotation shows routers that the group drains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """What is noted on a group of its restarts: when they were, and the UIDs of the pods that were deleted for the last one.
-
-    engine: which start of the leader `deaths` are counted of. excused: deaths that are taken back, for a request is to blame, of
-    the leader's pod. containers: starts of containers that were counted. since: when the
-    group was ready last, or made, before pods were deleted for not being ready; empty once it is ready again.
-    """
+    """Record of a group's restarts, stored as annotation."""
 
     at: tuple[str, ...] = ()
+    """Times of the restarts."""
     pods: tuple[str, ...] = ()
+    """UIDs of the pods deleted for the last one."""
     engine: str = ""
+    """The leader start whose deaths are counted."""
     deaths: int = 0
     containers: int = 0
+    """Counted container restarts."""
     since: str = ""
+    """When the group was last ready, or created, before its pods were deleted; empty once it is ready again."""
     excused: int = 0
+    """Deaths of the leader's pod that requests caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedNode:
-    """A node: whether the control plane hears it, since when that is so, and whether it takes new pods."""
+    """A node: whether it is ready, since when, and whether it accepts new pods."""
 
     name: str
     ready: bool
@@ -71,20 +73,19 @@ Record = TypeVar("Record")
 
 
 def changed(record: Record, **fields: Any) -> Record:
-    """The dataclass record with these fields, itself where it has them already: most looks change nothing of most groups."""
+    """Returns the record with these fields; the same object if they are equal, as for most groups in most reconciles."""
     if all(getattr(record, name) == value for name, value in fields.items()):
         return record
     return replace(record, **fields)  # type: ignore[type-var]
 
 
 Purpose = Literal["surplus", "revision", "straggler", "asked"]
-"""What a group is emptied for: there are too many, its revision is old, it is far slower than its equals, a person
-asked for it by the annotation."""
+"""Purpose of a drain: surplus groups, an old revision, a straggler, or a person's request by annotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainMark:
-    """A group is being emptied before it goes: since when, what for, and why."""
+    """The drain annotation of a group: since when, why and for which purpose."""
 
     since: str
     why: str
@@ -92,46 +93,54 @@ class DrainMark:
 
     @property
     def is_final(self) -> bool:
-        """Whether it goes even if as many groups are wanted again."""
+        """Whether the group is deleted even if as many groups are wanted again."""
         return self.purpose in ("straggler", "asked")
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedGroup:
-    """A group, which is a StatefulSet. `created` is its creation time, sortable. `pods` are those that exist.
-
-    lost: why it is given up for one elsewhere, if so. silent: a node of it is not heard. cordoned: one takes no new pods.
-    young: it is ready, but not for `rollout.minReadySeconds` yet.
-    short_since: since when this operator has seen pods of it missing; empty while none is. tokens: in its KV pages.
-    drained: why it may go now, although it was being emptied: it holds no stream, or its time is over. slow: why it should be
-    replaced although it serves. gang: who places its pods together.
-    refused: why pods of it cannot be made, if the API server said so; retried: when that was last tried again.
-    restarts: what is noted on it; noted: what should be; recent_restarts: how many of them count. spent: these are too many.
-    """
+    """A group, which is a StatefulSet."""
 
     name: str
     uid: str
     revision: str
     created: str
+    """Creation time, sortable."""
     size: int
     terminating: bool = False
     pods: tuple[ObservedPod, ...] = ()
+    """Existing pods."""
     draining: DrainMark | None = None
     drained: str = ""
+    """Why a draining group may be deleted: it has no streams, or its timeout is over."""
     lost: str = ""
+    """Why it is given up for a group elsewhere."""
     slow: str = ""
+    """Why it is to be replaced although it serves."""
     young: bool = False
+    """It has been ready for less than `rollout.minReadySeconds`."""
     cordoned: bool = False
+    """One of its nodes accepts no new pods."""
     silent: bool = False
+    """One of its nodes is not ready."""
     short_since: str = ""
+    """Since when this operator observed missing pods; empty if complete."""
     tokens: int = 0
+    """Tokens in its KV pages."""
     gang: str = ""
+    """Kind of its gang."""
     restarts: Restarts = Restarts()
+    """The stored record."""
     noted: Restarts | None = None
+    """The record to store."""
     recent_restarts: int = 0
+    """Restarts in the window."""
     spent: bool = False
+    """The restarts exceed the budget."""
     refused: str = ""
+    """Why the API server rejects its pods."""
     retried: str = ""
+    """When rejected pods were last retried."""
 
     @property
     def serving(self) -> bool:
@@ -140,7 +149,7 @@ class ObservedGroup:
 
     @property
     def available(self) -> bool:
-        """Whether it has been ready for long enough to count on."""
+        """Whether it has been ready for `minReadySeconds`."""
         return self.ready and not self.young
 
     @property
@@ -150,40 +159,40 @@ class ObservedGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether every pod that the group should have is there and ready."""
+        """Whether all its pods exist and are ready."""
         return not self.terminating and self.ready_pods == self.size
 
     @property
     def ready_pods(self) -> int:
-        """How many of its pods are ready."""
+        """Number of ready pods."""
         return sum(pod.ready for pod in self.pods)
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRouter:
-    """The router Deployment. `current` is false while its controller has not seen the newest spec.
-
-    refused: why pods of it cannot be made, as its controller says, and since when; retried: when that was last tried again.
-    """
+    """The router Deployment."""
 
     wanted: int
     updated: int
     ready: int
     current: bool
+    """Its controller has observed the newest spec."""
     uid: str = ""
     refused: str = ""
+    """Why its pods are rejected, as its controller reports."""
     refused_since: str = ""
     retried: str = ""
+    """When rejected pods were last retried."""
 
     @property
     def settled(self) -> bool:
-        """Whether all routers run the newest spec and answer."""
+        """Whether all routers run the newest spec and are ready."""
         return self.current and self.updated == self.ready == self.wanted
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedDeployment:
-    """A Deployment that may be a router of ours."""
+    """A Deployment that may be a service's router."""
 
     owner_uid: str
     name: str
@@ -192,7 +201,7 @@ class ObservedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasWriter:
-    """Who wrote `spec.replicas` last, as the API server noted it, and when."""
+    """The last writer of `spec.replicas` by managedFields, and the time."""
 
     manager: str
     at: str
@@ -200,7 +209,7 @@ class ReplicasWriter:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that decisions about one service rest on."""
+    """All observations that decisions about one service use."""
 
     namespace: str
     name: str
@@ -216,7 +225,7 @@ class Snapshot:
     router_pods: tuple[ObservedPod, ...] = ()
 
 
-# Conditions that were set already in a look, set again by what weighs more.
+# Conditions that another function of this reconcile has set already.
 
 
 def override_condition(
@@ -228,7 +237,8 @@ def override_condition(
     snapshot: Snapshot,
     now: str,
 ) -> tuple[Condition, ...]:
-    """The conditions with this one set, since when it was so at the last look: what was set meanwhile of it nobody saw."""
+    """Overrides a condition set earlier in this reconcile. `lastTransitionTime` comes from the stored status: the intermediate
+    value was never written."""
     former = find_condition(snapshot.status.conditions, kind)
     if former:
         there = find_condition(conditions, kind)
@@ -236,11 +246,11 @@ def override_condition(
     return set_condition(conditions, kind, is_true, reason=reason, message=message, generation=snapshot.generation, now=now)
 
 
-# Times as Kubernetes writes them, as seconds.
+# Times in Kubernetes' format, as seconds.
 
 
 def parsed(text: str) -> datetime.datetime | None:
-    """The moment that a text names; None when it names none, or no zone."""
+    """Returns the time; None for text without a valid time or time zone."""
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:
@@ -249,6 +259,6 @@ def parsed(text: str) -> datetime.datetime | None:
 
 
 def age_s(since: str, now: str) -> float | None:
-    """Seconds from one time to another; None when either cannot be read."""
+    """Returns the seconds from `since` to `now`; None if either is invalid."""
     first, last = parsed(since), parsed(now)
     return (last - first).total_seconds() if first and last else None
