@@ -1,7 +1,7 @@
-"""Conditions of an InferenceService: their types, their reasons, and how one is set.
+"""Conditions of an InferenceService: types, reasons, and how one is set.
 
-True is good in all of them but those of kstatus, which are absent unless they are true: `Stalled` while a person must act, else
-`Reconciling` while groups come, go or are replaced.
+True is good, except for those of kstatus, which are absent unless true: `Stalled` while intervention is needed, else
+`Reconciling` while groups change.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 class Reason(StrEnum):
-    """Every reason that a condition may carry."""
+    """Every reason of a condition."""
 
     READY = "Ready"
     SUSPENDED = "Suspended"
     SCALED_TO_ZERO = "ScaledToZero"
     SPEC_INVALID = "SpecInvalid"
     REJECTED = "Rejected"
-    """The API server refused a child; the message has its words."""
+    """The API server refused an object of the service; the message has its words."""
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -67,7 +67,7 @@ class Reason(StrEnum):
     CLAIM_UNBOUND = "ClaimUnbound"
     ACTIVE = "Active"
     EXTERNAL = "External"
-    """HPA or KEDA writes the count; the operator tells it by a metric."""
+    """HPA or KEDA writes the count, from the operator's metric."""
     ADVISORY = "Advisory"
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     CONFLICTING_SCALER = "ConflictingScaler"
@@ -88,7 +88,7 @@ class Reason(StrEnum):
 
 
 class Condition(Record):
-    """One condition, in the form that Kubernetes clients know."""
+    """One condition in the form of the Kubernetes API."""
 
     type: str = Field(max_length=64)
     status: ConditionStatus
@@ -108,12 +108,12 @@ def set_condition(
     generation: int,
     now: str,
 ) -> tuple[Condition, ...]:
-    """The conditions with this one set; None is unknown. Its transition time moves only when its status changes."""
+    """Returns the conditions with this one set; None means Unknown. The transition time changes only with the status."""
     status: ConditionStatus = "Unknown" if is_true is None else "True" if is_true else "False"
     former = next((c for c in conditions if c.type == kind), None)
     said = (status, generation, reason.value, message[:1024])
     if former is not None and (former.status, former.observed_generation, former.reason, former.message) == said:
-        return tuple(conditions)  # most looks say what the last one said, and a model is dear to make
+        return tuple(conditions)  # mostly unchanged, and a model is expensive to create
     since = former.last_transition_time if former and former.status == status else now
     new = Condition(
         type=kind,
@@ -129,10 +129,10 @@ def set_condition(
 
 
 def drop_condition(conditions: Sequence[Condition], kind: ConditionType) -> tuple[Condition, ...]:
-    """The conditions without this one."""
+    """Returns the conditions without this one."""
     return tuple(c for c in conditions if c.type != kind)
 
 
 def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
-    """The condition of this type, if it is there."""
+    """Returns the condition of this type, if present."""
     return next((c for c in conditions if c.type == kind), None)

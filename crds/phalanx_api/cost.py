@@ -1,14 +1,14 @@
-"""How long a step takes: one function for the engine's token budget, routers, the operator and simulators, and its online fit.
+"""Step-time function for the engine's token budget, the routers, the operator and simulators, and its online fit.
 
     t = fixed + token * max(knee, p + B) + row * B + context * C + attention * sum(p_i * c_i) + prompt * [p > 0]
 
-p prompt tokens and B decodes are computed in the step, and a token is drawn for each decode; C is the sum of context lengths; a
-prompt chunk of p_i tokens has mean context c_i. Below the knee a step costs what reading the weights costs. A step with any
-prompt tokens takes another way through the engine, which costs something however few they are. Seconds everywhere.
+A step computes p prompt tokens and B decodes, with one sampled token per decode; C is the sum of context lengths; a prompt chunk
+of p_i tokens has mean context c_i. Below the knee a step costs as much as reading the weights. A step with prompt tokens takes
+another path of the engine, with a constant cost. All times are seconds.
 
 The fit is least squares of relative errors with forgetting. Coefficients are never negative. The knee is one of KNEES: each
-candidate has sums of its own, and the one that predicts best is used. Every step is predicted before it is learnt, so `error`
-is that of steps the fit had not seen.
+candidate has its own sums, and the best predictor is used. Every step is predicted before it is learnt, so `error` is out of
+sample.
 """
 
 import math
@@ -17,26 +17,26 @@ from dataclasses import dataclass
 from operator import mul
 
 KNEES = (0, 8, 32, 128)
-"""Candidates for the number of tokens up to which a step takes no longer."""
+"""Candidates for the number of tokens up to which a step takes the same time."""
 MIN_SAMPLES = 16
-"""Steps before the fit is believed."""
+"""Steps before the fit is used."""
 FORGET = 0.995
-"""Weight of a step relative to the next one: the last 200 steps count."""
+"""Weight of a step relative to the next: about the last 200 steps count."""
 CLIP = 3.0
-"""A longer multiple of the predicted time counts as this one: pauses of the machine are no property of the model."""
+"""Upper bound of measured over predicted time: a pause of the machine is not the model's."""
 SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-2, 1.0)
-"""Brings the features near 1, so that the ridge weighs on all alike."""
+"""Scales the features to about 1, so the ridge weighs on all equally."""
 NUM = len(SCALES)
 RIDGE = 1e-9
 SHORTEST_S = 1e-6
 HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
 FEWEST_TOLD, MOST_TOLD = 5, 8
-"""Coefficients of a `StepModel` in its order: those without a default, and all."""
+"""Numbers of coefficients of a `StepModel`: those without a default, and all."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes. `prefill_context`: sum over prompt chunks of tokens times mean context."""
+    """The work of one step. `prefill_context`: sum over prompt chunks of tokens times mean context."""
 
     prefill_tokens: int
     decodes: int
@@ -46,7 +46,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The step-time function with its coefficients. `error` is the mean relative error on steps not yet learnt."""
+    """The step-time function with its coefficients. `error`: mean relative error on steps before they were learnt."""
 
     fixed_s: float
     token_s: float
@@ -59,9 +59,9 @@ class StepModel:
 
     @staticmethod
     def told(numbers: Sequence[float]) -> "StepModel | None":
-        """The function whose coefficients were told in this order; None for what is none.
+        """Returns the function with these coefficients in order, if they are valid.
 
-        Engines of earlier releases tell fewer: what they do not know of costs nothing. Later ones may tell more.
+        Missing trailing coefficients cost nothing; further ones are ignored.
         """
         if len(numbers) < FEWEST_TOLD or not all(map(math.isfinite, numbers)) or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
             return None
@@ -69,16 +69,16 @@ class StepModel:
         return StepModel(fixed_s, token_s, int(knee), *rest)
 
     def predict(self, work: StepWork) -> float:
-        """Seconds that this step takes."""
+        """Returns the seconds of this step."""
         tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)
         linear = self.fixed_s + self.token_s * tokens + self.context_s * work.context_tokens
         linear += self.attention_s * work.prefill_context + self.row_s * work.decodes
         return linear + self.prompt_s if work.prefill_tokens else linear
 
     def prefill_within(self, limit_s: float, decodes: int, context_tokens: int) -> int:
-        """How many prompt tokens fit beside these decodes into a step of this many seconds; 0 when the decodes alone take longer.
+        """Returns how many prompt tokens fit with these decodes into a step of `limit_s`; 0 when the decodes alone take longer.
 
-        Their context is taken to be the mean context of the decodes. No bound above: a model without cost per token gives 10^9.
+        Their context is assumed to be the decodes' mean. A model without cost per token gives 10^9.
         """
         mean_context = context_tokens / decodes if decodes else 0.0
         each_s = self.token_s + self.attention_s * mean_context
@@ -95,18 +95,18 @@ class StepModel:
 
 
 def attended(tokens: int, held: int = 0) -> float:
-    """What attention has to do for the tokens of a sequence behind those held: the sum of their contexts."""
+    """Returns the attention work of the tokens of a sequence after the first `held`: the sum of their contexts."""
     return (tokens * tokens - held * held) / 2
 
 
 def hung_after_s(predicted_s: float | None) -> float:
-    """After how many seconds a step that should take `predicted_s` is hung: max(10 s, 5 times that)."""
+    """Returns the seconds after which a step counts as hung: max(10 s, 5 times the prediction)."""
     return max(HUNG_FLOOR_S, HUNG_FACTOR * predicted_s) if predicted_s is not None else HUNG_FLOOR_S
 
 
 def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]], proposals: Iterable[tuple[int, int]] = ()) -> StepWork:
-    """The work of a step: the context length of each decode, (start, count) of each prompt chunk, and of decodes with proposals
-    (context, count): tokens that are computed as decodes are, but share a context."""
+    """Returns the work of a step from the context of each decode, (start, count) of each prompt chunk, and (context, count) of
+    decodes with draft tokens, which share a context."""
     num_decodes = context = prefill = 0
     attended = 0.0
     for length in decodes:
@@ -123,7 +123,7 @@ def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]], proposal
 
 
 class StepFit:
-    """Learns a `StepModel` from measured steps. One step costs a few hundred multiplications."""
+    """Learns a `StepModel` from measured steps, at a few hundred multiplications per step."""
 
     __slots__ = ("_candidates", "num_steps")
 
@@ -132,7 +132,7 @@ class StepFit:
         self._candidates = [_Candidate(knee) for knee in KNEES]
 
     def add(self, work: StepWork, wall_s: float) -> None:
-        """Learns one step. Less than a microsecond is a clock that did not move, and teaches nothing."""
+        """Learns one step. Times below a microsecond are ignored: the clock did not advance."""
         if wall_s < SHORTEST_S:
             return
         believed = self.num_steps >= MIN_SAMPLES
@@ -141,14 +141,14 @@ class StepFit:
             candidate.learn(work, wall_s, believed)
 
     def model(self) -> StepModel | None:
-        """The function as it is fitted now; None before `MIN_SAMPLES` steps."""
+        """Returns the fitted function, after `MIN_SAMPLES` steps."""
         if self.num_steps < MIN_SAMPLES:
             return None
         return min(self._candidates, key=lambda candidate: candidate.error).model()
 
 
 class _Candidate:
-    """Sums of one knee, and the coefficients (scaled) that they give by projected Gauss-Seidel, warm from the step before."""
+    """Sums for one knee, and the scaled coefficients by projected Gauss-Seidel, started from the step before."""
 
     __slots__ = ("_moments", "_scaled", "_sums", "error", "knee")
 
@@ -175,7 +175,7 @@ class _Candidate:
         self._solve(sweeps=4)
 
     def _solve(self, sweeps: int) -> None:
-        """Moves each coefficient in turn to its best value that is not negative."""
+        """Sets each coefficient in turn to its best non-negative value."""
         for _ in range(sweeps):
             for row, sums in enumerate(self._sums):
                 own = sums[row]

@@ -1,4 +1,4 @@
-"""Frames of a move: a running request goes from one group to another, and its pages go from rank to rank.
+"""Frames of a move: a running request migrates to another group, and its pages are copied from rank to rank.
 
     router                 target leader            source leader
       | Prepare(move, request) ->|                        |        pages reserved, those found in its cache held
@@ -12,9 +12,9 @@
       | Release ------------------------------------------>|
     before the commit: Thaw to the source and Cancel to the target undo all; after it a lost target is a replay
 
-The router that owns the stream is the commit authority: a target never starts without its Submit, and a source that was frozen
-goes on only after Thaw, or ends after Release. Whatever is lost, the journal at the router suffices to go on anywhere.
-Moves are named by `move`, unique for the router: its name and a number.
+The router that owns the stream commits the move: a target never starts without its Submit, and a frozen source continues only
+after Thaw, or ends after Release. Whatever is lost, the router's journal suffices to continue anywhere. `move` names a move: the
+router's name and a number.
 """
 
 from typing import Literal
@@ -22,20 +22,20 @@ from typing import Literal
 import msgspec
 
 MoveMode = Literal["stop", "precopy"]
-"""stop: freeze, then copy all. precopy: copy full pages while the source decodes, freeze when little is left."""
+"""stop: freeze, then copy all pages. precopy: copy full pages while the source decodes, freeze when little is left."""
 
 
 class PageAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank of the target takes pages in: host and TCP port. Rank i of the source sends to rank i of the target."""
+    """Host and TCP port where a rank of the target receives pages. Rank i of the source sends to rank i of the target."""
 
     host: str
     port: int
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared"):
-    """The target has room: `held_tokens` of the request lie in its pages already and need not come.
+    """The target reserved pages: `held_tokens` of the request are in its cache and need no copy.
 
-    `key` is good for one transfer to each address, within the lease.
+    `key` is valid for one transfer to each address, within the lease.
     """
 
     move: str
@@ -43,11 +43,11 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared"):
     addresses: list[PageAddress]
     key: bytes
     room_tokens: int = 0
-    """Tokens that the reserved pages hold, those held already included; 0: not told. The source freezes before it passes them."""
+    """Tokens that the reserved pages hold, cached ones included; 0: unknown. The source freezes before it exceeds them."""
 
 
 class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
-    """To the source: send this request's pages. `bytes_per_s` bounds all its ranks together; None is no bound."""
+    """To the source: send this request's pages. `bytes_per_s` bounds all its ranks together."""
 
     move: str
     handle: int
@@ -60,8 +60,7 @@ class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
 class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen"):
     """From the source, after the last token: the request has `num_output` output tokens, computes no more, and keeps its pages.
 
-    `num_computed` tokens of it, prompt and output together, are in the pages that it sends. `tail_s`: how long the pages that
-    are still to come should take.
+    `num_computed`: prompt and output tokens in the pages that it sends. `tail_s`: expected time of the remaining pages.
     """
 
     move: str
@@ -72,7 +71,7 @@ class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen"):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """From the target: every rank has the pages of `num_computed` tokens, checked. `num_bytes` of them came over the network."""
+    """From the target: every rank has verified pages of `num_computed` tokens; `num_bytes` came over the network."""
 
     move: str
     num_computed: int
@@ -80,7 +79,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
 
 
 class MoveFailed(msgspec.Struct, frozen=True, array_like=True, tag="move_failed"):
-    """From either: this move comes to nothing here, and its reservation or copy is gone. A source goes on as before.
+    """From either side: the move failed here, and its reservation or copy is freed. A source continues.
 
     `code` is machine-readable: no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum,
     incompatible, replaced, unknown.
@@ -92,13 +91,13 @@ class MoveFailed(msgspec.Struct, frozen=True, array_like=True, tag="move_failed"
 
 
 class Thaw(msgspec.Struct, frozen=True, array_like=True, tag="thaw"):
-    """To the source: the move is off, go on."""
+    """To the source: the move is cancelled, continue."""
 
     move: str
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """To the source: the request runs elsewhere now; its pages become cached ones."""
+    """To the source: the request runs at the target; its pages become cached ones."""
 
     move: str
 

@@ -14,7 +14,7 @@ MAX_LISTED_HOTSPOTS = 16
 
 
 class GroupStatus(Record):
-    """One group as the operator last saw it."""
+    """One group as last observed."""
 
     name: str = Field(max_length=63)
     revision: str = Field(default="", max_length=63)
@@ -24,11 +24,11 @@ class GroupStatus(Record):
     nodes: tuple[NodeName, ...] = Field(default=(), max_length=64)
     """Nodes of the pods, by pod index; shorter while some are not scheduled."""
     reason: str = Field(default="", max_length=256)
-    """Why it is not ready, if a pod or its leader says so."""
+    """Why it is not ready, as a pod or its leader reports."""
     restarts: int = 0
-    """How often it was started anew in the last `restartPolicy.windowSeconds`, or since it served, for no cause outside of it."""
+    """Restarts within `restartPolicy.windowSeconds`, or since it served, without an outside cause."""
     incarnation: int = 0
-    """Its joint start, as routers know it; 0 before they do."""
+    """Incarnation that routers report; 0 before the first report."""
 
 
 MAX_HISTORY = 5
@@ -46,38 +46,38 @@ class ScaleChange(Record):
 
 
 class AutoscalingStatus(Record):
-    """What the autoscaler last did. The numbers behind it are metrics."""
+    """The autoscaler's last decision. Its inputs are metrics."""
 
     desired: int = 0
-    """Groups that should be wanted."""
+    """Wanted groups."""
     min_replicas: int = 0
     max_replicas: int = 0
-    """The bounds that hold now."""
+    """The bounds in effect."""
     bounds: str = Field(default="", max_length=256)
-    """What they come from."""
+    """Source of the bounds."""
     reason: str = Field(default="", max_length=64)
-    """Why the count changed last: Out, Panic, In, Zero, Wake, Bounds or Fallback."""
+    """Why the count last changed: Out, Panic, In, Zero, Wake, Bounds or Fallback."""
     message: str = Field(default="", max_length=512)
     last_scale_time: str = Field(default="", max_length=64)
     """When the operator last wrote `spec.replicas`."""
     cold_start_seconds: int = 0
-    """How long groups take until they serve, 95 of 100; 0 before one was seen to start."""
+    """95th percentile of the time until a group serves; 0 before the first measurement."""
     history: tuple[ScaleChange, ...] = Field(default=(), max_length=MAX_HISTORY)
-    """The last 5 changes that the operator made, or advised where somebody else writes the count; the newest last."""
+    """The last 5 changes by the operator, or its advice where another client writes the count; the newest last."""
 
 
 class HotspotStatus(Record):
-    """A group in trouble."""
+    """An overloaded group."""
 
     group: str = Field(max_length=63)
     cause: str = Field(max_length=32)
     since: str = Field(max_length=64)
     action: str = Field(max_length=64)
-    """What is done about it."""
+    """The measure in progress."""
 
 
 class RebalancingStatus(Record):
-    """Which groups are in trouble."""
+    """Overloaded groups."""
 
     hotspots: tuple[HotspotStatus, ...] = Field(
         default=(),
@@ -85,15 +85,15 @@ class RebalancingStatus(Record):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["group"]},
     )
     saturated: bool = False
-    """More than half of the groups are: nothing but more of them helps."""
+    """More than half of the groups are overloaded: only more groups help."""
 
 
 class RollbackStatus(Record):
-    """A revision that was given up because its groups did not come to serve, with `rollout.onFailure: Rollback`."""
+    """A revision that was given up because its groups never served, with `rollout.onFailure: Rollback`."""
 
     revision: str = Field(max_length=63)
     to: str = Field(max_length=63)
-    """The revision that groups are of again."""
+    """The revision that groups have again."""
     since: str = Field(max_length=64)
     message: str = Field(default="", max_length=512)
 
@@ -102,51 +102,52 @@ MAX_AVOIDED = 16
 
 
 class RecoveryStatus(Record):
-    """Groups of the newest revision that were given up because they were restarted too often."""
+    """Groups of the newest revision that were given up because they restarted too often."""
 
     revision: str = Field(max_length=63)
     given_up: int = 0
     last_time: str = Field(max_length=64)
-    """When the last one was."""
+    """Time of the last one."""
     nodes: tuple[NodeName, ...] = Field(default=(), max_length=MAX_AVOIDED)
-    """Where they ran: their successors keep away from there, if they can."""
+    """Their nodes, which successors avoid if possible."""
     message: str = Field(default="", max_length=512)
 
 
 class ModelStatus(Record):
-    """Which model is served."""
+    """The served model."""
 
     resolved_revision: str = Field(default="", max_length=128)
-    """What the newest group that serves has loaded: the commit of `hf://`, the digest of the manifest of `oci://`, one of what
-    a bucket lists; empty for a file or a claim, and before a group has told. Groups that were made when a branch or tag meant
-    something else stay as they are."""
+    """Version that the newest serving group has loaded: the commit of `hf://`, the manifest digest of `oci://`, a hash of a
+    bucket's listing; empty for a file or a claim, and before a group reports it. Existing groups keep the version that they have
+    loaded."""
     cached_nodes: int = 0
-    """On how many nodes pods that are ready have it in claims of their own (cache `NodeLocal`)."""
+    """Number of nodes where ready pods have it in their own claims (cache `NodeLocal`)."""
 
 
 class Status(Record):
-    """What the operator last saw and did."""
+    """Observed state of the service."""
 
     observed_generation: int = 0
     replicas: int = 0
-    """Groups that exist and stay."""
+    """Groups that are not draining."""
     ready_replicas: int = 0
-    """Groups of which every pod is ready."""
+    """Groups with all pods ready."""
     available_replicas: int = 0
-    """Groups that have been ready for `rollout.minReadySeconds`, stay, and are linked to a router: new requests may go there."""
+    """Groups that have been ready for `rollout.minReadySeconds`, are not draining and are linked to a router: they accept
+    requests."""
     updated_replicas: int = 0
-    """Groups of the newest revision that stay."""
+    """Groups of the newest revision that are not draining."""
     draining_replicas: int = 0
-    """Groups that are being emptied before they go."""
+    """Groups that are draining."""
     restarts: int = 0
-    """Of all groups together: see `groups`."""
+    """Restarts of all groups, see `groups`."""
     selector: str = Field(default="", max_length=256)
     """Label selector of the leader pods, one per group, for autoscalers."""
     url: str = Field(default="", max_length=256)
     current_revision: str = Field(default="", max_length=63)
-    """The newest revision that was rolled out whole."""
+    """The newest revision with a complete rollout."""
     update_revision: str = Field(default="", max_length=63)
-    """The revision of the spec as it is now."""
+    """Revision of the current spec."""
     model: ModelStatus = Field(default_factory=ModelStatus)
     groups: tuple[GroupStatus, ...] = Field(
         default=(),
@@ -156,7 +157,7 @@ class Status(Record):
     """At most 64 groups, those that are not ready first."""
     autoscaling: AutoscalingStatus | None = None
     gang: str = Field(default="", max_length=32)
-    """Who places the pods of groups that are made now."""
+    """Scheduler that places the pods of new groups."""
     recovery: RecoveryStatus | None = None
     rollback: RollbackStatus | None = None
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)

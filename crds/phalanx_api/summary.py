@@ -1,9 +1,9 @@
-"""What a router tells the operator of its streams and of the groups it sees, and the policy that the operator answers with.
+"""Polls of routers by the operator: the router's summary, and the policy that the operator sends.
 
-The operator asks each router by `POST SUMMARY_PATH` with an `Asked` as JSON and the service token as bearer; the router answers
-with a `RouterSummary` as JSON at a threshold crossing, else after `Asked.wait_s`, or with 426 when they share no version. Times
-are seconds, rates per second. Latencies are histograms over `LATENCY_BOUNDS_S`, because histograms of several routers add up
-and quantiles do not.
+The operator posts an `Asked` as JSON to `SUMMARY_PATH` of each router, with the service token as bearer token. The router answers
+with a `RouterSummary` when its urgent state changes, else after `Asked.wait_s`, or with 426 for another protocol version. Times
+are seconds, rates per second. Latencies are histograms over `LATENCY_BOUNDS_S`: histograms of several routers can be added,
+quantiles cannot.
 """
 
 from bisect import bisect_left
@@ -20,21 +20,21 @@ LATENCY_BOUNDS_S = tuple(0.001 * 1.25**i for i in range(64))
 """Upper bounds of the buckets: 1 ms to 21 minutes, each a quarter above the one before. One more bucket holds the rest."""
 
 Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]
-"""Why a group is a hotspot: pages, backlog of prompts, step time, one prefix, slower than its equals, pages about to run out."""
+"""Cause of a hotspot: KV pages, prefill backlog, step time, one prefix, a straggler, imminent exhaustion of pages."""
 Freshness = Literal["fresh", "degraded", "suspect", "dead"]
 Mode = Literal["Off", "Route", "Requeue", "Migrate"]
-"""How far the ladder may be climbed: not at all, new requests, waiting ones too, running ones too."""
+"""What balancing may move: no request, new ones, waiting ones too, running ones too."""
 Routing = Literal["PrefixAware", "LeastLoad", "RoundRobin"]
-"""How routers choose: by cost and caches, by cost alone, or one group after another."""
+"""Choice of a group: by cost and caches, by cost alone, or round robin."""
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """How many values fell into each bucket of `LATENCY_BOUNDS_S`; empty: none at all."""
+    """Values per bucket of `LATENCY_BOUNDS_S`; empty without values."""
 
     counts: list[int] = []
 
     def quantile(self, share: float) -> float | None:
-        """The upper bound of the bucket that holds this quantile; None without values."""
+        """Returns the upper bound of the bucket with this quantile, if there are values."""
         total = sum(self.counts)
         if not total:
             return None
@@ -47,18 +47,19 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 def bucket_of(value_s: float) -> int:
-    """The bucket of a value."""
+    """Returns the bucket of a value."""
     return bisect_left(LATENCY_BOUNDS_S, value_s)
 
 
 def add_up(histograms: Sequence[Histogram]) -> Histogram:
-    """All values of these."""
+    """Returns the sum of the histograms."""
     filled = [histogram.counts for histogram in histograms if histogram.counts]
     return Histogram([sum(column) for column in zip(*filled, strict=True)])
 
 
 class Hotspot(msgspec.Struct, frozen=True):
-    """A group in trouble: its main cause, the signal and the median of all groups, for how long, and what is done."""
+    """An overloaded group: its main cause, the signal and its median over all groups, the duration, and the measure in
+    progress."""
 
     group: str
     cause: Cause
@@ -69,19 +70,14 @@ class Hotspot(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """One group as a router sees it. `streams` are this router's own; all else is of the whole group.
-
-    `pressure`, `backlog_s`, `speed` are those of `phalanx_router.routing.view`, `itl_s` its `step_s`; `step_model` is
-    `cost.StepModel` in order. `live_tokens`: in pages of running requests. `deaths`, `death`: as in `wire.State`.
-    `excused`: deaths for which a request of this router is to blame, under which other groups died too.
-    `draft_lost`: why its ranks draft no more. `model_version`: as `wire.Served.version`.
-    """
+    """One group as a router observes it. `pressure`, `backlog_s`, `speed`, `itl_s`: see `phalanx_router.routing.view`."""
 
     group: str
     revision: str
     state: Freshness
     draining: bool
     streams: int
+    """This router's own; other fields are of the whole group."""
     running: int
     waiting: int
     pressure: float
@@ -89,56 +85,61 @@ class GroupSummary(msgspec.Struct, frozen=True):
     itl_s: float
     speed: float
     live_tokens: int
+    """Tokens in pages of running requests."""
     total_pages: int
     page_size: int
     step_model: list[float] = []
+    """`cost.StepModel` in order."""
     incarnation: int = 0
     model_hash: str = ""
     deaths: int = 0
+    """As in `wire.State`."""
     death: str = ""
     draft_lost: str = ""
+    """Why its ranks stopped drafting."""
     model_version: str = ""
+    """`wire.Served.version`."""
     excused: int = 0
+    """Deaths caused by a request of this router under which other groups died too."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Requests that came to a router in the last `window_s`: how many, and means of what they asked and got.
-
-    `prompt_squared`: mean of the square of prompt tokens. `missed`: prompt tokens that no cache held. `scv`: squared coefficient
-    of variation of the times between arrivals.
-    """
+    """Requests of a router in the last `window_s`: arrivals, and mean token counts."""
 
     window_s: float
     arrivals: int
     prompt: float
     prompt_squared: float
+    """Mean of squared prompt tokens."""
     missed: float
+    """Prompt tokens not found in a cache."""
     output: float
     scv: float = 1.0
+    """Squared coefficient of variation of the times between arrivals."""
 
 
 class UnknownVersion(msgspec.Struct, frozen=True):
-    """A group whose leader and this router have no version of the link in common: no request goes there."""
+    """A group whose leader has another protocol version: it receives no requests."""
 
     group: str
     why: str
 
 
 class RouterSummary(msgspec.Struct, frozen=True):
-    """One router now. `traffic`: windows of 6, 60 and 300 s. `queued`: requests that wait at the router, `queued_tokens` theirs.
-
-    `held`: those of them that wait for the service to wake from zero. `ttft`, `itl`: of the last minute, as clients saw them.
-    Counters are since the router's start. `policy`: the number of the policy that it follows, 0 for that of its ConfigMap.
-    """
+    """One router now. Counters are since its start."""
 
     router: str
     groups: list[GroupSummary]
     traffic: list[Traffic]
+    """Windows of 6, 60 and 300 s."""
     queued: int
+    """Requests that wait at the router."""
     queued_tokens: int
     held: int
+    """Queued requests that wait for a cold start."""
     idle_s: float
     ttft: Histogram
+    """Of the last minute, as clients observed it; likewise `itl`."""
     itl: Histogram
     hotspots: list[Hotspot] = []
     fleet_saturated: bool = False
@@ -147,54 +148,54 @@ class RouterSummary(msgspec.Struct, frozen=True):
     pingpong_total: int = 0
     shed_total: int = 0
     policy: int = 0
+    """Number of the policy in effect; 0 for that of its ConfigMap."""
     emptied: list[str] = []
-    """Groups that are to be emptied and hold no stream of this router any more."""
+    """Groups to evacuate without streams of this router."""
     version: int = PROTOCOL_VERSION
     unknown_versions: list[UnknownVersion] = []
 
 
 class Budgets(msgspec.Struct, frozen=True):
-    """What one router may do, already divided by the number of routers.
-
-    moves_per_group: at once, out of one group and into one. bytes_per_s: of one group's transfers.
-    tokens_share_per_s: of all live tokens.
-    """
+    """Limits of one router, already divided by the number of routers."""
 
     moves_per_group: int = 8
+    """At once, out of one group and into one."""
     bytes_per_s: float | None = None
+    """Of one group's transfers."""
     tokens_share_per_s: float = 0.02
+    """Of all live tokens."""
 
 
 class BalancePolicy(msgspec.Struct, frozen=True):
-    """What the operator grants. `number` rises with each change. Targets are seconds; None is no target.
-
-    `empty`: groups to take streams off (drain, scale-in, rollout, a node that is drained), the most urgent first.
-    `for_good`: those of them that get no successor of their revision, so that perhaps no group will have their weights again.
-    `wanted`: the service is to have a group at all.
-    `max_held`: requests that each router holds, for `hold_s` at most, while there is no group; 0: none, for no group will come.
-    `canary`: the newest revision, to which `canary_percent` of the new requests go while groups of others serve; empty: no share.
-    `fails_open`: groups that tell nothing of their load may get new requests, where there is no better one.
-    """
+    """The operator's policy for a router. Targets are seconds."""
 
     number: int = 0
+    """Rises with each change."""
     mode: Mode = "Migrate"
     routers: int = 1
     budgets: Budgets = Budgets()
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
     empty: list[str] = []
+    """Groups to evacuate (drain, scale-in, rollout, node drain), most urgent first."""
     max_held: int = 0
+    """Requests that each router holds during a cold start, each for `hold_s` at most; 0: no group will come."""
     hold_s: float = 0.0
     canary: str = ""
+    """The newest revision, which receives `canary_percent` of new requests while groups of other revisions serve; empty: no
+    canary."""
     canary_percent: int = 0
     routing: Routing = "PrefixAware"
     fails_open: bool = True
+    """Groups without load reports may receive new requests if no better group exists."""
     for_good: list[str] = []
+    """Groups in `empty` without a successor of their revision: possibly no group will have their weights again."""
     wanted: bool = True
+    """The service is to have a group at all."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The operator's question: the policy to follow from now on, and how long the answer may wait for something to tell."""
+    """The operator's poll: the policy from now on, and how long the router may wait for a change."""
 
     policy: BalancePolicy
     wait_s: float = 15.0

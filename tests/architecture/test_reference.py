@@ -24,7 +24,7 @@ def flags(parser: argparse.ArgumentParser, command: str = "") -> list[str]:
             continue
         name = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
         choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
-        default = "" if action.default in (None, [], "", argparse.SUPPRESS) else f"`{action.default}`"
+        default = "" if action.default in (None, [], (), "", argparse.SUPPRESS) else f"`{action.default}`"
         told = re.sub(r" \(default %\(default\)s(; )?([^)]*)\)", r" \2", action.help or "").strip()
         rows.append(f"| {name} | {default} | {told or 'one of'}{choices} |")
     return rows

@@ -1,10 +1,10 @@
-"""Who may come in: at the door (never fits, queue full) and at each step (a row and pages for the whole context are free).
+"""Admission of requests: on arrival (never fits, queue full) and at each step (a free row, and pages for the whole context).
 
     fits ever: prompt < max_model_len, and max_model_len never exceeds the pool (see `Limits.within`)
     fits now:  free_rows > 0  and  free_pages >= pages(context) + running
 
-The last term leaves every running request one page to grow into, so that an admission does not force a preemption in the
-next steps. Alone, a request that fits ever fits now: progress. The length of the output is not reserved.
+The last term leaves every running request one page to grow, so an admission forces no preemption in the next steps. Without other
+requests a request that fits ever fits now, which guarantees progress. Output length is not reserved.
 """
 
 from dataclasses import dataclass, replace
@@ -12,27 +12,26 @@ from dataclasses import dataclass, replace
 from phalanx_runtime.core.step_plan import PoolShape
 
 MORE_DRAWS = 32
-"""Rows of scores that a step may have beyond one for each request that it may hold: for what is proposed."""
+"""Logits rows of a step beyond one per request, for draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine takes on. Tokens of one request, requests in one step, tokens in one step, requests that wait.
-
-    `long_prefill_tokens`: most tokens of one prompt in a step; 0 takes half of what prompts get while others have some, and all
-    otherwise. `itl_target_s`: how long a stream should wait between tokens at most; None gives prompts all that fits.
-    `plans_in_flight`: how many plans may be made before the first of them is committed. `max_waiting_tokens`: bound of the
-    queue in tokens to be computed (see `Scheduler.backlog_tokens`), beside the one in requests; None is none.
-    """
+    """Limits of the engine."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int = 1024
+    """Requests in the queue."""
     long_prefill_tokens: int = 0
+    """Most tokens of one prompt in a step; 0: half of the prefill budget while other prompts need it, else all."""
     itl_target_s: float | None = None
+    """Longest step with running streams; without it prompts get all that fits."""
     plans_in_flight: int = 1
+    """Plans made before the first of them is committed."""
     max_waiting_tokens: int | None = None
+    """Bound of the queue in uncomputed tokens, see `Scheduler.backlog_tokens`."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "plans_in_flight"):
@@ -46,17 +45,17 @@ class Limits:
 
     @property
     def max_draws(self) -> int:
-        """Rows of scores that a step has at most: one for each request and for some proposals. Memory is kept for so many."""
+        """Maximum logits rows per step; sizes the logits buffer."""
         return self.max_num_seqs + MORE_DRAWS
 
     def within(self, pool: PoolShape) -> "Limits":
-        """These limits with max_model_len cut to what the whole pool holds, so that one request alone always fits."""
+        """Returns these limits with max_model_len reduced to the whole pool, so that one request alone always fits."""
         return replace(self, max_model_len=min(self.max_model_len, pool.num_pages * pool.page_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The request comes in now."""
+    """The request starts now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The request does not run here: HTTP status and code for the client, and how many tokens stand before a later try."""
+    """The request is rejected: HTTP status and code, and the tokens queued before a later try."""
 
     status: int
     code: str
@@ -75,7 +74,7 @@ class Refuse:
 
 
 def fits_ever(num_prompt: int, limits: Limits) -> Admit | Refuse:
-    """Whether an empty engine could serve this prompt. The door checks lengths too; a router may know less than we do."""
+    """Returns whether an empty engine could serve this prompt. The API server checks lengths too, but a router may know less."""
     if num_prompt == 0:
         return Refuse(400, "empty_prompt", "the prompt has no tokens; at least one is needed")
     if num_prompt >= limits.max_model_len:
@@ -88,7 +87,7 @@ def fits_ever(num_prompt: int, limits: Limits) -> Admit | Refuse:
 
 
 def may_wait(waiting: int, backlog_tokens: int, limits: Limits) -> Wait | Refuse:
-    """Whether one more request may join the queue. One may always wait in an empty queue, however long it is."""
+    """Returns whether one more request may join the queue. An empty queue accepts a request of any length."""
     if waiting >= limits.max_waiting:
         return Refuse(429, "queue_full", f"{waiting} requests wait already", backlog_tokens)
     if waiting and limits.max_waiting_tokens is not None and backlog_tokens >= limits.max_waiting_tokens:
@@ -97,7 +96,7 @@ def may_wait(waiting: int, backlog_tokens: int, limits: Limits) -> Wait | Refuse
 
 
 def fits_now(context_pages: int, free_pages: int, free_rows: int, running: int) -> Admit | Wait:
-    """Whether the first of the queue may start in this step."""
+    """Returns whether the first request of the queue may start in this step."""
     if free_rows and free_pages >= context_pages + running:
         return Admit()
     return Wait()

@@ -1,32 +1,31 @@
-"""Shapes of proposals: each is a token behind another proposal, its parent, or behind the request's own last token.
+"""Shapes of draft trees: each draft token follows its parent, another draft token or the request's last own token.
 
     parents  -1  0  1  -1  3          own - 0 - 1 - 2
                                           \\ 3 - 4
 
-Every proposal comes after its parent. Those with one parent are its children, the likeliest first. A chain is a tree in which
-each has one child.
+Parents precede their children; siblings are in order of probability. A chain is a tree with one child per node.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 OWN = -1
-"""The parent of proposals behind the request's own last token."""
+"""Parent of draft tokens right after the request's last own token."""
 
 
 def chain(count: int) -> list[int]:
-    """The parents of so many proposals one behind the other."""
+    """Returns the parents of a chain of `count` tokens."""
     return list(range(OWN, count - 1))
 
 
 def is_chain(parents: Sequence[int]) -> bool:
-    """Whether each is behind the one before."""
+    """Returns whether each token follows the one before."""
     return all(parent == at - 1 for at, parent in enumerate(parents))
 
 
 @lru_cache(maxsize=1024)
 def levels(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """How many proposals each has before it in its branch."""
+    """Returns the depth of each token in its branch, from 0."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent == OWN else found[parent] + 1)
@@ -35,7 +34,7 @@ def levels(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def places(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """How many children of its parent come before each."""
+    """Returns the index of each token among its siblings."""
     seen: dict[int, int] = {}
     found = []
     for parent in parents:
@@ -45,6 +44,6 @@ def places(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def part(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """The parents of the kept ones among themselves. kept: rising, each with its parent."""
+    """Returns the parents of the kept tokens among themselves. kept: ascending, each with its parent."""
     place_of = {OWN: OWN} | {node: place for place, node in enumerate(kept)}
     return [place_of[parents[node]] for node in kept]

@@ -1,11 +1,11 @@
-"""Proposals without a model: what followed the last tokens of a request where they occurred before, in prompt or output.
+"""N-gram proposer: draft tokens are those that followed the last tokens where they occurred before, in prompt or output.
 
     tokens   ... a b c | d e f ........ a b c |        the last three occurred before: d e f are proposed
                        ^ there                ^ now
 
-Places are found by the two tokens before them, the latest first, and the one wins whose tokens before it agree the longest; a
-tree takes several. A place is entered once, in time that does not depend on the length; so is a look. Only the latest
-tokens are: a request takes 64 KiB, and 4 bytes a place, at most 192 KiB in all.
+Positions are found by the two tokens before them, the latest first; the position with the longest agreement wins, and a tree
+takes several. Indexing a position and a lookup take constant time. Only recent tokens are indexed: a request needs 64 KiB and 4
+bytes per position, at most 192 KiB.
 """
 
 from array import array
@@ -16,36 +16,36 @@ from phalanx_api.speculation import CHAIN, Method, Tree
 from phalanx_runtime.core.acceptance import FADE_OF_REQUEST, AcceptanceRates
 
 SHORTEST = 2
-"""Tokens that must agree. One alone agrees nearly everywhere and says little."""
+"""Tokens that must agree: one alone occurs nearly everywhere."""
 LONGEST = 32
-"""Tokens that are compared at most."""
+"""Most tokens compared."""
 PLACES = 8
-"""Places that one look compares."""
+"""Positions compared per lookup."""
 AT_ONCE = 4096
-"""Places that one step enters for all requests, about a millisecond: long prompts are entered over several steps, which go on
-without proposals for them."""
+"""Positions indexed per step for all requests, about a millisecond: long prompts are indexed over several steps, which have no
+draft tokens for them."""
 LATEST = 1 << 14
-"""Tokens of a long text that are entered. Once twice as many are, it begins anew with so many."""
+"""Indexed tokens of a long text. At twice as many the index is rebuilt with this number."""
 BUCKETS = 1 << 14
-"""Places are found by a hash of the two tokens before them."""
+"""Size of the hash table over pairs of tokens."""
 TRIES = 64
-"""Places of one hash that a look goes through."""
+"""Positions of one hash that a lookup visits."""
 
 
 class NgramProposer:
-    """The places of one request's tokens. Tokens are only ever appended."""
+    """Index of one request's tokens, which are only appended."""
 
     __slots__ = ("_before", "_entered", "_first", "_latest")
 
     def __init__(self) -> None:
         self._latest = array("I")
-        """By hash the latest place; 0: none. Empty until something is entered."""
+        """Latest position by hash; 0: empty. Allocated at the first indexed position."""
         self._before = array("I")
-        """For each place from the first on the one before it with the same hash; 0: none."""
+        """For each position the one before it with the same hash; 0: no earlier one."""
         self._first = self._entered = SHORTEST
 
     def enter(self, tokens: Sequence[int], most: int) -> int:
-        """How many places it entered now, at most so many: those before the end, for what follows them is known."""
+        """Indexes at most `most` positions before the end. Returns how many."""
         end = len(tokens)
         if not self._latest or end - self._first > 2 * LATEST:
             self._first = self._entered = max(SHORTEST, end - LATEST)
@@ -59,8 +59,8 @@ class NgramProposer:
         return self._entered - first
 
     def find(self, tokens: Sequence[int], count: int, places: int = 1) -> list[tuple[list[int], int]]:
-        """For so many places `count` tokens that may come next, and how many tokens agree there; the most first, of equal ones
-        the latest. Fewer where there are fewer, none while some are to be entered."""
+        """Returns for up to `places` positions `count` candidate tokens and the number of agreeing tokens, the longest agreement
+        first, then the latest. Empty while positions are unindexed."""
         end = len(tokens)
         if self._entered < end or end <= SHORTEST or count < 1:
             return []
@@ -77,7 +77,7 @@ class NgramProposer:
 
 
 def _hash(before: int, last: int) -> int:
-    """Of two tokens."""
+    """Hash of two tokens."""
     return (before * 40_503 + last) % BUCKETS
 
 

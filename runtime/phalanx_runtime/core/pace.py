@@ -1,20 +1,20 @@
-"""How fast requests gain tokens where a step may give each several: tokens of a decode in a step, and what that is worth in time.
+"""Measures the speed of decodes with speculation: tokens per decode and step, and the speedup in time.
 
-    tokens_per_step = tokens that decodes gained / decodes                                     1 without proposals
-    speedup         = tokens_per_step / (time of the step / its fitted time without proposals)
+    tokens_per_step = tokens of decodes / decodes                                              1 without draft tokens
+    speedup         = tokens_per_step / (time of the step / its fitted time without draft tokens)
 
-Both are followed over about the last twenty steps that had decodes. A step without proposals is as long as its fitted time.
+Both are means over about the last twenty steps with decodes. A step without draft tokens takes its fitted time.
 """
 
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.step_builder import StepBuilder
 
 FOLLOWED = 20
-"""How many of the latest values count."""
+"""Number of recent values in a mean."""
 
 
 class MovingAverage:
-    """A mean over about the last `FOLLOWED` values; over all of them while they are fewer."""
+    """Mean over about the last `FOLLOWED` values; over all while they are fewer."""
 
     __slots__ = ("_count", "mean")
 
@@ -23,29 +23,29 @@ class MovingAverage:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Follows one value."""
+        """Adds one value."""
         self._count = min(self._count + 1, FOLLOWED)
         self.mean += (value - self.mean) / self._count
 
 
 class EnginePace:
-    """Follows the steps of one engine."""
+    """Speed of one engine."""
 
     def __init__(self) -> None:
         self._gained, self._stretch = MovingAverage(), MovingAverage()
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a decode gains in a step; at least 1."""
+        """Tokens that a decode gains per step; at least 1."""
         return max(1.0, self._gained.mean)
 
     @property
     def speedup(self) -> float:
-        """By how much tokens come faster than one in each step without proposals."""
+        """Ratio of the token rate to that of one token per step without draft tokens."""
         return self.tokens_per_step / (self._stretch.mean or 1.0)
 
     def stepped(self, making: StepBuilder, model: StepModel | None, wall_s: float) -> None:
-        """A step was computed in this time."""
+        """Records the time of a step."""
         gained = [chunk.gained for chunk in making.chunks if chunk.is_decode and chunk.gained]
         if not gained:
             return

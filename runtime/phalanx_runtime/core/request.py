@@ -1,9 +1,9 @@
-"""One request in the engine: the tokens it wants computed, and how many of them are.
+"""State of one request in the engine: its tokens, and how many of them are computed.
 
-No phases: a request wants `len(tokens)` tokens in its pages and has `computed` of them. Fresh, preempted, half prefilled and
-decoding differ only in that difference; a draw appends a token, and the difference is one again.
+There are no phases: a request has `len(tokens)` tokens, of which `computed` are in its pages. New, preempted, partly prefilled
+and decoding requests differ only in that difference; a sampled token is appended and makes it one again.
 
-    [0, num_prompt) prompt · [num_prompt, len(tokens)) output, what another group delivered first
+    [0, num_prompt) prompt · [num_prompt, len(tokens)) output, tokens delivered by another group first
     output index = position - num_prompt
 """
 
@@ -16,7 +16,7 @@ from phalanx_runtime.core.ngram import RequestSpeculation
 
 @dataclass(frozen=True, slots=True)
 class SchedulingHints:
-    """What a request wants of the policy, in seconds; None is no wish. `arrived_s`: when it came to its router, or here."""
+    """Inputs of the scheduling policy, in seconds. `arrived_s`: arrival at the router, or here."""
 
     priority: int = 0
     tenant: str = ""
@@ -30,23 +30,11 @@ class SchedulingHints:
 class Request:
     """State of one request.
 
-        tokens   |------- prompt -------|-- output --|        num_prompt <= len(tokens) <= max_len
-        computed |==============>             |               tokens in the pages; `farthest` (|): before a preemption
-        pages    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]               one for each page_size tokens
-        keyed    |=======>                                    pages offered to the prefix cache
-        sent     |================>                           pages that the ranks know
-
-    `order` says who came here first; `row` is None while it waits; `gone` once it ended or was aborted.
-
-    [0, sent) of `pages` the ranks know · [0, keyed) of `pages` are in the prefix cache, or were
-    offered to it until one was there already (`is_chained`). `farthest` is the highest
-    value that `computed` ever had: what lies before it is recomputed after a preemption. `lapsed_s`: when its due time passed.
-    `told`: the last prompt token whose details were sent: a prompt that is recomputed is not told again.
-    `has_drawn`: whether a token was drawn for it here; from then on `cached_tokens` stays.
-    `alone`: it shares no step with others. `is_frozen`: no further step for now, pages and row stay. `num_losses`: how often it
-    lost its pages.
-    [0, found) of `tokens` are in pages that were found by key, computed or to be computed by others. `waits_since_s`: since when
-    it waits for a row, or waited.
+    tokens   |------- prompt -------|-- output --|        num_prompt <= len(tokens) <= max_len
+    computed |==============>             |               tokens in the pages; `farthest` (|): before a preemption
+    pages    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]               one for each page_size tokens
+    keyed    |=======>                                    pages offered to the prefix cache
+    sent     |================>                           pages that the ranks know
     """
 
     handle: int
@@ -60,59 +48,71 @@ class Request:
     computed: int = 0
     row: int | None = None
     pages: list[int] = field(default_factory=list)
+    """The ranks know [0, sent) of them; [0, keyed) are in the prefix cache, or were offered to it."""
     gone: bool = False
+    """It ended or was aborted."""
     wishes: SchedulingHints = SchedulingHints()
     keys: PrefixKeys | None = None
     keyed: int = 0
     is_chained: bool = True
+    """All pages in [0, keyed) have a key; false once another page had the key."""
     sent: int = 0
     in_flight: bool = False
     farthest: int = 0
+    """Highest value of `computed`: tokens before it are recomputed after a preemption."""
     cached_tokens: int = 0
     lapsed_s: float | None = None
+    """When its deadline passed."""
     told: int = 0
+    """Prompt tokens whose logprobs were sent; they are not sent again after a preemption."""
     has_drawn: bool = False
+    """A token was sampled here; `cached_tokens` is final."""
     is_frozen: bool = False
+    """It gets no further step for now, and keeps pages and row."""
     is_held: bool = False
-    """Came with its pages and waits for its grammar: frozen until `release`, whoever thaws it."""
+    """Arrived by a move and waits for its grammar: frozen until `release`."""
     alone: bool = False
+    """It shares no step with other requests."""
     num_losses: int = 0
+    """Number of preemptions."""
     found: int = 0
+    """Tokens in pages found by key."""
     waits_since_s: float = 0.0
+    """Start of its last wait for a row."""
     proposing: RequestSpeculation | None = None
-    """What is known of it where tokens are proposed for it."""
+    """State of its speculation."""
     is_cut: bool = False
-    """Pages that the ranks know were given back: they have to forget those after `sent`."""
+    """Pages known to the ranks were freed: the ranks must drop those after `sent`."""
     strays: list[int] = field(default_factory=list)
-    """Slots in which the last of the `computed` tokens lie: accepted branches of a tree. The next step puts them in place."""
+    """Slots of the last `computed` tokens, accepted branches of a tree; the next step copies them to their positions."""
 
     @property
     def seniority(self) -> tuple[float, int]:
-        """Who came first, here or to another group before: the smallest. No two are equal."""
+        """Order of arrival, here or at an earlier group: the smallest came first. All differ."""
         return self.wishes.arrived_s, self.order
 
     @property
     def placed(self) -> int:
-        """How many tokens lie in their places: others may read them, and they may move."""
+        """Tokens in their own slots: others may read them, and they may move."""
         return self.computed - len(self.strays)
 
     @property
     def missing(self) -> int:
-        """How many wanted tokens are not computed yet."""
+        """Tokens not computed yet."""
         return len(self.tokens) - self.computed
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far, those delivered by another group included; also the index of the next one."""
+        """Output tokens so far, also those delivered by another group; also the index of the next one."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens not yet computed plus output tokens still allowed."""
+        """Uncomputed tokens plus output tokens still allowed."""
         return self.max_len - self.computed
 
     def finish(self) -> wire.FinishReason | None:
-        """Why the request ends after its last output token, or None when it goes on."""
+        """Returns why the request ends after its last output token, if it does."""
         output = len(self.tokens) - self.num_prompt
         if output and output >= self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return "stop"
@@ -120,7 +120,7 @@ class Request:
 
 
 def make_request(handle: int, order: int, asked: wire.Request, max_model_len: int, now: float = 0.0) -> Request:
-    """State of a request that is asked for now. Its length ends at max_tokens or at the model's limit, whichever is first."""
+    """Returns the state of a new request. Its length ends at max_tokens or at the model's limit."""
     sampling = asked.sampling
     return Request(
         handle=handle,
@@ -149,11 +149,11 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def is_penalised(sampling: wire.Sampling) -> bool:
-    """Whether any penalty changes a score."""
+    """Returns whether any penalty changes logits."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def needs_history(sampling: wire.Sampling) -> bool:
-    """Whether the next draw depends on the tokens before it otherwise than through the model, or they are to be told."""
+    """Returns whether sampling depends on earlier tokens other than through the model, or their logprobs are requested."""
     told = sampling.prompt_logprobs is not None
     return is_penalised(sampling) or told or bool(sampling.bad_words) or sampling.grammar is not None

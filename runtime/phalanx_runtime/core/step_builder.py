@@ -1,4 +1,4 @@
-"""A plan in the making: which request computes how many tokens, what is proposed behind them, and which pages it writes."""
+"""Builds the plan of one step: which request computes how many tokens, its draft tokens, and the pages that it writes."""
 
 from dataclasses import dataclass, field
 
@@ -10,82 +10,87 @@ from phalanx_runtime.core.step_plan import CatchUp, Growth, NewRow, Path, StepPl
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """The next `count` tokens of a request from `start`, and behind them `depth` proposals.
-
-    `proposed` is empty where the ranks draft them. `grades` say how likely each is, `parents` behind which each is; with `growth`
-    the ranks choose that. `behind`: positions that a draft model catches up with. `strays`: see `plan.StepPlan`. `num_pages`:
-    pages that the request had before it got some for proposals. Once the plan is finished, `gained`: tokens that it was given;
-    `undrafted`: proposals that got no token from the ranks.
-    """
+    """The next `count` tokens of a request from `start`, and `depth` draft tokens after them."""
 
     request: Request
     start: int
     count: int
     depth: int = 0
     proposed: list[int] = field(default_factory=list)
+    """Draft tokens; empty if the ranks draft them."""
     grades: list[int] = field(default_factory=list)
+    """Acceptance grade of each draft token."""
     is_drafted: bool = False
     behind: range = range(0)
+    """Positions that a draft model backfills."""
     parents: list[int] = field(default_factory=list)
+    """Parent of each draft token; empty for a chain."""
     growth: Growth | None = None
+    """Bounds of a tree whose shape the ranks choose."""
     strays: list[int] = field(default_factory=list)
+    """See `StepPlan.strays`."""
     num_pages: int = 0
+    """Pages of the request without those for draft tokens."""
     gained: int = 0
+    """Tokens that it got, once the plan is finished."""
     undrafted: frozenset[int] = frozenset()
+    """Draft positions for which the ranks had no token."""
 
     @property
     def end(self) -> int:
-        """Position after the last token of its own."""
+        """Position after its last own token."""
         return self.start + self.count
 
     @property
     def num_levels(self) -> int:
-        """How many proposals its longest branch has, as far as there are tokens."""
+        """Draft tokens of its longest branch, as far as there are tokens."""
         found = enumerate(levels(tuple(self.parents)))
         return max((level for node, level in found if node not in self.undrafted), default=-1) + 1
 
     @property
     def has_branches(self) -> bool:
-        """Whether its proposals are no chain, or need not be."""
+        """Whether its draft tokens form a tree, or may."""
         return self.growth is not None or not is_chain(self.parents)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token behind others."""
+        """Whether it is one token after others."""
         return self.count == 1 and self.start > 0
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """One step. `budget` counts tokens that prompts may still get, of `whole`; `others`: all but one with prompt tokens.
-
-    `fresh`: pages that this step writes, which no copy before it may read; `drafted`: those that a draft model writes, so that a
-    copy lacks what it computes. `draft_room`: tokens that it may still catch up with. `plain`: the work without proposals.
-    """
+    """One step."""
 
     step: int
     budget: int = 0
+    """Prefill tokens left of `whole`."""
     whole: int = 0
     others: int = 0
+    """Number of prompts in the step minus one."""
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
+    """Pages that this step writes; copies before the step must not read them."""
     drafted: set[int] = field(default_factory=set)
+    """Pages that a draft model writes in this step, so a copy lacks its values."""
     draft_room: int = 0
+    """Tokens that a draft model may still backfill."""
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
+    """The work without draft tokens."""
     _described: tuple[int, int] = (0, 0)
-    """Chunks and tokens, without proposals, of which `plain` is the work."""
+    """Chunks and tokens without draft tokens that `plain` describes."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes, proposals included."""
+        """Tokens that the step computes, draft tokens included."""
         return sum(chunk.count + chunk.depth for chunk in self.chunks)
 
     def add(self, request: Request, count: int) -> ScheduledChunk:
-        """Puts the next tokens of a request into the step; a request that no rank knows yet is announced."""
+        """Adds the next tokens of a request to the step; announces a request that is new to the ranks."""
         if not request.sent:
             assert request.row is not None, "only running requests compute"
             history = list(request.tokens) if needs_history(request.sampling) else []
@@ -96,7 +101,7 @@ class StepBuilder:
         return chunk
 
     def describe_plain(self) -> StepWork:
-        """What the step computes without proposals, as of now; found once for the same chunks."""
+        """Returns the current work without draft tokens; cached for the same chunks."""
         chunks = len(self.chunks), sum(chunk.count for chunk in self.chunks)
         if chunks != self._described:
             self._described, self.plain = chunks, self._describe(with_proposals=False)
@@ -109,7 +114,7 @@ class StepBuilder:
         return describe([chunk.end for chunk in decodes], prompts, proposals)
 
     def finish(self) -> StepPlan:
-        """The plan. From now on its requests' pages are known to the ranks."""
+        """Returns the plan. From now on the ranks know its requests' pages."""
         rows, pages, tokens = [], [], []
         paths: list[Path] = []
         cuts: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
-"""What is wrong with a page pool: every page is free, held or cached, counts are those of their reasons, chains are whole.
+"""Checks a page pool: every page is free, held or cached, reference counts match their holders, chains are complete.
 
-Looks only, and never raises: a leak is for the caller to count and log.
+Reads only and never raises: the caller counts and logs errors.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The pool's own arrays, by page."""
+    """The pool's arrays, by page."""
 
     page_size: int
     free: Sequence[int]
@@ -26,12 +26,12 @@ class PoolState:
 
 
 def find_wrong(state: PoolState, held: Iterable[Iterable[int]]) -> list[str]:
-    """One sentence for each thing wrong, given the pages of every holder; empty when there is none."""
+    """Returns one sentence per error, given the pages of every holder."""
     return [*_wrong_holders(state, held), *_wrong_free(state), *_wrong_chains(state), *_wrong_keys(state)]
 
 
 def _wrong_holders(state: PoolState, held: Iterable[Iterable[int]]) -> Iterator[str]:
-    """Pages whose count is not that of their holders."""
+    """Pages whose count differs from their holders."""
     num_pages = len(state.refs)
     expected = array("q", bytes(8 * num_pages))
     for pages in held:
@@ -46,7 +46,7 @@ def _wrong_holders(state: PoolState, held: Iterable[Iterable[int]]) -> Iterator[
 
 
 def _wrong_free(state: PoolState) -> Iterator[str]:
-    """Pages in the free list that should not be there, or that are nowhere."""
+    """Wrong pages in the free list, and lost pages."""
     free = set(state.free)
     if len(free) != len(state.free):
         yield f"{len(state.free) - len(free)} pages are in the free list twice"
@@ -64,7 +64,7 @@ def _wrong_free(state: PoolState) -> Iterator[str]:
 
 
 def _wrong_chains(state: PoolState) -> Iterator[str]:
-    """Pages whose followers are miscounted, that follow what no key finds, or that may be evicted when they may not."""
+    """Pages with a wrong child count, with an unpublished parent, or with a wrong idle flag."""
     children = array("q", bytes(8 * len(state.refs)))
     for page, parent in enumerate(state.parents):
         if parent is not None:
@@ -84,7 +84,7 @@ def _wrong_chains(state: PoolState) -> Iterator[str]:
 
 
 def _wrong_keys(state: PoolState) -> Iterator[str]:
-    """Keys that find a page of another key, and published pages that no key finds."""
+    """Keys of another page, and published pages without a key."""
     for key, page in state.page_of.items():
         if state.keys[page] != key or not state.published[page]:
             yield f"key {key.hex()} finds page {page}, which is not of that key"

@@ -1,11 +1,12 @@
-"""Which cached page begins like given tokens: the source of a copy when a prefix ends inside a page."""
+"""Finds a cached page that begins like given tokens, the source of a copy when a prefix ends inside a page; and logs changes of
+keys."""
 
 from array import array
 from collections.abc import Sequence
 
 
 class PartialPageIndex:
-    """Tokens of cached pages, found by (page before it, first token). Of pages that meet there the latest is found."""
+    """Tokens of cached pages by (parent page, first token). Of pages with equal values the latest is found."""
 
     __slots__ = ("_found_by", "_page_size", "_places", "_tokens")
 
@@ -16,7 +17,7 @@ class PartialPageIndex:
         self._found_by: dict[tuple[int, int], int] = {}
 
     def add(self, page: int, parent: int, tokens: Sequence[int]) -> None:
-        """Notes the tokens of a page that follows `parent`."""
+        """Adds the tokens of a page after `parent`."""
         size = self._page_size
         self._tokens[page * size : (page + 1) * size] = array("q", tokens)
         place = parent, tokens[0]
@@ -24,7 +25,7 @@ class PartialPageIndex:
         self._found_by[place] = page
 
     def remove(self, page: int) -> None:
-        """Forgets a page; one that was never added is no error."""
+        """Removes a page, if it was added."""
         place = self._places[page]
         if place is not None:
             self._places[page] = None
@@ -32,7 +33,7 @@ class PartialPageIndex:
                 del self._found_by[place]
 
     def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """A page after `parent` and how many of `tokens` it begins with, at least one; None when there is none."""
+        """Returns a page after `parent` and how many of `tokens` it begins with, if that is at least one."""
         page = self._found_by.get((parent, tokens[0])) if tokens else None
         if page is None:
             return None
@@ -44,29 +45,29 @@ class PartialPageIndex:
         return page, same
 
 
-# What became findable in the prefix cache and what did no longer, numbered, for those who keep a copy (routers).
-#     replay of all changes on an empty set = the keys that the pool finds now
-# The log is bounded: who takes too late is told that the oldest are forgotten, and takes all keys instead.
+# Numbered changes of the prefix cache's keys, for routers that keep a copy.
+#     replay of all changes on an empty set = the current keys of the pool
+# The log is bounded: a reader that is too late receives all keys instead.
 
 
 class PageEvents:
-    """The latest changes that nobody took yet: (is_added, key) each. Numbers go up by one, from 0."""
+    """The latest changes (is_added, key) since the last `take`. Numbers rise by one, from 0."""
 
     __slots__ = ("_length", "_log", "next_number")
 
     def __init__(self, length: int) -> None:
         self.next_number = 0
-        """Number of the change to come: what is found now comes of all changes before it."""
+        """Number of the next change."""
         self._length = length
         self._log: list[tuple[bool, bytes]] = []
 
     def append(self, is_added: bool, key: bytes) -> None:
-        """Takes note of one change."""
+        """Logs one change."""
         if len(self._log) <= self._length:
             self._log.append((is_added, key))
         self.next_number += 1
 
     def take(self) -> list[tuple[bool, bytes]] | None:
-        """The changes since the call before, oldest first; None when there were more than the log holds."""
+        """Returns the changes since the last call, oldest first, if the log holds all of them."""
         changes, self._log = self._log, []
         return changes if len(changes) <= self._length else None

@@ -1,16 +1,14 @@
-"""How requests share pages: what a request need not compute because a page holds it, or will hold it after this step.
+"""Shares pages between requests: a request skips tokens that a page holds, or will hold after this step.
 
     [0, run) pages found by key · [run, full) own pages, published at once · tail: own, partly filled
 
-A page found by key may not be written yet. Nobody owns that work: whoever has a chunk there first writes it, and all others
-skip to what is written by the plans made so far (a step writes all keys and values of a layer before it attends). So when a
-writer leaves before it wrote, the next one goes on in its place.
-The tail of a prompt (its tokens after the last full page, but for the last token) has no key; while its first owner runs, or one
-who copied from it, equal requests copy its page. Copies happen before the pass, so they take only pages that earlier plans wrote:
-a request whose tail is being written in this very step waits for the next one. A page that begins like ours but goes on
-otherwise is copied as well.
-At least the last token is always computed: its scores are wanted. Requests that want details of their prompt compute all of it,
-unless they come with output: then these were told.
+A page found by key may not be written yet. The first request with a chunk there writes it; all others skip to the slots that the
+plans so far write (a step writes all keys and values of a layer before attention). If a writer leaves, the next request continues
+in its place. The tail of a prompt (the tokens after the last full page, without the last token) has no key; while its first owner
+or a copy of it runs, equal requests copy its page. Copies happen before the pass, so only from pages that earlier plans wrote: a
+request whose tail is written in this step waits for the next one. A page that begins with the same tokens but continues
+differently is copied too. At least the last token is always computed, for its logits. Requests for prompt logprobs compute the
+whole prompt, unless they already have output: then the logprobs were delivered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,25 +20,27 @@ from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
-# Which prefixes many prompts begin with: the heaviest by their share of the prompt tokens that came lately.
-# Space-saving (Metwally et al. 2005) over page keys: `COUNTERS` counters; a key without one takes that of the lightest, with
-# its weight as error. A key stands for its whole prefix, so a prompt is counted at some of its depths: 1, 2, 3, 4, 6, 8, 12
-# ... pages, as far as they have counters, and one step deeper. So a prefix gets its depth in as many prompts as there are
-# steps to it, and a prompt that comes once costs one counter. Told is the weight less the error, never too much. Weights
-# halve in `HALF_LIFE_S`.
+# Hot prefixes: the heaviest by their share of recent prompt tokens.
+# Space-saving (Metwally et al. 2005) over page keys: `COUNTERS` counters; a new key replaces the lightest one and takes its
+# weight as
+# error. A key stands for its whole prefix, so a prompt is counted at depths of 1, 2, 3, 4, 6, 8, 12 ... pages, as far as they
+# have counters,
+# and one step deeper. A prefix reaches its depth after as many prompts as there are steps to it; a unique prompt costs one
+# counter. The
+# reported weight is reduced by the error, so it is never too high. Weights halve in `HALF_LIFE_S`.
 
 COUNTERS = 64
 TOLD = 8
 HALF_LIFE_S = 30.0
 DECAY_EVERY_S = 1.0
 SAME_SHARE = 0.8
-"""A prefix is left out when a longer one has this part of its weight: the longer one says it all."""
+"""A prefix is omitted when a longer one has this share of its weight."""
 LEAST_SHARE = 0.01
 
 
 @dataclass(slots=True)
 class _Counter:
-    """`parent` is the key at the depth before, where it had a counter."""
+    """`parent`: key at the depth before, if it had a counter."""
 
     pages: int
     weight: float
@@ -49,7 +49,7 @@ class _Counter:
 
 
 def depths(pages: int) -> Iterator[int]:
-    """The depths at which a prompt of so many full pages is counted."""
+    """Yields the depths at which a prompt of this many full pages is counted."""
     depth = 1
     while depth <= pages:
         yield depth
@@ -59,7 +59,7 @@ def depths(pages: int) -> Iterator[int]:
 
 
 class HotPrefixes:
-    """Counts prompts by what they begin with."""
+    """Counts prompts by their prefixes."""
 
     def __init__(self) -> None:
         self._counters: dict[bytes, _Counter] = {}
@@ -67,7 +67,7 @@ class HotPrefixes:
         self._decayed_s: float | None = None
 
     def add(self, keys: Sequence[bytes], num_tokens: int) -> None:
-        """Counts a prompt of so many tokens, whose full pages have these keys."""
+        """Counts a prompt of `num_tokens` tokens whose full pages have these keys."""
         self._total += num_tokens
         parent: bytes | None = None
         for depth in depths(len(keys)):
@@ -80,7 +80,7 @@ class HotPrefixes:
             parent = key
 
     def heaviest(self) -> list[wire.HeavyPrefix]:
-        """The heaviest prefixes, heaviest first, each with at least `LEAST_SHARE`; none that a longer one makes superfluous."""
+        """Returns the heaviest prefixes in order, each with at least `LEAST_SHARE`, without those that a longer one covers."""
         least = LEAST_SHARE * self._total
         sure = {key: c.weight - c.error for key, c in self._counters.items() if c.weight - c.error > least}
         covered = {
@@ -92,7 +92,7 @@ class HotPrefixes:
         return [wire.HeavyPrefix(key, self._counters[key].pages, sure[key] / self._total) for key in told]
 
     def _begin(self, key: bytes, pages: int, num_tokens: int, parent: bytes | None) -> None:
-        """Gives a key a counter, the lightest one's when all are taken."""
+        """Assigns a counter to a key, the lightest one if all are in use."""
         error = 0.0
         if len(self._counters) >= COUNTERS:
             lightest = min(self._counters, key=lambda other: self._counters[other].weight)
@@ -100,7 +100,7 @@ class HotPrefixes:
         self._counters[key] = _Counter(pages, error + num_tokens, error, parent)
 
     def decay(self, now: float) -> None:
-        """Lets weights fade, as the time since the call before says."""
+        """Decays the weights by the time since the last call."""
         if self._decayed_s is None:
             self._decayed_s = now
         passed = now - self._decayed_s
@@ -115,23 +115,23 @@ class HotPrefixes:
 
 
 Tail = tuple[bytes, tuple[int, ...]]
-"""Key before the page, and the tokens in it."""
+"""Key before the page, and its tokens."""
 
 
 class PrefixSharing:
-    """The pages of requests, over one pool. Counts prompt tokens: those wanted, and those that were there already."""
+    """The pages of requests over one pool. Counts prompt tokens that were queried and found."""
 
     def __init__(self, pool: PagePool, model: str, is_on: bool = True) -> None:
         self.pool = pool
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.taken_pages = 0
-        """New pages that requests got when they started, since the start."""
+        """Pages allocated at the start of requests, since the start."""
         self.heavy = HotPrefixes()
         self._model = model
         self._is_on = is_on
         self._tails: dict[Tail, list[int]] = {}
-        """The pages that hold each tail, its first owner's first; the others are copies."""
+        """Pages of each tail: its first owner's, then copies."""
         self._tail_of: dict[int, Tail] = {}
 
     def begin(self, request: Request, asked: wire.Request) -> None:
@@ -140,20 +140,20 @@ class PrefixSharing:
         request.keys = PrefixKeys(root, self.pool.page_size)
 
     def find(self, request: Request) -> list[int]:
-        """The pages that a waiting request would share now."""
+        """Returns the pages that a waiting request would share now."""
         if not self._shares(request):
             return []
         return self.pool.match(self._keys(request)[: self._full(request)])
 
     def must_wait(self, request: Request, run: list[int], making: StepBuilder) -> bool:
-        """Whether all but the tail of a waiting request is written, and the tail is being written in this step."""
+        """Returns whether everything except the tail of a waiting request is written, and this step writes the tail."""
         if len(run) < self._full(request) or not self._shares(request):
             return False
         pages = self._tails.get(self._tail(request))
         return pages is not None and pages[0] in making.fresh and (not run or self.pool.written(run[-1]) == self.pool.page_size)
 
     def take(self, request: Request, run: list[int], making: StepBuilder) -> None:
-        """Gives a request all pages for its tokens: the run, which `find` gave just now, and new ones, published for others."""
+        """Allocates all pages of a request: the run that `find` just returned, and new ones, which are published."""
         pool, keys = self.pool, self._keys(request)
         pool.reuse(run, self._full(request))
         own = pool.take(pool.pages_for(len(request.tokens)) - len(run))
@@ -174,7 +174,7 @@ class PrefixSharing:
         self._offer_tail(request)
 
     def hold(self, request: Request) -> list[int]:
-        """The wholly written pages that a request would share now, held from now on: it will come with the rest of them."""
+        """Holds and returns the fully written pages that a request would share now; the others arrive with its move."""
         run = self.find(request)
         size = self.pool.page_size
         written = next((i for i, page in enumerate(run) if self.pool.written(page) < size), len(run))
@@ -182,7 +182,7 @@ class PrefixSharing:
         return run[:written]
 
     def adopt(self, request: Request, pages: list[int], num_held: int, computed: int) -> None:
-        """Gives a request pages that hold its first `computed` tokens; those after the first `num_held` can be found now."""
+        """Assigns pages with the first `computed` tokens to a request; pages after the first `num_held` are published now."""
         request.pages, request.keyed = pages, num_held
         request.computed = request.farthest = computed
         full = computed // self.pool.page_size
@@ -191,7 +191,7 @@ class PrefixSharing:
             self.pool.mark_written(page, self.pool.page_size)
 
     def skip(self, request: Request, making: StepBuilder) -> bool:
-        """Moves a request over what is written. False when it must wait for the next step to copy its tail."""
+        """Advances a request over written tokens. Returns False when it must wait for the next step to copy its tail."""
         if not self._shares(request) or request.missing <= 1:
             return True
         before = request.computed
@@ -210,11 +210,11 @@ class PrefixSharing:
         return ready
 
     def note_written(self, chunk: ScheduledChunk, making: StepBuilder) -> None:
-        """This chunk writes its tokens: pages that become full get their key, and others may read them from this step on."""
+        """Records that this chunk writes its tokens: full pages get their key, and others may read them from this step on."""
         request, size = chunk.request, self.pool.page_size
         if request.is_chained and chunk.end // size > request.keyed:
             self._publish(request, self._keys(request), chunk.end // size)
-        is_decode = chunk.count == 1 and chunk.end == len(request.tokens)  # nobody reads a page that grows before it is full
+        is_decode = chunk.count == 1 and chunk.end == len(request.tokens)  # a growing page is shared only when it is full
         for i in range((chunk.start - len(chunk.strays)) // size, chunk.end // size if is_decode else -(-chunk.end // size)):
             page = request.pages[i]
             self.pool.mark_written(page, min(size, chunk.end - i * size))
@@ -223,8 +223,8 @@ class PrefixSharing:
             self._offer_tail(request)
 
     def note_accepted(self, chunk: ScheduledChunk) -> None:
-        """The proposals behind this chunk that were accepted are computed: pages that became full by them may be found now, as
-        far as they lie in their places."""
+        """Records accepted draft tokens as computed: pages that became full get their key, as far as the tokens are in their
+        slots."""
         request, size = chunk.request, self.pool.page_size
         full = request.placed // size
         if request.is_chained and full > request.keyed:
@@ -233,12 +233,12 @@ class PrefixSharing:
             self.pool.mark_written(page, size)
 
     def goes_on(self, chunk: ScheduledChunk) -> bool:
-        """Whether nobody wrote what follows the chunk, so that it may be made longer."""
+        """Returns whether no chunk writes what follows this one, so that it may be extended."""
         size = self.pool.page_size
         return self.pool.written(chunk.request.pages[chunk.end // size]) <= chunk.end % size
 
     def let_go(self, request: Request) -> None:
-        """Gives all pages of a request back."""
+        """Frees all pages of a request."""
         for page in request.pages:
             tail = self._tail_of.pop(page, None) if self._tail_of else None
             if tail is not None:

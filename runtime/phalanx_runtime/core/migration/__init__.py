@@ -1,1 +1,1 @@
-"""Moves as decided at a leader: the source machine, the target machine, and rescue before preemption."""
+"""Moves at a leader: the state machines of source and target, and rescue before preemption."""

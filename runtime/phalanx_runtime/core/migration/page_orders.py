@@ -1,10 +1,10 @@
-"""What rank 0 asks of the ranks that send and take pages, and what they tell it. Records only; `rank` acts on them.
+"""Orders of rank 0 to the ranks that send and receive pages, and their reports. Records only; `rank.transfer` executes them.
 
-    source: Send (round by round) -> Sent or SendFailed; Stop
-    target: Expect -> Expecting, then Came or ComeFailed; Forget -> Forgotten
+    source: SendPages (per round) -> PagesSent or SendFailed; StopPages
+    target: ExpectPages -> Expecting, then PagesReceived or ReceiveFailed; ForgetMove -> Forgotten
 
-Position i of a request is its i-th page. Who forgets a move says so only when nothing writes its pages any more, so that they can
-be given to others. `step`: the rank has computed it before it reads or writes a page, since it may lag behind rank 0.
+Position i of a request is its i-th page. A rank confirms ForgetMove when nothing writes the pages any more, so they can be
+reused. `step`: the rank reads or writes pages only after it has computed this step, because it may lag behind rank 0.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from phalanx_api.moves import PageAddress
 
 
 class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
-    """Take positions from `first` on into these pages, from who knows the key; once."""
+    """Receive positions from `first` on into these pages, once, from a sender with this key."""
 
     move: str
     key: bytes
@@ -23,14 +23,14 @@ class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
 
 
 class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
-    """Take nothing more for this move, known or not."""
+    """Receive nothing more for this move, known or not."""
 
     move: str
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Send positions from `first` on, which lie in these pages; with `num_computed` they are the last of so many tokens, and a
-    draft model has computed `num_drafted` of the tokens in all pages that were sent."""
+    """Send positions from `first` on from these pages. With `num_computed` they are the last ones, for that many tokens, of which
+    the draft model has computed `num_drafted`."""
 
     move: str
     address: PageAddress
@@ -50,7 +50,7 @@ class StopPages(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
-    """The target has all positions before `end`, checked; so many bytes went since the last one, and they took so long."""
+    """The target has verified all positions before `end`; `num_bytes` and `wall_s` are since the last report."""
 
     move: str
     end: int
@@ -59,7 +59,7 @@ class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
 
 
 class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"):
-    """The copy came to nothing. `code` as in `moves.MoveFailed`."""
+    """The copy failed. `code` as in `moves.MoveFailed`."""
 
     move: str
     code: str
@@ -67,15 +67,15 @@ class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"
 
 
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
-    """From now on this rank lets the pages of this move in: nobody may be told where to send them before."""
+    """This rank accepts the pages of this move from now on; only then may the source learn its address."""
 
     move: str
 
 
 class PagesReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
-    """Pages came, and their checksums hold; with `num_computed` all of a request with so many tokens in them.
+    """Pages arrived with correct checksums; with `num_computed` all pages of a request with that many tokens.
 
-    num_drafted: they came with the layers of the draft model that this rank has, which computed so many of the first tokens.
+    num_drafted: they include the layers of this rank's draft model, computed for the first `num_drafted` tokens.
     """
 
     move: str
@@ -85,7 +85,7 @@ class PagesReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):
-    """What came was no good, or its sender left. `code` as in `moves.MoveFailed`."""
+    """Receiving failed, or the sender disconnected. `code` as in `moves.MoveFailed`."""
 
     move: str
     code: str
@@ -99,7 +99,7 @@ class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """Somebody was turned away who wanted to send pages, or order about: a wrong or spent key, or nonsense."""
+    """A connection was rejected: a wrong or used key, or invalid frames."""
 
     why: str
 

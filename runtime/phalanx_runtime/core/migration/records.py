@@ -1,8 +1,7 @@
-"""What the two ends of a move at a leader have in common: bounds, what a machine is told, and what it asks to be done.
+"""Limits, inputs and actions that both ends of a move share.
 
-The frames and the protocol are in `phalanx_api.moves`. A machine decides and has no effects: whoever owns it (the engine loop, or
-a test in virtual time) tells it what happened and does what it asks, each action once, in order. Nothing it is told late, twice
-or about a move that it does not know does harm.
+`phalanx_api.moves` defines the frames and the protocol. A state machine decides and has no effects: its owner (the engine loop,
+or a test in virtual time) reports events and executes each action once, in order. Late, repeated or unknown events are harmless.
 """
 
 from dataclasses import dataclass
@@ -12,27 +11,27 @@ from phalanx_api import moves, wire
 
 @dataclass(frozen=True, slots=True)
 class MoveLimits:
-    """Bounds of moves at a leader. Seconds, pages, tokens.
-
-    max_rounds, tail_pages: full pages are copied at most so often while the request computes; it is frozen when so few are left,
-    or when the rest takes no longer than a step. longest_tail_s: after the last round a longer rest is not waited for.
-    stall_s: a copy of which nothing was heard for so long has failed. frozen_s: a frozen request goes on by itself when neither
-    Thaw nor Release came so long after its pages should have been there. Longer than a router waits for Arrived.
-    growth_tokens: room that a target keeps for what the source computes meanwhile. slow_pages_per_s: assumed before a copy.
-    """
+    """Limits of moves at a leader. Seconds, pages, tokens."""
 
     max_rounds: int = 3
+    """Rounds of copying full pages while the request computes."""
     tail_pages: int = 16
+    """The request is frozen when at most this many pages are left, or when copying them takes no longer than a step."""
     longest_tail_s: float = 0.25
+    """Longest tail after the last round; with a longer one the move fails."""
     stall_s: float = 5.0
+    """A copy without progress for this long has failed."""
     frozen_s: float = 1.0
+    """A frozen request continues if Thaw or Release is this late. Longer than a router waits for Arrived."""
     growth_tokens: int = 64
+    """Room at the target for tokens that the source computes meanwhile."""
     slow_pages_per_s: float = 200.0
+    """Assumed rate before the first copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """Where a request is: tokens it has, tokens in its pages, and how long a step takes."""
+    """State of a request: its tokens, the tokens in its pages, and the time of a step."""
 
     num_tokens: int
     num_computed: int
@@ -49,9 +48,9 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Every rank sends pages [first, end) of the request to its address, and says when they are there.
+    """Every rank sends pages [first, end) of the request to its address, and reports when they have arrived.
 
-    `num_computed` comes with the last copy of a move: so many tokens the target has when these pages are in.
+    `num_computed` is set for the last copy of a move: the tokens that the target then has.
     """
 
     asked: moves.MoveOut
@@ -63,7 +62,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class StopCopy:
-    """Ranks forget the copy and close what they opened for it."""
+    """Ranks drop the copy and close its connections."""
 
     move: str
     why: str
@@ -71,7 +70,7 @@ class StopCopy:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """No step that is planned from now on has the request; tell `stopped` when it is in none. It keeps its pages."""
+    """No step planned from now on has the request; `stopped` is due when no running step has it. It keeps its pages."""
 
     move: str
     handle: int
@@ -80,7 +79,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Unfreeze:
-    """The request may be in steps again."""
+    """Steps may have the request again."""
 
     move: str
     handle: int
@@ -89,7 +88,7 @@ class Unfreeze:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMoved:
-    """The request runs elsewhere: it ends here without a word, and its pages stay in the prefix cache."""
+    """The request runs at the target: it ends here silently, and its pages stay in the prefix cache."""
 
     move: str
     handle: int
@@ -98,8 +97,8 @@ class ReleaseMoved:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Take pages for so many tokens, hold those of the request's prefix that are here, let the ranks expect the rest under a
-    one-time key; then tell `reserved` or `refused`."""
+    """Allocate pages for `num_tokens`, reference cached pages of the request's prefix, and let the ranks expect the others under
+    a one-time key; then report `reserved` or `refused`."""
 
     asked: wire.Prepare
     num_tokens: int
@@ -108,7 +107,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Give the reserved pages back and let the ranks refuse the key."""
+    """Free the reserved pages and let the ranks reject the key."""
 
     move: str
     why: str
@@ -116,7 +115,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class StartMoved:
-    """The request starts here, on the reserved pages of the move, with so many tokens computed."""
+    """The request starts here on the reserved pages of the move, with `num_computed` tokens."""
 
     move: str
     handle: int

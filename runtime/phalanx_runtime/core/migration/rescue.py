@@ -1,13 +1,12 @@
-"""Whom a leader offers to other groups before it preempts them.
+"""Selects requests that a leader offers to other groups before it preempts them.
 
-    notice     2 x time to leave + 0.1 s           to leave: to copy the first victim, or what it took others lately, if longer
-    imminent   time until no page is free  <  notice
-    asked      victims in the order in which they would be preempted, until they free what a second needs; each once a second
+    notice     2 x time to leave + 0.1 s           to leave: to copy the first victim, or the time of recent rescues, if longer
+    imminent   time until the page pool is exhausted  <  notice
+    offered    victims in preemption order until they free what one second needs; each at most once a second
 
-When no page will be free says `outlive`: requests that end give theirs back. Whoever is expected to have ended by then loses no
-pages, so it is no victim. Who was asked for a notice ago (half a second at most) and is still here is taken to have found no
-group: the next ones are asked for in its place. Who stays last is never offered: alone it always fits.
-Pure: times and sizes are arguments.
+`kv.exhaustion` predicts when the pool is exhausted. A request expected to finish before that is no victim. A request offered one
+notice ago (at most half a second) that is still here is taken to have found no group: the next ones are offered instead. The last
+request is never offered: alone it always fits. Pure: times and sizes are arguments.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,12 +18,12 @@ MARGIN_S = 0.1
 LEAVE_FACTOR = 2.0
 ASK_EVERY_S, PATIENCE_S = 1.0, 0.5
 MAX_ASKED = 8
-"""Requests that are asked for at once."""
+"""Requests offered at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running request that has drawn a token, its pages, and the tokens that it is expected to go on for."""
+    """A running request with output, its pages, and its expected remaining tokens."""
 
     handle: int
     pages: int
@@ -33,34 +32,34 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How near the pool is to its end. `victims` are in the order of preemption. Steps are those of a token for each request, and
-    `step_s` is how long one takes: where tokens are proposed a real one counts as several."""
+    """State of the page pool. `victims` are in preemption order. Steps have one token per request; with speculation a real step
+    counts as several."""
 
     steps_to_full: float
     step_s: float
     free_pages: int
     victims: Sequence[Victim]
     pages_per_s: float
-    """How fast pages go to another group."""
+    """Rate of KV transfer to another group."""
 
 
 class Rescue:
-    """Remembers who was asked for, and how long those took who left."""
+    """Remembers which requests were offered, and how long rescues took."""
 
     def __init__(self) -> None:
         self._asked: dict[int, float] = {}
         self._leave_s = MovingAverage()
 
     def left(self, handle: int, now: float) -> None:
-        """Another group has this request, or nobody wants it any more; counts when it was asked for within the last second."""
+        """Records that this request has left; its time counts if it was offered within the last second."""
         asked = self._asked.pop(handle, None)
         if asked is not None and now - asked < ASK_EVERY_S:
             self._leave_s.add(now - asked)
 
     def victims(self, pressure: Pressure, moving: Collection[int], now: float) -> list[int]:
-        """Handles to be asked for now; empty when pages last, or all were asked for just now.
+        """Returns the handles to offer now.
 
-        moving: who is on its way out already; nobody need ask for those.
+        `moving`: requests that leave already; they are not offered.
         """
         victims = [victim for victim in pressure.victims[:-1] if victim.rest > pressure.steps_to_full]
         if not victims:

@@ -1,13 +1,13 @@
-"""A request on its way out, as its leader sees it: which pages are copied when, when it is frozen, and how it ends or goes on.
+"""State machine of a request that leaves its leader: rounds of copies, the freeze, and the end of the move.
 
-    COPYING    full pages go while the request computes, round by round
-    STOPPING   no new step has it; it may be in one still
-    FROZEN     it computes nothing, the last pages go or are there; Thaw, Release or the lease decides
+    COPYING    full pages are copied while the request computes, round by round
+    STOPPING   no new step has it; a running one may
+    FROZEN     it computes nothing, its last pages are being copied or have arrived; Thaw, Release or the lease decides
 
-    ask -> COPYING -> STOPPING -> FROZEN -> Release: it ends here        Thaw, a failure, the lease: it goes on here
+    ask -> COPYING -> STOPPING -> FROZEN -> Release: it ends here        Thaw, a failure, the lease: it continues here
 
-A round copies the pages that became full during the round before. Little left, or as much as before: that is the end of rounds.
-Going on is always safe: the router delivers a token only in the epoch of its journal, so what two groups compute comes once.
+A round copies the pages that became full during the round before. Rounds end when little is left, or as much as before. To
+continue is always safe: the router delivers a token only in the epoch of its journal.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ from phalanx_runtime.core.migration.records import (
 
 
 class SourceState(Enum):
-    """Where one move is."""
+    """State of one move."""
 
     COPYING = "copying"
     STOPPING = "stopping"
@@ -38,7 +38,7 @@ class SourceState(Enum):
 
 @dataclass(slots=True)
 class _SourceMove:
-    """One move. Pages [0, sent) are at the target; [sent, end) are being copied; `pages_per_s` is None before the first copy."""
+    """One move. Pages [0, sent) are at the target; [sent, end) are being copied."""
 
     asked: moves.MoveOut
     sent: int
@@ -48,11 +48,12 @@ class _SourceMove:
     began: float = 0.0
     left_before: int | None = None
     pages_per_s: float | None = None
+    """Measured rate, after the first copy."""
     deadline: float = 0.0
 
 
 class SourceMoves:
-    """All moves that go out of one leader; at most one of each request."""
+    """All moves out of one leader, at most one per request."""
 
     def __init__(self, page_size: int, limits: MoveLimits | None = None) -> None:
         self._size = page_size
@@ -66,24 +67,24 @@ class SourceMoves:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do at the latest; None without moves."""
+        """The latest time of the next `tick`, if there are moves."""
         return min((out.deadline for out in self._moves.values()), default=None)
 
     @property
     def handles(self) -> Collection[int]:
-        """The requests that are on their way out."""
+        """The requests that are leaving."""
         return self._of.keys()
 
     def is_moving(self, handle: int) -> bool:
-        """Whether this request is on its way out."""
+        """Returns whether this request is leaving."""
         return handle in self._of
 
     def move_of(self, handle: int) -> str | None:
-        """The move of this request, if it is on its way out."""
+        """Returns the move of this request, if it is leaving."""
         return self._of.get(handle)
 
     def ask(self, asked: moves.MoveOut, epoch: int | None, at: RequestProgress | None, now: float) -> list[SourceAction]:
-        """A router asks for a move. `epoch`, `at`: of the request with that handle; None when there is none."""
+        """Starts a move for a router. `epoch` and `at` describe the request with that handle, if it exists."""
         if asked.move in self._moves:
             return []
         if at is None or epoch != asked.epoch:
@@ -98,7 +99,7 @@ class SourceMoves:
         return actions + self._next(out, at, now)
 
     def copied(self, move: str, end: int, at: RequestProgress, now: float) -> list[SourceAction]:
-        """Every rank of the target has the pages before `end`; some of the copy may be left."""
+        """Records that every rank of the target has the pages before `end`; a part of the copy may be left."""
         out = self._moves.get(move)
         if out is None or end <= out.sent:
             return []
@@ -111,7 +112,7 @@ class SourceMoves:
         return [] if end < out.end else self._next(out, at, now)
 
     def stopped(self, move: str, num_output: int, at: RequestProgress, now: float) -> list[SourceAction]:
-        """The request that was to be frozen is in no step any more, and all its tokens were sent."""
+        """Records that no step has the request to freeze, and that all its tokens were sent."""
         out = self._moves.get(move)
         if out is None or out.state is not SourceState.STOPPING:
             return []
@@ -126,16 +127,16 @@ class SourceMoves:
         return [SendFrame(frozen, why), StartCopy(out.asked, out.sent, end, num_computed, why)]
 
     def failed(self, move: str, code: str, why: str) -> list[SourceAction]:
-        """The copy came to nothing."""
+        """Records that the copy failed."""
         return self._give_up(move, code, why) if move in self._moves else []
 
     def thaw(self, move: str) -> list[SourceAction]:
-        """The router gives up the move."""
+        """Ends the move for the router; the request continues."""
         out = self._forget(move)
         return [] if out is None else self._go_on(out, "the router gave the move up")
 
     def release(self, move: str) -> list[SourceAction]:
-        """The request runs at the target."""
+        """Ends the request here: it runs at the target."""
         out = self._forget(move)
         if out is None:
             return []
@@ -143,7 +144,7 @@ class SourceMoves:
         return [StopCopy(move, why), ReleaseMoved(move, out.asked.handle, why)]
 
     def ended(self, handle: int, code: str, why: str) -> list[SourceAction]:
-        """The request ended, was aborted, or lost its pages: there is nothing to move, nothing to thaw."""
+        """Ends the move of a request that ended, was aborted or lost its pages."""
         move = self._of.get(handle)
         if move is None:
             return []
@@ -151,12 +152,12 @@ class SourceMoves:
         return [StopCopy(move, why), SendFrame(moves.MoveFailed(move, code, why), why)]
 
     def tick(self, now: float) -> list[SourceAction]:
-        """Ends the moves whose time is over."""
+        """Ends overdue moves."""
         late = [move for move, out in self._moves.items() if out.deadline <= now]
         return [action for move in late for action in self._give_up(move, "lease", self._late(self._moves[move]))]
 
     def _next(self, out: _SourceMove, at: RequestProgress, now: float) -> list[SourceAction]:
-        """The next round, or the freeze, or the end of a copy that does not catch up."""
+        """Starts the next round or the freeze, or ends a copy that does not converge."""
         limits = self._limits
         full = at.num_computed // self._size
         left = max(0, -(-at.num_computed // self._size) - out.sent)
@@ -186,7 +187,7 @@ class SourceMoves:
         return [Freeze(out.asked.move, out.asked.handle, why)]
 
     def _time(self, out: _SourceMove, pages: int) -> float:
-        """How long so many pages take."""
+        """Returns the time to copy this number of pages."""
         return pages / (out.pages_per_s or self._limits.slow_pages_per_s)
 
     def _late(self, out: _SourceMove) -> str:
@@ -200,7 +201,7 @@ class SourceMoves:
         return [*self._go_on(out, why), SendFrame(moves.MoveFailed(move, code, why), why)]
 
     def _go_on(self, out: _SourceMove, why: str) -> list[SourceAction]:
-        """What makes the request go on as before."""
+        """Returns the actions that let the request continue."""
         actions: list[SourceAction] = [StopCopy(out.asked.move, why)]
         if out.state is not SourceState.COPYING:
             actions.append(Unfreeze(out.asked.move, out.asked.handle, why))

@@ -1,12 +1,12 @@
-"""Requests on their way in, as the leader sees them that will have them: pages reserved, filled, and begun or dropped.
+"""State machine of requests that arrive at a leader: pages are reserved, filled, and used or freed.
 
-    RESERVING   asked of the pool and the ranks
-    OPEN        pages come in
-    ARRIVED     all are there, checked; nothing computes before the Submit
+    RESERVING   the pool and the ranks prepare
+    OPEN        pages arrive
+    ARRIVED     all pages have arrived, verified; nothing computes before the Submit
 
-    Prepare -> RESERVING -> OPEN -> ARRIVED -> Submit: it begins        Cancel, a failure, the lease: pages are given back
+    Prepare -> RESERVING -> OPEN -> ARRIVED -> Submit: it starts        Cancel, a failure, the lease: pages are freed
 
-A move that is over is remembered for as long as its lease was, so that a Prepare that comes again reserves nothing.
+A finished move is remembered for the length of its lease, so a repeated Prepare reserves nothing.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from phalanx_runtime.core.migration.records import Drop, MoveLimits, Reserve, Se
 
 
 class TargetState(Enum):
-    """Where one move is."""
+    """State of one move."""
 
     RESERVING = "reserving"
     OPEN = "open"
@@ -26,7 +26,7 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:
-    """What was reserved: `held_tokens` lie in pages here already, `room_tokens` fit with them; ranks listen, under this key."""
+    """Reserved pages: `held_tokens` are cached here already, `room_tokens` fit with them; ranks listen under this key."""
 
     held_tokens: int
     room_tokens: int
@@ -36,7 +36,7 @@ class PageReservation:
 
 @dataclass(slots=True)
 class _TargetMove:
-    """One move. `whole`: tokens in the pages of each rank that has all of them, by rank."""
+    """One move. `whole`: by rank, the tokens in the pages of each rank that has all of them."""
 
     asked: wire.Prepare
     deadline: float
@@ -47,7 +47,7 @@ class _TargetMove:
 
 
 class TargetMoves:
-    """All moves that come into one leader, whose group has so many ranks that take pages in."""
+    """All moves to one leader. `num_ranks`: ranks of the group that receive pages."""
 
     def __init__(self, num_ranks: int, limits: MoveLimits | None = None) -> None:
         self._num_ranks = num_ranks
@@ -60,11 +60,11 @@ class TargetMoves:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do at the latest; None without moves."""
+        """The latest time of the next `tick`, if there are moves."""
         return min((held.deadline for held in self._moves.values()), default=None)
 
     def prepare(self, asked: wire.Prepare, now: float) -> list[TargetAction]:
-        """A router asks for room."""
+        """Starts a move for a router: requests the reservation."""
         if asked.move in self._moves or asked.move in self._over:
             return []
         self._sweep(now)
@@ -75,7 +75,7 @@ class TargetMoves:
         return [Reserve(asked, wanted, f"{num_tokens} tokens come")]
 
     def reserved(self, move: str, reserved: PageReservation, now: float) -> list[TargetAction]:
-        """The pages are reserved and the ranks listen."""
+        """Records that pages are reserved and ranks listen."""
         held = self._moves.get(move)
         if held is None:
             return [Drop(move, "the move was over before its pages were reserved")]
@@ -85,13 +85,13 @@ class TargetMoves:
         return [SendFrame(told, f"{reserved.held_tokens} tokens are here already")]
 
     def refused(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
-        """Nothing could be reserved."""
+        """Records that the reservation failed."""
         if self._forget(move, now) is None:
             return []
         return [SendFrame(moves.MoveFailed(move, code, why), why)]
 
     def came(self, move: str, rank: int, num_bytes: int, num_computed: int | None, now: float) -> list[TargetAction]:
-        """Pages came in at a rank and their checksums hold; `num_computed` with the last of them."""
+        """Records verified pages of a rank; `num_computed` comes with the last of them."""
         held = self._moves.get(move)
         if held is None or held.state is not TargetState.OPEN:
             return []
@@ -109,16 +109,17 @@ class TargetMoves:
         return [SendFrame(told, f"{num_computed} tokens are here")]
 
     def failed(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
-        """What came was no good, or its sender is gone."""
+        """Records that receiving failed, or that the sender disconnected."""
         held = self._moves.get(move)
         if held is None or held.state is not TargetState.OPEN:
             return []  # once all pages are here their sender is not needed
         return self._fail(move, code, why, now)
 
     def submit(self, handle: int, request: wire.Request, move: str, now: float) -> tuple[StartMoved | None, list[TargetAction]]:
-        """The start of a request whose router committed the move; None when its pages are not here, and it has to be computed.
+        """Returns the start of a request whose router committed the move, or no start if its pages are incomplete: it is then
+        computed.
 
-        The request may have fewer tokens than the pages hold: then some came too late for the journal, and are drawn again.
+        The request may have fewer tokens than the pages hold: the last ones missed the journal and are sampled again.
         """
         held = self._moves.get(move)
         if held is None:
@@ -132,7 +133,7 @@ class TargetMoves:
         return StartMoved(move, handle, request, num_computed, f"{num_computed} of {tokens} tokens came"), []
 
     def cancel(self, move: str, now: float) -> list[TargetAction]:
-        """The router gives up the move, or is gone."""
+        """Ends the move for the router, or after its loss."""
         held = self._forget(move, now)
         if held is None:
             self._over.setdefault(move, now + self._limits.frozen_s)  # its Prepare may come later
@@ -140,7 +141,7 @@ class TargetMoves:
         return [Drop(move, "the router gave the move up")] if held.state is not TargetState.RESERVING else []
 
     def tick(self, now: float) -> list[TargetAction]:
-        """Ends the moves whose lease is over, and forgets what is long over."""
+        """Ends moves with expired leases, and forgets finished ones."""
         self._sweep(now)
         late = [move for move, held in self._moves.items() if held.deadline <= now]
         return [action for move in late for action in self._fail(move, "lease", "its time was over", now)]

@@ -1,4 +1,4 @@
-"""How an engine schedules and caches, by name: from these names to a scheduler."""
+"""Builds the scheduler from its configuration."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -17,8 +17,7 @@ NO_SPECULATION = SpeculationConfig()
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Order of requests, order of eviction, whether pages are shared at all, the model's hash, in the keys of pages, and who
-    proposes tokens."""
+    """Scheduling and caching of an engine. `model`: the model's hash, part of every page key."""
 
     scheduling_policy: SchedulingPolicy = "fcfs"
     eviction_policy: EvictionPolicy = "adaptive"
@@ -28,7 +27,7 @@ class SchedulerConfig:
 
 
 def make_policy(name: SchedulingPolicy) -> Policy:
-    """The policy of a name."""
+    """Returns the policy with this name."""
     match name:
         case "fcfs":
             return Fcfs()
@@ -43,7 +42,7 @@ def make_policy(name: SchedulingPolicy) -> Policy:
 
 
 def make_scheduler(limits: Limits, pool: PoolShape, rules: SchedulerConfig, fitting: Fitting | None = None) -> Scheduler:
-    """A scheduler without requests over an empty pool."""
+    """Returns a scheduler without requests over an empty pool."""
     pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
     sharing = PrefixSharing(pages, rules.model, rules.prefix_caching)
     return Scheduler(

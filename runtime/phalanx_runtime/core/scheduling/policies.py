@@ -1,14 +1,14 @@
-"""In which order requests are served: a policy is a sort key and a share rule between lanes.
+"""Scheduling policies: each is a sort key and a share rule between lanes.
 
-    order of a request = (rank of its lane, key, who came first)      the smallest goes first, the largest is preempted first
+    order of a request = (rank of its lane, key, seniority)      the smallest is served first, the largest is preempted first
 
     fcfs      one lane, key 0
-    priority  one lane, key = priority + arrival / AGING_S: a request gains one priority for every AGING_S that it waits
-    deadline  one lane, key = due time - time of the work that is left (least slack: `now` is the same for all)
-    fair      a lane for each tenant, ranked by the tenant's virtual token counter (module `policy_fair`)
+    priority  one lane, key = priority + arrival / AGING_S: AGING_S of waiting equal one priority
+    deadline  one lane, key = deadline - time of the remaining work (least slack: `now` is the same for all)
+    fair      one lane per tenant, ranked by the tenant's virtual token counter
 
-A key of a waiting request only grows, unless `learn` says otherwise: the queue looks again before it trusts one.
-Pure: the time is an argument.
+The key of a waiting request only grows, unless `learn` returns True: the queue checks keys before use. Pure: the time is an
+argument.
 """
 
 from dataclasses import dataclass
@@ -18,48 +18,48 @@ from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.request import Request, SchedulingHints
 
 AGING_S = 30.0
-"""A request that waited this long goes before one that came now with a priority higher by one."""
+"""A request that has waited this long precedes a new one whose priority number is lower by one."""
 NO_TARGET_S = 30.0
-"""Due time of the first token of a request without wishes, so that it is served among those that have some."""
+"""Deadline of the first token of a request without targets."""
 GRACE_S = 60.0
-"""A waiting request that cannot be in time any more is due so much later: those that still can go before it for so long."""
+"""Extra time of a waiting request that has missed its deadline: others that can still meet theirs precede it for this long."""
 LEARN_SHARE = 0.1
-"""A measured time that changed by a smaller share leaves due times as they are: each change sorts the whole queue."""
+"""Relative change of a measured time below which deadlines stay: each change sorts the whole queue."""
 EXPECTED_OUTPUT = 256
-"""How many output tokens at most a deadline for the whole answer is thought to need: max_tokens is often just a bound."""
+"""Most output tokens counted for a deadline of the whole response: max_tokens is often only a bound."""
 
 
 class Policy(Protocol):
-    """How requests are ordered. Told of all that its keys and ranks depend on."""
+    """Order of requests. The scheduler reports every event that keys and ranks depend on."""
 
     def arrive(self, request: Request, waiting: list[str]) -> None:
-        """A request joins the queue for the first time; `waiting` are the lanes that have requests in the queue."""
+        """Records a request's first arrival in the queue; `waiting`: lanes with queued requests."""
         ...
 
     def lane(self, request: Request) -> str:
-        """The lane of a request; never changes."""
+        """Returns the lane of a request, which never changes."""
         ...
 
     def rank(self, lane: str) -> float:
-        """Where the lane stands among the lanes; smaller goes first."""
+        """Returns the lane's sort value; the smallest lane is served first."""
         ...
 
     def key(self, request: Request, now: float) -> float:
-        """Where the request stands in its lane; smaller goes first."""
+        """Returns the request's sort value in its lane; the smallest is served first."""
         ...
 
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        """The request starts to compute so many prompt tokens, or was spared them (negative), or drew so many output tokens."""
+        """Records that the request starts to compute prompt tokens (negative: it was spared them), or sampled output tokens."""
         ...
 
     def learn(self, model: StepModel, speedup: float) -> bool:
-        """Takes how long steps take now, and by how much tokens come faster than one a step. Whether keys of waiting requests may
-        have shrunk, so that all are to be sorted."""
+        """Updates step times and the speedup by speculation. Returns whether keys of waiting requests may have shrunk, so that
+        all must be sorted."""
         ...
 
 
 class _OneLane:
-    """What policies have in common that serve all requests in one lane."""
+    """Base of policies with a single lane."""
 
     def arrive(self, request: Request, waiting: list[str]) -> None:
         return
@@ -81,37 +81,37 @@ class Fcfs(_OneLane):
     """First come, first served."""
 
     def key(self, request: Request, now: float) -> float:
-        """The same for all: who came first decides."""
+        """Returns 0: seniority decides."""
         return 0.0
 
 
 class Priority(_OneLane):
-    """The lowest priority number first; waiting counts for it. All age alike, so the order of two requests never changes."""
+    """Lowest priority number first, less the waiting time. All age alike, so the order of two requests never changes."""
 
     def key(self, request: Request, now: float) -> float:
-        """Priority and arrival on one scale."""
+        """Returns priority and arrival on one scale."""
         return request.wishes.priority + request.wishes.arrived_s / AGING_S
 
 
 @dataclass(slots=True)
 class Deadline(_OneLane):
-    """Least slack first. A request whose first token is too late already gives way, once, for GRACE_S: others can be helped.
+    """Least slack first. A request whose first token is late is moved back once, by GRACE_S.
 
-    `token_s` and `step_s`: how long a prompt token takes, and each token of a decode, as far as measured.
+    `token_s`, `step_s`: measured times of a prompt token and of a decode token.
     """
 
     token_s: float = 0.0
     step_s: float = 0.0
 
     def key(self, request: Request, now: float) -> float:
-        """The latest moment to begin what is left in time. When that is past, remembers when it was: the key grows, once."""
+        """Returns the latest start that meets the deadline. Once that has passed, records it: the key grows, once."""
         latest = self._latest(request)
         if latest < now and request.row is None and request.lapsed_s is None and not request.num_output:
             request.lapsed_s = now
         return latest if request.lapsed_s is None else max(latest, request.lapsed_s + GRACE_S)
 
     def learn(self, model: StepModel, speedup: float) -> bool:
-        """Takes the marginal time of a token and that of one in a small step, if one of them changed by more than LEARN_SHARE."""
+        """Updates the marginal time of a token and that in a small step, if one changed by more than LEARN_SHARE."""
         token_s, step_s = model.token_s, model.predict(StepWork(0, 8, 8 * 256)) / speedup
         if _is_near(token_s, self.token_s) and _is_near(step_s, self.step_s):
             return False
@@ -133,7 +133,7 @@ def _is_near(new: float, old: float) -> bool:
 
 
 def _next_token_due(wishes: SchedulingHints, num_output: int) -> float:
-    """When the next token should be there: the first by its target, each later one a TPOT after the one before."""
+    """Returns when the next token is due: the first by its target, each later one a TPOT after the one before."""
     first_s = wishes.ttft_s
     if first_s is None:
         first_s = NO_TARGET_S
@@ -141,20 +141,23 @@ def _next_token_due(wishes: SchedulingHints, num_output: int) -> float:
 
 
 # The fair policy: tenants share the engine by virtual token counters.
-#     counter += 1 a prompt token to compute, when its request starts; 2 an output token drawn     the tenant with the
-# smallest counter goes first
-# Bounded unfairness: while two tenants both have requests that wait, their counters differ by at most the cost of the largest
-# prompt plus that of all output that running requests may still draw, since only the smaller one is admitted from. A tenant
-# that comes, new or back, starts from the smallest counter of those that wait, or if none does from that of who started last:
-# idle time earns nothing, being alone costs nothing. Source: Sheng et al. 2024, "Fairness in Serving Large Language Models".
+#     counter += 1 per prompt token to compute, when its request starts; 2 per output token
+#     the tenant with the smallest counter is served first
+# Bounded unfairness: while two tenants both have queued requests, their counters differ by at most the cost of the largest prompt
+# plus that of
+# all output that running requests may still sample, since only the smaller one is admitted. A new or returning tenant starts at
+# the smallest
+# counter of the waiting tenants, else at that of the last started one: idle time earns nothing, being alone costs nothing.
+# Source: Sheng et
+# al. 2024, "Fairness in Serving Large Language Models".
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_TENANTS = 4096
-"""Counters that are kept; more, and those are dropped that would be lifted anyway."""
+"""Number of kept counters; beyond it those are dropped that would be raised anyway."""
 
 
 class Fair:
-    """One lane for each tenant, ranked by its counter; within a lane, first come, first served."""
+    """One lane per tenant, ranked by its counter; first come, first served within a lane."""
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
@@ -162,7 +165,7 @@ class Fair:
         self._last = ""
 
     def arrive(self, request: Request, waiting: list[str]) -> None:
-        """Lifts the counter of a tenant that had nothing in the queue."""
+        """Raises the counter of a tenant without queued requests."""
         tenant = request.wishes.tenant
         if tenant in waiting:
             return
@@ -173,15 +176,15 @@ class Fair:
             self._forget(keep={tenant, *waiting})
 
     def lane(self, request: Request) -> str:
-        """The tenant."""
+        """Returns the tenant."""
         return request.wishes.tenant
 
     def rank(self, lane: str) -> float:
-        """The tenant's counter."""
+        """Returns the tenant's counter."""
         return self._counters.get(lane, self._floor)
 
     def key(self, request: Request, now: float) -> float:
-        """The same for all of a tenant."""
+        """Returns the same key for all requests of a tenant."""
         return 0.0
 
     def charge(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
@@ -192,11 +195,11 @@ class Fair:
         self._counters[tenant] = self.rank(tenant) + PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def learn(self, model: StepModel, speedup: float) -> bool:
-        """Never: tokens are what is shared, not time."""
+        """Returns False: tokens are shared, not time."""
         return False
 
     def _forget(self, keep: set[str]) -> None:
-        """Drops counters not above the floor, where a tenant that comes back would start; if there are none, the lowest half."""
+        """Drops counters that are not above the floor, where a returning tenant would start; without any, the lowest half."""
         idle = sorted((counter, tenant) for tenant, counter in self._counters.items() if tenant not in keep)
         low = [tenant for counter, tenant in idle if counter <= self._floor]
         for tenant in low or [tenant for _, tenant in idle[: len(idle) // 2]]:

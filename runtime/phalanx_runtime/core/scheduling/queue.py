@@ -1,4 +1,4 @@
-"""Requests that wait, in the order of the policy: a heap for each lane. A look at the first costs O(lanes), a change O(log n)."""
+"""Waiting requests in the policy's order: a heap per lane. Reading the first costs O(lanes), a change O(log n)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from phalanx_api.cost import attended
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
 
-# What the requests that wait come to: tokens, pages, the oldest of them. Kept as they come and go, so asking costs little.
-# How many tokens of a request the cache spares changes while it waits: `looked` puts that right, and `next` says whose turn
-# it is.
+# Totals over waiting requests: tokens, pages, the longest wait; updated with every change. The number of cached tokens of a
+# request changes
+# while it waits: `looked` updates it, and `next` returns requests by the age of their last update.
 
 
 @dataclass(slots=True)
 class _Weight:
-    """What one request was counted for."""
+    """The counted values of one request."""
 
     request: Request
     tokens: int
@@ -25,20 +25,20 @@ class _Weight:
     since_s: float
 
 
-class QueuedRequest:
-    """Requests that wait, each counted until it is dropped."""
+class QueueTotals:
+    """Totals over waiting requests, each counted until it is dropped."""
 
     def __init__(self, page_size: int) -> None:
         self.tokens = 0
-        """All that they have, whatever the cache holds."""
+        """All their tokens, cached or not."""
         self.outstanding = 0
-        """Tokens to compute and output tokens still allowed."""
+        """Uncomputed tokens and output tokens still allowed."""
         self.missing = 0
-        """Tokens to compute before the first one can be drawn, less what the cache held when a request was last looked at."""
+        """Tokens to compute before their first output token, without those cached at the last update."""
         self.attended = 0.0
-        """The sum of the contexts of the tokens to compute."""
+        """Sum of the contexts of the tokens to compute."""
         self.pages = 0
-        """Pages that they will take off the free ones, by the same look."""
+        """Free pages that they will need, as of the last update."""
         self._page_size = page_size
         self._weights: dict[int, _Weight] = {}
 
@@ -46,11 +46,11 @@ class QueuedRequest:
         return len(self._weights)
 
     def oldest_s(self, now: float) -> float:
-        """For how long the one has waited that has waited longest; 0 when there is none."""
+        """Returns the longest wait; 0 without requests."""
         return now - min((weight.since_s for weight in self._weights.values()), default=now)
 
     def add(self, request: Request) -> None:
-        """Counts a request, as if the cache held nothing of it."""
+        """Counts a request as if no token of it were cached."""
         tokens = len(request.tokens)
         pages = -(-tokens // self._page_size)
         weight = _Weight(
@@ -65,11 +65,11 @@ class QueuedRequest:
         self._weigh(weight, 1)
 
     def drop(self, request: Request) -> None:
-        """Uncounts a request."""
+        """Removes a request from the totals."""
         self._weigh(self._weights.pop(request.order), -1)
 
     def looked(self, request: Request, missing: int, pages: int) -> None:
-        """Counts a request by what the cache holds of it now. It is the last to have its turn again."""
+        """Updates a request by its cached tokens. It becomes the last of `next`."""
         weight = self._weights.pop(request.order)
         self._weigh(weight, -1)
         weight.missing, weight.pages = missing, pages
@@ -77,7 +77,7 @@ class QueuedRequest:
         self._weigh(weight, 1)
 
     def next(self) -> Iterator[Request]:
-        """All requests, the one whose last look is longest ago first."""
+        """Yields all requests, the least recently updated first."""
         return iter([weight.request for weight in self._weights.values()])
 
     def _weigh(self, weight: _Weight, change: int) -> None:
@@ -89,18 +89,18 @@ class QueuedRequest:
 
 
 Entry = tuple[float, tuple[float, int], Request]
-"""Key and seniority of a request when it was put there. No two have the same seniority, so requests are never compared."""
+"""Key and seniority of a request when it was pushed. All seniorities differ, so requests are never compared."""
 
 
 class Queue:
-    """Waiting requests. Those that were aborted stay in their heap, uncounted, until they come up or outnumber the others.
+    """Waiting requests. Aborted ones stay in their heap, uncounted, until they are first or outnumber the others.
 
-    Those that are held wait like the others, but nobody is served before `release`: they are in no lane.
+    Held requests wait in no lane until `release`.
     """
 
     def __init__(self, policy: Policy, page_size: int) -> None:
-        self.waiting = QueuedRequest(page_size)
-        """What they come to, those that are held included."""
+        self.waiting = QueueTotals(page_size)
+        """Totals, held requests included."""
         self._policy = policy
         self._lanes: dict[str, list[Entry]] = {}
         self._counts: dict[str, int] = {}
@@ -112,47 +112,47 @@ class Queue:
 
     @property
     def num_ready(self) -> int:
-        """How many of them may be served."""
+        """Number of requests that are not held."""
         return len(self.waiting) - len(self._held)
 
     def lanes(self) -> list[str]:
-        """Lanes that have requests which may be served."""
+        """Lanes with requests that are not held."""
         return list(self._counts)
 
     def hold(self, request: Request) -> None:
-        """Lets a request wait that may not be served yet."""
+        """Adds a request that must not be served yet."""
         self._held[request.handle] = request
         self.waiting.add(request)
 
     def release(self, handle: int) -> Request | None:
-        """Takes out a request that is held, to be pushed; None when there is no such."""
+        """Removes and returns a held request, if it exists; the caller pushes it."""
         request = self._held.pop(handle, None)
         if request is not None:
             self.waiting.drop(request)
         return request
 
     def push(self, request: Request, now: float) -> None:
-        """Puts a request where the policy wants it."""
+        """Adds a request at its place in the policy's order."""
         lane = self._policy.lane(request)
         heappush(self._lanes.setdefault(lane, []), (self._policy.key(request, now), request.seniority, request))
         self._count(request, 1)
 
     def first(self, now: float) -> Request | None:
-        """The request that is to be served first; it stays."""
+        """Returns the request to serve first, without removing it."""
         if not self._counts:
             return None
         lane = min(self._counts, key=self._policy.rank) if len(self._counts) > 1 else next(iter(self._counts))
         return self._top(self._lanes[lane], now)
 
     def pop(self, request: Request) -> None:
-        """Takes out the request that `first` gave."""
+        """Removes the request that `first` returned."""
         heap = self._lanes[self._policy.lane(request)]
         assert heap[0][2] is request, "only the first leaves the queue"
         heappop(heap)
         self._count(request, -1)
 
     def forget(self, request: Request) -> None:
-        """Uncounts a request that is gone."""
+        """Removes an aborted request from the totals."""
         if self.release(request.handle) is not None:
             return
         self._count(request, -1)
@@ -161,14 +161,14 @@ class Queue:
             self._sweep()
 
     def sort(self, now: float) -> None:
-        """Takes the keys of all requests anew."""
+        """Recomputes the keys of all requests."""
         self._sweep()
         for heap in self._lanes.values():
             heap[:] = [(self._policy.key(request, now), order, request) for _, order, request in heap]
             heapify(heap)
 
     def _top(self, heap: list[Entry], now: float) -> Request:
-        """The first of a lane that has one, after keys that have grown were put right."""
+        """Returns the first request of a non-empty lane after updating keys that have grown."""
         while True:
             key, order, request = heap[0]
             if request.gone:
@@ -193,7 +193,7 @@ class Queue:
                 del self._lanes[lane]
 
     def _sweep(self) -> None:
-        """Rebuilds the heaps without those that are gone."""
+        """Rebuilds the heaps without aborted requests."""
         self._num_gone = 0
         for lane, heap in list(self._lanes.items()):
             heap[:] = [entry for entry in heap if not entry[2].gone]

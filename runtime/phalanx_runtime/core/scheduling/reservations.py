@@ -1,11 +1,11 @@
-"""Rows and pages of requests that will come by a move: held from Prepare until the request is submitted, or the move is off.
+"""Rows and pages of requests that arrive by a move, held from Prepare until the request is submitted or the move ends.
 
-    reserve   a row, the prefix pages that the cache has, and pages for the rest with room to grow     counted as held
-    arrived   every rank has the pages of so many tokens                                                then `take` may use them
-    take      the request runs on these pages                 drop    they are free again; those from the cache are cached
+    reserve   a row, cached prefix pages, and pages for the rest with room to grow          counted as held
+    arrived   every rank has the pages of this many tokens                                  `take` may use them
+    take      the request runs on these pages                 drop    frees them; those from the cache stay cached
 
-A reservation is refused where it would leave a running request no page to grow into, as an admission is. Who drops one must know
-that no rank writes its pages any more. Pure.
+A reservation is refused where it would leave a running request no page to grow, like an admission. `drop` requires that no rank
+writes the pages any more. Pure.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,7 @@ from phalanx_runtime.core.scheduling.running import RunningSet
 
 @dataclass(slots=True)
 class Reservation:
-    """The first `num_held` of `pages` were found in the cache. `arrived`: tokens in the pages, once all ranks have them.
-
-    num_drafted: so many of the first tokens came with what the draft model has computed of them, if the held ones have it.
-    """
+    """Row and pages of one move. The first `num_held` of `pages` were cached."""
 
     move: str
     tokens: list[int]
@@ -31,11 +28,13 @@ class Reservation:
     num_held: int
     row: int
     arrived: int | None = None
+    """Tokens in the pages, once all ranks have them."""
     num_drafted: int = 0
+    """Tokens that arrived with the draft model's values, if the cached ones have them."""
 
 
 class Reservations:
-    """All of an engine, by move."""
+    """All reservations of an engine, by move."""
 
     def __init__(self, limits: Limits, seats: RunningSet, sharing: PrefixSharing) -> None:
         self._limits = limits
@@ -52,15 +51,15 @@ class Reservations:
         return sum(len(one.pages) - one.num_held for one in self._open.values())
 
     def get(self, move: str) -> Reservation | None:
-        """The reservation of a move, if there is one."""
+        """Returns the reservation of a move, if it exists."""
         return self._open.get(move)
 
     def held(self) -> Iterator[tuple[int, list[int]]]:
-        """Row and pages of each."""
+        """Yields row and pages of each."""
         return ((one.row, one.pages) for one in self._open.values())
 
     def reserve(self, move: str, asked: wire.Request, num_tokens: int) -> Reservation | Refuse:
-        """Pages for so many tokens that are held for this request from now on, or why nothing is."""
+        """Reserves pages for `num_tokens` tokens; or returns why not."""
         if move in self._open:
             return Refuse(409, "unknown", f"move {move} is prepared already")
         fits = fits_ever(len(asked.prompt), self._limits)
@@ -80,18 +79,18 @@ class Reservations:
         return reservation
 
     def arrived(self, move: str, num_tokens: int) -> None:
-        """The pages of so many tokens are here, on every rank. Raises KeyError when nothing is reserved."""
+        """Records that every rank has the pages of this many tokens. Raises KeyError without a reservation."""
         one = self._open[move]
         one.arrived = max(num_tokens, one.num_held * self._sharing.pool.page_size)
 
     def drafted(self, move: str, num_tokens: int) -> None:
-        """Pages came with what the draft has computed of so many tokens. A move without a reservation is no error."""
+        """Records tokens with the draft model's values. Ignored without a reservation."""
         one = self._open.get(move)
         if one is not None:
             one.num_drafted = num_tokens
 
     def take(self, move: str, request: Request) -> bool:
-        """Whether the request runs now, on the pages that came for it. If not, its reservation stays, for `drop`."""
+        """Returns whether the request runs now on the pages that arrived for it. If not, its reservation stays, for `drop`."""
         one = self._open.get(move)
         if one is None or not self._is_of(one, request):
             return False
@@ -112,14 +111,14 @@ class Reservations:
         return True
 
     def drop(self, move: str) -> None:
-        """Gives row and pages back. A move without a reservation is no error."""
+        """Frees row and pages. Ignored without a reservation."""
         one = self._open.pop(move, None)
         if one is not None:
             self._seats.unreserve(one.row)
             self._sharing.pool.give_back(one.pages)
 
     def _take(self, num_tokens: int, num_held: int) -> list[int] | None:
-        """Pages for so many tokens, beside those that are held; None when they do not fit now."""
+        """Returns pages for `num_tokens` tokens in addition to the held ones, if they fit now."""
         pool, seats = self._sharing.pool, self._seats
         needed = max(0, pool.pages_for(min(num_tokens, self._limits.max_model_len)) - num_held)
         if not isinstance(fits_now(needed, pool.free_pages, seats.free, len(seats.running)), Admit):
@@ -127,7 +126,7 @@ class Reservations:
         return pool.take(needed)
 
     def _is_of(self, one: Reservation, request: Request) -> bool:
-        """Whether what arrived is of this request's tokens, and leaves one to compute."""
+        """Returns whether the arrived pages have this request's tokens and leave one to compute."""
         if one.arrived is None or not one.num_held * self._sharing.pool.page_size <= one.arrived < len(request.tokens):
             return False
         return one.arrived <= len(one.pages) * self._sharing.pool.page_size and request.tokens[: len(one.tokens)] == one.tokens

@@ -1,7 +1,7 @@
-"""Running requests and their rows: who runs, who is preempted when pages run out, who leaves.
+"""Running requests and their rows, and the choice of a preemption victim when the page pool is exhausted.
 
-A request in a plan in flight is never preempted, and its pages stay its own until that plan is committed. Nor is a frozen one.
-A reserved row is of a request that will come by a move (`reservations`).
+A request in a plan in flight is never preempted and keeps its pages until that plan is committed; neither is a frozen one. A
+reserved row belongs to a request that arrives by a move (`reservations`).
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request
 
 Place = tuple[float, float, tuple[float, int]]
-"""Where a request stands in the order of the policy."""
+"""Sort value of a request in the policy's order."""
 
 
 class RunningSet:
@@ -24,28 +24,29 @@ class RunningSet:
 
     @property
     def free(self) -> int:
-        """How many requests more can run."""
+        """Number of further requests that can run."""
         return len(self._free_rows)
 
     def sort(self, place: Callable[[Request], Place]) -> None:
-        """Puts running requests in the order of the policy; the last is preempted first."""
+        """Sorts running requests by the policy; the last is preempted first."""
         self.running.sort(key=place)
 
     def add(self, request: Request, row: int | None = None) -> None:
-        """Gives the request a row, or the one that was reserved for it."""
+        """Assigns a row to the request, or the row reserved for it."""
         request.row = self._free_rows.pop() if row is None else row
         self.running.append(request)
 
     def reserve(self) -> int:
-        """A row that is free, kept for a request that will come."""
+        """Returns a free row, reserved for a request that arrives by a move."""
         return self._free_rows.pop()
 
     def unreserve(self, row: int) -> None:
-        """Gives a reserved row back."""
+        """Frees a reserved row."""
         self._free_rows.append(row)
 
     def preempt_last(self) -> Request | None:
-        """The last request in no plan, now without row and pages; None when all are in plans or frozen."""
+        """Preempts and returns the last request that is in no plan and not frozen, if there is one; it has no row and pages
+        then."""
         for position in range(len(self.running) - 1, -1, -1):
             request = self.running[position]
             if not request.in_flight and not request.is_frozen:
@@ -55,7 +56,7 @@ class RunningSet:
         return None
 
     def drop_gone(self) -> None:
-        """Frees rows and pages of requests that ended or were aborted, if no plan in flight writes them."""
+        """Frees rows and pages of finished requests, unless a plan in flight writes them."""
         leaving = [request for request in self.running if request.gone and not request.in_flight]
         if leaving:
             self.running = [request for request in self.running if not request.gone or request.in_flight]
@@ -63,7 +64,7 @@ class RunningSet:
                 self._let_go(request)
 
     def check(self, reserved: Iterable[tuple[int, list[int]]] = ()) -> list[str]:
-        """What is wrong with pages and rows, given those that are reserved; empty when all are accounted for."""
+        """Returns errors of pages and rows, given the reserved ones; empty if consistent."""
         kept = list(reserved)
         wrong = self._sharing.pool.check([request.pages for request in self.running] + [pages for _, pages in kept])
         held = [row for row, _ in kept] + [request.row for request in self.running if request.row is not None]

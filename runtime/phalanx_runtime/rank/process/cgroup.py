@@ -1,4 +1,4 @@
-"""What this process may use, as its cgroups say it (version 1 and 2). The machine's own size is only the upper bound."""
+"""CPU and memory limits of this process from its cgroups (version 1 and 2), at most the machine's own size."""
 
 import os
 from collections.abc import Iterator, MutableMapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 writes a huge number where there is no limit."""
+"""Version 1 has a huge number where there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Where the kernel tells its limits. Tests give folders of their own."""
+    """Files of the kernel with the limits. Tests pass their own folders."""
 
     cgroup: Path = Path("/sys/fs/cgroup")
     own: Path = Path("/proc/self/cgroup")
@@ -20,7 +20,7 @@ class System:
 
 
 def cpu_limit(system: System) -> float:
-    """Processors that this process may keep busy: the smallest quota on its path, and no more than it may run on."""
+    """Returns the processors that this process may use: the smallest quota on its path, at most its affinity mask."""
     limit = float(system.processors)
     for folder in _folders(system, "cpu"):
         quota = _cpu_v2(folder) or _cpu_v1(folder)
@@ -30,7 +30,7 @@ def cpu_limit(system: System) -> float:
 
 
 def memory_limit(system: System) -> int:
-    """Bytes of memory that this process may use: the smallest limit on its path, and no more than the machine has."""
+    """Returns the bytes that this process may use: the smallest limit on its path, at most the machine's memory."""
     limit = _machine_memory(system)
     for folder in _folders(system, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -41,7 +41,7 @@ def memory_limit(system: System) -> int:
 
 
 def _folders(system: System, controller: str) -> Iterator[Path]:
-    """The cgroup folders from this process's own up to the root, for a controller of version 1 or for version 2."""
+    """Yields the cgroup folders from this process's up to the root, for a controller of version 1 or for version 2."""
     for line in _read(system.own).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -51,7 +51,8 @@ def _folders(system: System, controller: str) -> Iterator[Path]:
             root = system.cgroup / controller
         else:
             continue
-        # Inside a container the path may be the host's while the mounted root is already our own: missing folders are skipped.
+        # Inside a container the path may be the host's while the mounted root is already the container's: missing folders are
+        # skipped.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:depth])
@@ -78,28 +79,28 @@ def _machine_memory(system: System) -> int:
 
 
 def _read(path: Path) -> str:
-    """The file's text without its end of line; empty when it is not there."""
+    """Returns the file's text without the line end; empty if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-# Threads of a rank: its part of the processors that the cgroup allows the pod, never the machine's count; and how they wait.
+# Threads of a rank: its share of the pod's processors, never the machine's count; and how they wait.
 
 SPINS = "1000"
-"""How often an OpenMP thread looks for the others before it sleeps: some 15 us. libgomp's own count takes milliseconds, in which
-a thread that waits keeps the processor from the one it waits for as soon as any other process wants to run."""
+"""Iterations of an OpenMP thread's spin before it sleeps: about 15 us. libgomp's default takes milliseconds, in which a waiting
+thread keeps the processor from the thread that it waits for if other processes run."""
 
 
 def rank_threads(asked: int | None, cpu_limit: float, local_world_size: int) -> int:
-    """Threads for one of `local_world_size` ranks that share `cpu_limit` processors; at least one."""
+    """Returns the threads of one of `local_world_size` ranks that share `cpu_limit` processors; at least one."""
     if asked is not None:
         return asked
     return max(1, int(cpu_limit / local_world_size))
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Sets how OpenMP threads wait, where the user has not. To be called before torch is loaded, which brings OpenMP."""
+    """Sets how OpenMP threads wait, unless the user did. Call it before torch, which brings OpenMP, is imported."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPINS)
