@@ -85,27 +85,34 @@ class ApiMetrics:
         self.request_totals = RequestTotals()
 
     def meter(self, model: str, num_prompt_tokens: int, max_tokens: int, arrived_s: float, clock: Clock) -> "RequestMeter":
-        """Counts an accepted request and returns its meter."""
-        self.in_progress.labels(model).inc()
-        self.prompt_tokens.labels(model).inc(num_prompt_tokens)
-        self.request_prompt.labels(model).observe(num_prompt_tokens)
-        self.request_max_tokens.labels(model).observe(max_tokens)
-        return RequestMeter(self, model, num_prompt_tokens, arrived_s, clock)
+        """Returns the meter of an accepted request."""
+        return RequestMeter(self, model, num_prompt_tokens, max_tokens, arrived_s=arrived_s, clock=clock)
 
 
 class RequestMeter:
-    """Times and counts of one request. `end` is called exactly once."""
+    """Times and counts of one request: `start`, any number of `tokens`, `end`."""
 
-    def __init__(self, metrics: ApiMetrics, model: str, num_prompt_tokens: int, arrived_s: float, clock: Clock) -> None:
+    def __init__(
+        self, metrics: ApiMetrics, model: str, num_prompt_tokens: int, max_tokens: int, *, arrived_s: float, clock: Clock
+    ) -> None:
         self._metrics = metrics
         self._model = model
         self._num_prompt_tokens = num_prompt_tokens
+        self._max_tokens = max_tokens
         self._arrived_s = arrived_s
         self._clock = clock
         self._inter_token = metrics.inter_token.labels(model)
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._num_tokens = 0
+
+    def start(self) -> None:
+        """Counts the request as in progress."""
+        metrics, model = self._metrics, self._model
+        metrics.in_progress.labels(model).inc()
+        metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens)
+        metrics.request_prompt.labels(model).observe(self._num_prompt_tokens)
+        metrics.request_max_tokens.labels(model).observe(self._max_tokens)
 
     def tokens(self, count: int) -> None:
         """Records `count` tokens that arrived together."""

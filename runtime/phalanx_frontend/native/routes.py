@@ -1,24 +1,28 @@
 """The native API: /v1/generate with text and token ids, /v1/batch of such requests, /v1/metrics as one JSON document."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, invalid
+from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_detail, invalid
 from phalanx_frontend.fields import STREAMED, Text, TokenIds
 from phalanx_frontend.health import HealthSource, HealthTotals
-from phalanx_frontend.metrics import RequestMeter
-from phalanx_frontend.native.answers import BatchAnswer, BatchEntry, Generation, NativeAnswer
+from phalanx_frontend.native.generation_format import TOKEN_IDS, GenerationFormat
 from phalanx_frontend.openai.accept import stream_identity, wire_request
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens
 from phalanx_frontend.openai.schemas import CommonRequest, GenerationRequest
+from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice, run_while_connected
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import find_resumable, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
@@ -62,10 +66,9 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
     routes = APIRouter(tags=["native"])
 
     @routes.post(GENERATE, response_model=None, responses=STREAMED)
-    async def generate(body: GenerateRequest, caller: CurrentCaller) -> NativeAnswer:
+    async def generate(body: GenerateRequest, caller: CurrentCaller) -> Answer:
         """Generates from a prompt or from token ids."""
-        generation = await accept_native(server, body, caller, caller.request_id, server.seconds())
-        return NativeAnswer(generation, server.metrics, GENERATE, bool(body.stream))
+        return await accept_native(server, body, caller, caller.request_id, server.seconds())
 
     @routes.post(BATCH, response_model=None)
     async def batch(body: BatchRequest, caller: CurrentCaller) -> BatchAnswer:
@@ -77,7 +80,7 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
             await _accept_entry(server, body.requests, position=position, caller=caller, id=id, arrived_s=arrived_s)
             for position, id in enumerate(ids)
         ]
-        return BatchAnswer(ids, entries, metrics=server.metrics, route=BATCH, arrived_s=arrived_s, clock=server.seconds)
+        return BatchAnswer(server, ids, entries, arrived_s)
 
     @routes.get("/v1/metrics")
     async def metrics() -> dict[str, Any]:
@@ -87,8 +90,8 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
     return routes
 
 
-async def accept_native(server: ServerContext, body: GenerateRequest, caller: Caller, id: str, arrived_s: float) -> Generation:
-    """Returns a generation to run. Raises ApiError, BackendError."""
+async def accept_native(server: ServerContext, body: GenerateRequest, caller: Caller, id: str, arrived_s: float) -> Answer:
+    """Returns the answer to a valid request. Raises ApiError, BackendError."""
     model = await server.model()
     name = model.name_for(body.model)
     fields = body.generation()
@@ -108,20 +111,67 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     request, past = wire_request(stream, prompt, sampling, fields, caller), None
     if last is not None:
         [(request, past)] = await find_resumable(server.backend, last, [request])
-    reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or ())
-
-    def meter() -> RequestMeter:
-        return server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds)
-
-    return Generation(
-        id, request, past=past, reply=reply, meter=meter, backend=server.backend, arrived_s=arrived_s, clock=server.seconds
+    reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or (), wants=TOKEN_IDS)
+    meter = server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds)
+    format = GenerationFormat(id, arrived_s, server.seconds)
+    job = AnswerJob(
+        id=id,
+        stream=stream,
+        choices=[Choice(request, reply, format.choice(0, prompt, None, reply), meter, past)],
+        per_prompt=1,
+        format=format,
+        is_streamed=bool(body.stream),
+        has_usage=False,
+        has_running_usage=False,
     )
+    return Answer(job, server.backend, server.metrics, GENERATE)
+
+
+BatchEntry = Answer | ApiError
+"""One entry of a batch: its answer, or the error that refuses it."""
+
+
+class BatchAnswer(Response):
+    """Response of /v1/batch: the entries' documents, in order. Entries run concurrently; the engine bounds their number."""
+
+    def __init__(self, server: ServerContext, ids: list[str], entries: Sequence[BatchEntry], arrived_s: float) -> None:
+        super().__init__()
+        self._server = server
+        self._ids = ids
+        self._entries = entries
+        self._arrived_s = arrived_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response when every entry has ended; aborts all of them when the client disconnects."""
+
+        async def work() -> None:
+            documents = map(_document_of, self._ids, self._entries)
+            document = {
+                "request_ids": self._ids,
+                "responses": await asyncio.gather(*documents),
+                "total_latency_ms": (self._server.seconds() - self._arrived_s) * 1000,
+            }
+            self._server.metrics.responses.labels(BATCH, "200").inc()
+            await Response(orjson.dumps(document), media_type="application/json")(scope, receive, send)
+
+        await run_while_connected(receive, work())
+
+
+async def _document_of(id: str, entry: BatchEntry) -> dict[str, Any]:
+    """Returns the document of one entry, or its error with the status that it would have as a single request."""
+    try:
+        if isinstance(entry, ApiError):
+            raise entry
+        [document] = await entry.documents()
+        return document
+    except ApiError as error:
+        return {"request_id": id, "error": {**error_detail(error), "status": error.status, "retry_after_s": error.retry_after_s}}
 
 
 async def _accept_entry(
     server: ServerContext, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float
 ) -> BatchEntry:
-    """Returns the generation of a batch entry, or the error that refuses it."""
+    """Returns the answer of a batch entry, or the error that refuses it."""
     entry = entries[position]
     if not isinstance(entry, dict):
         return invalid(f"requests[{position}]", f"requests[{position}]: must be an object, as the body of {GENERATE}")

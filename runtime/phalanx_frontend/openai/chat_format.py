@@ -82,12 +82,14 @@ class ChatChoice:
         self._before, self._after = outer.around(before, b'},"logprobs":null,"finish_reason":null}')
         self._is_plain = not head.wants.has_tokens
 
+    shows_empty_text = False
+
     @property
     def is_holding(self) -> bool:
         """False: every piece becomes a chunk."""
         return False
 
-    def skip(self, text: str) -> None:
+    def skip(self, text: str, tokens: Sequence[int]) -> None:
         """Ignores text that the client already has."""
 
     def opening(self) -> bytes:
@@ -103,10 +105,10 @@ class ChatChoice:
         delta = {"content": piece.text}
         return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), "finish_reason": None}, usage)
 
-    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
+    def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
         """Returns the event of the last piece of text, with the finish reason."""
         delta = {"content": piece.text} if piece.text else {}
-        return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), **self._end()}, usage)
+        return (self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), **self._end()}, usage),)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Returns the choice of a response that is not streamed."""
@@ -181,12 +183,14 @@ class PartsChoice:
         self._parts: list[Part] = []
         """Parts of text that the parser partly holds back; a chunk contains only whole pieces."""
 
+    shows_empty_text = False
+
     @property
     def is_holding(self) -> bool:
         """Whether the parser holds text back."""
         return self._parser.is_holding
 
-    def skip(self, text: str) -> None:
+    def skip(self, text: str, tokens: Sequence[int]) -> None:
         """Feeds text that the client already has to the parser."""
         self._delta(self._parser.feed(text))
 
@@ -205,11 +209,11 @@ class PartsChoice:
             return b""
         return self._chunk(delta, {"finish_reason": None}, usage)
 
-    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
+    def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
         """Returns the event of the last parts, with the finish reason."""
         self._tokens += piece.tokens
         delta = self._delta([*self._take(), *self._parser.feed(piece.text), *self._parser.end()])
-        return self._chunk(delta, self._end(), usage)
+        return (self._chunk(delta, self._end(), usage),)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Returns the choice of a response that is not streamed."""

@@ -47,12 +47,14 @@ class CompletionChoice:
         self._before, self._after = outer.around(before, b',"logprobs":null,"finish_reason":null}')
         self._is_plain = not head.wants.has_tokens
 
+    shows_empty_text = False
+
     @property
     def is_holding(self) -> bool:
         """False: every piece becomes a chunk."""
         return False
 
-    def skip(self, text: str) -> None:
+    def skip(self, text: str, tokens: Sequence[int]) -> None:
         """Records text that the client already has, so that the echo is not repeated."""
         self._has_begun = self._has_begun or bool(text)
 
@@ -66,9 +68,9 @@ class CompletionChoice:
             return self._before + orjson.dumps(piece.text) + self._after
         return self._outer.chunk({**self._fields(piece), "finish_reason": None}, usage)
 
-    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
+    def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
         """Returns the event of the last piece of text, with the finish reason."""
-        return self._outer.chunk(self.whole(piece), usage)
+        return (self._outer.chunk(self.whole(piece), usage),)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Returns the choice with its finish reason."""

@@ -1,4 +1,4 @@
-"""Response to one request of the OpenAI routes, streamed or whole. Plain ASGI: one call per token less than a framework's.
+"""Response to one generating request, streamed or whole. Plain ASGI: one call per token less than a framework's.
 
 Each delta becomes one chunk, whatever its number of tokens. A disconnect of the client, a stop string, an error and a shutdown
 close the backend's iterators, which aborts their requests. A failure of one choice ends all.
@@ -7,6 +7,7 @@ close the backend's iterators, which aborts their requests. A failure of one cho
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,6 @@ from phalanx_frontend.metrics import ApiMetrics, RequestMeter
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import DeliveredChoice, Item, SiblingStreams, resume_answer
-
-# One accepted request of the OpenAI routes: the choices to generate, and how to write them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +79,65 @@ class Answer(Response):
         self._metrics = metrics
         self._route = route
         self._has_started = False
-        self._outcome = "abort"
         self._ids = EventIds(job.stream, [choice.num_delivered for choice in job.choices])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole response, or stops when the client disconnects."""
-        try:
-            await run_while_connected(receive, self._send_answer(send))
-        finally:
-            for choice in self._job.choices:
-                choice.meter.end(choice.reply.finish or self._outcome, choice.reply.cached_tokens)
+        await run_while_connected(receive, self._send_answer(send))
+
+    async def documents(self) -> list[dict[str, Any]]:
+        """Runs the job and returns the document of each choice. Raises ApiError. Cancellation aborts the requests."""
+        async with self._streams() as siblings:
+            choices = self._job.choices
+            texts: list[list[str]] = [[] for _ in choices]
+            async for index, item in siblings:
+                if isinstance(item, Delta):
+                    texts[index].append(_take(choices[index], item))
+                    if choices[index].reply.finish is not None:
+                        await siblings.end(index)
+            pieces = [Piece("".join(parts), choice.reply.shown()) for choice, parts in zip(choices, texts, strict=True)]
+            return [choice.format.whole(piece) for choice, piece in zip(choices, pieces, strict=True)]
 
     async def _send_answer(self, send: Send) -> None:
-        siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
         try:
-            await (self._send_stream if self._job.is_streamed else self._send_whole)(siblings, send)
+            await (self._send_stream if self._job.is_streamed else self._send_whole)(send)
+        except ApiError as error:
+            await self._send_error(error, send)
+
+    @asynccontextmanager
+    async def _streams(self) -> AsyncIterator[SiblingStreams]:
+        """Opens the backend's streams, then closes them and ends the meters. Raises ApiError for each failure."""
+        outcome = "abort"
+        siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
+        for choice in self._job.choices:
+            choice.meter.start()
+        try:
+            yield siblings
         except BackendError as error:
-            await self._send_error(api_error_of_backend(error), send)
-        except Exception:
+            outcome = "error"
+            raise api_error_of_backend(error) from error
+        except Exception as error:
             # A bug in this server or the backend: the client gets an error, the log the cause.
+            outcome = "error"
             log.exception("request failed", extra={"request_id": self._job.id})
-            await self._send_error(internal_error(), send)
+            raise internal_error() from error
         finally:
-            await siblings.close()
+            try:
+                await siblings.close()
+            finally:
+                for choice in self._job.choices:
+                    choice.meter.end(choice.reply.finish or outcome, choice.reply.cached_tokens)
 
     def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
         if choice.past is None:
             return self._backend.generate(choice.request)
-        return resume_answer(
-            self._backend, choice.request, choice.reply, lambda text, skipped: choice.format.skip(text), choice.past
-        )
+        return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.past)
 
-    async def _send_stream(self, siblings: SiblingStreams, send: Send) -> None:
+    async def _send_stream(self, send: Send) -> None:
+        async with self._streams() as siblings:
+            await self._send_events(siblings, send)
+
+    async def _send_events(self, siblings: SiblingStreams, send: Send) -> None:
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
         openings = [b"" if choice.num_delivered else choice.format.opening() for choice in choices]
         left, ids = len(openings), self._ids
@@ -123,20 +149,22 @@ class Answer(Response):
                 continue
             choice = choices[index]
             text, reply = _take(choice, item), choice.reply
-            if not text and reply.finish is None:
+            if not text and reply.finish is None and not choice.format.shows_empty_text:
                 continue
             piece, usage = Piece(text, reply.shown()), job.usage() if has_running_usage else None
             if reply.finish is None:
                 body = choice.format.piece(piece, usage)
+                events: Sequence[bytes] = (body,) if body else ()
             else:
-                body = choice.format.ending(piece, usage)
+                events = choice.format.ending(piece, usage)
                 left -= 1
                 # Before the last byte: after it the server reports a disconnect, which cancels this task.
                 await siblings.end(index)
-            if body:
+            body = b""
+            if events:
                 if reply.finish is not None or not choice.format.is_holding:
                     ids.record_sent(index, reply.num_whole)
-                body = ids.prepend_to(body)
+                body = b"".join(map(ids.prepend_to, events))
                 if openings[index]:
                     body, openings[index] = openings[index] + body, b""
             if not left:
@@ -144,24 +172,13 @@ class Answer(Response):
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
-    async def _send_whole(self, siblings: SiblingStreams, send: Send) -> None:
-        choices = self._job.choices
-        texts: list[list[str]] = [[] for _ in choices]
-        async for index, item in siblings:
-            if isinstance(item, Delta):
-                texts[index].append(_take(choices[index], item))
-                if choices[index].reply.finish is not None:
-                    await siblings.end(index)
-        documents = []
-        for choice, parts in zip(choices, texts, strict=True):
-            text = "".join(parts)
-            documents.append(choice.format.whole(Piece(text, choice.reply.shown())))
+    async def _send_whole(self, send: Send) -> None:
+        documents = await self.documents()
         body = self._job.format.whole(documents, self._job.usage())
         await self._start(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
-        self._outcome = "error"
         if self._has_started:
             body = self._ids.prepend_to(event(error_body(with_resume_hint(error, self._ids.current()))))
         else:

@@ -52,13 +52,15 @@ class ChunkHeader:
 class ChoiceFormat(Protocol):
     """Writes one choice. Streamed: `opening`, any number of `piece`, `ending`; otherwise `whole`."""
 
+    shows_empty_text: bool  # whether tokens that add no text become a chunk of their own
+
     @property
     def is_holding(self) -> bool:
         """Whether text is held back since the last chunk; then nothing of the pieces since then was written."""
         ...
 
-    def skip(self, text: str) -> None:
-        """Reads text that the client already has."""
+    def skip(self, text: str, tokens: Sequence[int]) -> None:
+        """Reads text and tokens that the client already has."""
         ...
 
     def opening(self) -> bytes:
@@ -69,8 +71,8 @@ class ChoiceFormat(Protocol):
         """Returns the event of a piece, with `usage` if not None. Empty if the piece is held back."""
         ...
 
-    def ending(self, piece: Piece, usage: Usage | None) -> bytes:
-        """Returns the events of the last piece, with the finish reason."""
+    def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
+        """Returns the events of the last piece, with the finish reason; at least one."""
         ...
 
     def whole(self, piece: Piece) -> dict[str, Any]:
