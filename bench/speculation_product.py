@@ -9,7 +9,7 @@ words, allowed tokens, a grammar, a JSON schema): tokens compared, the share of 
 first of their place, and what shows that the path was taken. Shapes are chains, trees that drafts choose best-first, and trees
 that are chosen before. Exit 1 when a token differs, when nothing was proposed or accepted, when no tree's branch was, or when a
 disturbance did not come about. With --pairs only so many cells that any two choices meet in one of them: those of CI
-(tests/runtime/test_speculation_pairs.py).
+(tests/bench/test_speculation_pairs.py).
 """
 
 import argparse
@@ -32,10 +32,10 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.equality.test_sampling import FIELDS
 from tests.runtime.moving_engines import RULES, running_field
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Watched, serve
-from tests.runtime.test_sampling_equality import FIELDS
 
 TOKENS = 32
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'

@@ -12,7 +12,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.generic.load import make_empty
 from phalanx_runtime.model.generic.source import check_config
 from tests.architectures.tiny import CHANGES, VOCAB_SIZE, save_model
-from tests.runtime.equal import Equality, Stream, compare
+from tests.runtime.model.equal import Equality, Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks
 
 Status = Literal["works", "refused", "failed"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.cluster import tiny_model
 from tests.cluster.scenes import Scene
-from tests.runtime.hub import HubServer
+from tests.runtime.checkpoint.hub import HubServer
 
 NAME, URI = "org/tiny", "hf://org/tiny"
 

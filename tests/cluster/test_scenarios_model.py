@@ -18,7 +18,7 @@ from tests.cluster import service as svc
 from tests.cluster.config import API_IP
 from tests.cluster.scenes import Scene
 from tests.cluster.sources import NAME, URI, fetching
-from tests.runtime.hub import HubServer, running_hub
+from tests.runtime.checkpoint.hub import HubServer, running_hub
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

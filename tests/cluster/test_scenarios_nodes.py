@@ -1,6 +1,7 @@
 """A node is lost with all that ran there, and comes back: meanwhile its groups have successors elsewhere, and no stream breaks.
 
-tests/control/test_lost.py has the cases; here kubelets are silent, controllers wait for them, and what is decided must happen.
+tests/control/decide/test_lost_nodes.py has the cases; here kubelets are silent, controllers wait for them, and what is decided
+must happen.
 """
 
 import json

@@ -20,7 +20,7 @@ from tests.cluster.rule_cases import TARGETS
 from tests.cluster.scenes import Scene
 from tests.cluster.sources import NAME, fetching
 from tests.cluster.watching import writes
-from tests.runtime.hub import HubServer, running_hub
+from tests.runtime.checkpoint.hub import HubServer, running_hub
 from tools.errors import Failed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -15,7 +15,7 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.sampling.draw import gumbel, noise_bits, noise_key
 from phalanx_runtime.rank_spec import RankSpec
-from tests.runtime.equal import Stream, compare
+from tests.runtime.model.equal import Stream, compare
 from tests.runtime.ranks import Asked, Build, Driver, on_ranks
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 

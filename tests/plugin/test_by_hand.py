@@ -6,8 +6,8 @@ from typing import Any
 from phalanx_kubectl.commands import Commands
 from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS
 from tests.control.builders import NOW
+from tests.control.loop.test_draining import world_with_routers
 from tests.control.summaries import group, summary
-from tests.control.test_draining import world_with_routers
 from tests.control.worlds import World
 
 

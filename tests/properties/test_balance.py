@@ -15,7 +15,7 @@ from phalanx_router.balancing.budget import BYTES_BURST_S, TOKENS_BURST_S
 from phalanx_router.balancing.projection import EPSILON
 from phalanx_router.balancing.records import PlannedMove
 from tests.control.builders import make_service
-from tests.router.balance.groups import FREE, PAGE, PAGES, World, group
+from tests.router.balancing.groups import FREE, PAGE, PAGES, World, group
 
 BYTES = group("any").page_bytes // PAGE
 """Of a token."""

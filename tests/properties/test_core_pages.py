@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.page_pool import PagePool
-from tests.runtime.reference_caches import SlowPolicy, make_slow
+from tests.runtime.core.reference_caches import SlowPolicy, make_slow
 
 PAGE = 2
 ROOT = root_key("model")

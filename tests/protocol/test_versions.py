@@ -17,9 +17,9 @@ from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
 from phalanx_router.resume import peer_wire
 from tests.control.summaries import summary
-from tests.control.test_asking import Scene, scene
+from tests.control.test_routers import Scene, scene
 from tests.control.worlds import World as Operated
-from tests.router.doors import http_server
+from tests.router.api_servers import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, hear, make_request, make_settings
 from tests.router.test_summary import running_router
 

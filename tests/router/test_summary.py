@@ -23,7 +23,7 @@ from phalanx_router.backend import RouterBackend
 from phalanx_router.operator_endpoint import OperatorEndpoint
 from phalanx_router.summary import UrgentChange
 from tests.control.summaries import summary
-from tests.router.doors import http_server
+from tests.router.api_servers import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
 
 HOT = wire.Load(1, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0, waiting_prompt_tokens=300)

@@ -12,7 +12,7 @@ from bench.programs import Program, free_port, running, serving
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from tests.cluster.service import metric, stream_all
 from tests.runtime.drafts import save_draft, save_exit, save_target
-from tests.runtime.test_drafting import other_words
+from tests.runtime.rank.drafting.test_drafting_programs import other_words
 from tests.system.test_hung_rank import BODIES, incarnation, model, readiness, runtime, wait_until
 from tests.system.test_openai import router_flags
 

@@ -173,7 +173,7 @@ async def test_the_age_of_a_watch_grows_while_its_kind_is_silent_and_no_longer(
 async def test_a_leader_that_was_killed_is_followed_when_its_lease_has_run_out(
     server: FakeApi, operators: list[Operator]
 ) -> None:
-    """With the times that an operator has by itself; tests/control/test_lease.py shows that they come to less than 10 s."""
+    """With the times that an operator has by itself; tests/control/kube/test_lease.py shows that they come to less than 10 s."""
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)
     await first.end(signal.SIGKILL)

@@ -1,0 +1,206 @@
+"""A client that repeats its request with Last-Event-ID gets the rest: every character, token and call once."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.backend import Delta, ResumableStream
+from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_ids
+from tests.frontend.openai.test_chat_parts import ANSWER, TOOL, TOOLS_TEMPLATE, USER
+
+SAYS = "once 🦊 upon STOP a\n\n time 🦊"
+Event = tuple[str, Any]
+"""Id and document; "" and "[DONE]" at the end."""
+
+
+def tokens_of(request: wire.Request, text: str) -> list[int]:
+    """What a request is answered with: text that tells its choice apart, cut where it was asked to end."""
+    return token_ids(text + ("" if request.sampling.seed % 2 else " twin"))[: request.sampling.max_tokens]
+
+
+class Model(FakeBackend):
+    """A backend and the one application over it."""
+
+    app: FastAPI
+
+
+def model_that_says(text: str) -> Model:
+    """Goes on after what was delivered, a token at a time."""
+
+    def script(request: wire.Request) -> Sequence[Step]:
+        tokens = tokens_of(request, text)
+        start = len(request.delivered)
+        assert request.delivered == tokens[:start]
+        steps: list[Step] = [Delta(i, [tokens[i]]) for i in range(start, len(tokens) - 1)]
+        return [*steps, Delta(max(start, len(tokens) - 1), tokens[max(start, len(tokens) - 1) :], "stop")]
+
+    return Model(script, tiny_assets(chat_template=TOOLS_TEMPLATE))
+
+
+async def stream(
+    backend: Model, path: str, body: Mapping[str, Any], last: str = "", key: str = "sk-1", keys: Sequence[ApiKey] = ()
+) -> tuple[int, list[Event]]:
+    """Status and events of a streamed answer."""
+    headers = {"authorization": f"Bearer {key}"} | ({"last-event-id": last} if last else {})
+    if not hasattr(backend, "app"):  # made once: it takes longer than an answer
+        backend.app = create_app(backend, keys=ApiKeys(keys))
+    transport = httpx.ASGITransport(backend.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        answer = await client.post(path, json={**body, "stream": True}, headers=headers)
+    if answer.status_code != 200:
+        return answer.status_code, [("", answer.json()["error"])]
+    events: list[Event] = []
+    for block in answer.text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.splitlines())
+        if "data" not in lines:
+            continue
+        events.append((lines.get("id", ""), lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])))
+    return 200, events
+
+
+def told(events: Sequence[Event]) -> dict[Any, Any]:
+    """What a client makes of these events: for each choice its texts, calls, tokens and how it ended."""
+    made: dict[Any, Any] = {}
+    for _, document in events:
+        if document == "[DONE]":
+            made["done"] = True
+        elif "choices" not in document:
+            if "finish_reason" in document:
+                made |= {"whole": document["text"], "ids": document["token_ids"], "finish": document["finish_reason"]}
+            else:
+                made["text"] = made.get("text", "") + document["text"]
+                made["token_ids"] = made.get("token_ids", []) + document["token_ids"]
+        else:
+            if document.get("usage"):
+                made["usage"] = document["usage"]["completion_tokens"]
+            for choice in document["choices"]:
+                add_choice(made.setdefault(choice["index"], {}), choice)
+    return made
+
+
+def add_choice(seen: dict[str, Any], choice: Mapping[str, Any]) -> None:
+    delta = choice.get("delta", choice)
+    for field in ("text", "content", "reasoning_content"):
+        seen[field] = seen.get(field, "") + (delta.get(field) or "")
+    for call in delta.get("tool_calls", ()):
+        function = call["function"]
+        seen[call["index"]] = seen.get(call["index"], "") + function.get("name", "") + function["arguments"]
+    logprobs = choice.get("logprobs") or {}
+    seen["logprobs"] = seen.get("logprobs", []) + (logprobs.get("tokens") or logprobs.get("content") or [])
+    seen["offsets"] = seen.get("offsets", []) + logprobs.get("text_offset", [])
+    seen["token_ids"] = seen.get("token_ids", []) + choice.get("token_ids", [])
+    seen["finish"] = choice["finish_reason"] or seen.get("finish")
+
+
+Journal = Callable[[int, int], int]
+"""How many tokens are known of a choice, from how many the client has and how many there are."""
+JOURNALS: dict[str, Journal] = {
+    "knows what the client has": lambda have, total: have,
+    "knows less": lambda have, total: max(0, have - 2),
+    "knows more": lambda have, total: min(total - 1, have + 3),
+    "knows all": lambda have, total: total,
+}
+BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", SAYS, {"prompt": "x", "stop": ["STOPPED"], "stream_options": {"include_usage": True}}),
+    "stop string": ("/v1/completions", SAYS, {"prompt": "x", "stop": ["a\n\n t"]}),
+    "echo": ("/v1/completions", SAYS, {"prompt": "x", "echo": True, "logprobs": 1}),
+    "logprobs": ("/v1/completions", SAYS, {"prompt": "x", "logprobs": 1, "return_token_ids": True, "n": 2}),
+    "two prompts": ("/v1/completions", SAYS, {"prompt": ["x", "y"], "n": 2}),
+    "chat": ("/v1/chat/completions", ANSWER, {"messages": USER, "logprobs": True}),
+    "tools": ("/v1/chat/completions", ANSWER, {"messages": USER, "tools": [TOOL], "n": 2, "return_token_ids": True}),
+    "native": ("/v1/generate", SAYS, {"prompt": "x", "stop": "STOPPED"}),
+}
+
+
+@pytest.mark.parametrize("journal", JOURNALS.values(), ids=JOURNALS)
+@pytest.mark.parametrize("case", BODIES)
+async def test_the_rest_follows_on_what_came_wherever_the_stream_was_cut(case: str, journal: Journal) -> None:
+    path, text, body = BODIES[case]
+    body = {"max_tokens": 200, **body}
+    first = model_that_says(text)
+    _, whole = await stream(first, path, body)
+    begun = {request.id: request for request in first.requests}
+    cuts = [i for i, (id, document) in enumerate(whole) if id and document != "[DONE]"]
+    assert len(cuts) > 5
+    again = model_that_says(text)
+    for cut in cuts[:: max(1, len(cuts) // 12)]:
+        last = whole[cut][0]
+        indices = [int(index) for index in last.rpartition(":")[2].split(",")]
+        for (id, request), index in zip(begun.items(), indices, strict=True):
+            tokens = tokens_of(request, text)
+            known = journal(index + 1, len(tokens))
+            finish: wire.FinishReason | None = "stop" if known == len(tokens) else None
+            again.begun[id] = ResumableStream(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
+        status, rest = await stream(again, path, body, last)
+        assert status == 200, rest
+        assert told([*whole[: cut + 1], *rest]) == told(whole), f"cut after event {cut}: {last}"
+        assert {document["id"] for _, document in rest if "id" in document} <= {whole[0][1].get("id")}
+
+
+async def test_a_choice_that_nobody_knows_any_more_is_drawn_again() -> None:
+    path, text, body = BODIES["tools"]
+    first = model_that_says(text)
+    _, whole = await stream(first, path, {**body, "max_tokens": 200})
+    again = model_that_says(text)
+    again.begun = {first.requests[1].id: ResumableStream(first.requests[1])}
+    cut = len(whole) // 2
+    _, rest = await stream(again, path, {**body, "max_tokens": 200}, next(id for id, _ in reversed(whole[: cut + 1]) if id))
+    assert told([*whole[: cut + 1], *rest]) == told(whole)
+    assert [request.sampling.seed for request in again.requests] == [request.sampling.seed for request in first.requests]
+
+
+KEYS = [ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]
+
+
+async def ask_again(last: Callable[[str], str], **change: Any) -> tuple[int, Any]:
+    """What comes of resuming a completion of alice's."""
+    first, again = model_that_says(SAYS), model_that_says(SAYS)
+    body = {"prompt": "x", "max_tokens": 9}
+    _, whole = await stream(first, "/v1/completions", body, keys=KEYS)
+    again.begun = {
+        first.requests[0].id: ResumableStream(msgspec.structs.replace(first.requests[0], delivered=token_ids(SAYS)[:3]))
+    }
+    key = change.pop("key", "sk-1")
+    status, events = await stream(again, "/v1/completions", {**body, **change}, last(whole[1][0]), key, KEYS)
+    assert status == 200 or not again.requests
+    return status, events[0][1]
+
+
+async def test_an_unknown_stream_and_one_of_another_key_are_told_the_same() -> None:
+    unknown = [
+        await ask_again(lambda id: f"cmpl-{'0' * 32}:1"),
+        await ask_again(lambda id: "nonsense"),
+        await ask_again(lambda id: id, key="sk-2"),
+    ]
+    assert {status for status, _ in unknown} == {404}
+    assert unknown[0] == unknown[1] == unknown[2] and unknown[0][1]["code"] == "unknown_stream"
+    assert (await ask_again(lambda id: id))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "last"),
+    [
+        ({"prompt": "y"}, str), ({"max_tokens": 8}, str), ({"temperature": 0.5}, str),
+        ({}, lambda id: id + ",2"), ({}, lambda id: id + "5"),
+    ],
+    ids=["prompt", "length", "temperature", "choices", "index"],
+)  # fmt: skip
+async def test_a_request_is_resumed_as_it_was(change: dict[str, Any], last: Callable[[str], str]) -> None:
+    status, error = await ask_again(last, **change)
+    assert (status, error["code"], error["param"]) == (400, "resume_differs", "Last-Event-ID")
+
+
+async def test_an_answer_that_is_not_streamed_takes_no_notice() -> None:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(create_app(model_that_says("once"))), base_url="http://door"
+    ) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"last-event-id": "nonsense"})
+    assert answer.status_code == 200

@@ -1,0 +1,390 @@
+"""What a router moves, and what it leaves alone: budgets, guards, rescue, emptying."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx_api.summary import BalancePolicy, Budgets, Mode
+from phalanx_router.balancing.balancer import BalanceDecision, Balancer, Shed, SheddingTimer
+from phalanx_router.balancing.budget import MoveBudget
+from phalanx_router.balancing.ladder import Action
+from phalanx_router.balancing.records import NoMove, PlannedMove, Rung
+from phalanx_router.balancing.targets import select_transfer
+from tests.router.balancing.groups import FREE, World, group, stream
+
+
+def hot_world(policy: BalancePolicy | None = None, count: int = 14, context: int = 1000) -> World:
+    """Group a holds `count` streams of 63 pages each, b to e none."""
+    names = list("abcde")
+    streams = {f"s{i:02}": "a" for i in range(count)}
+    return World(streams, dict.fromkeys(streams, context), names, Balancer(policy or BalancePolicy(budgets=FREE)))
+
+
+def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
+    """The first tick that proposes something, or the last one."""
+    for number in range(ticks):
+        decision = world.tick(0.25 * number)
+        if decision.proposals:
+            break
+    return decision
+
+
+def test_a_hotspot_gives_as_much_as_brings_it_to_rest() -> None:
+    world = hot_world()
+    decision = first_moves(world)
+    assert decision.hotspots[0].cause == "kv" and decision.hotspots[0].action == "migrate"
+    assert {p.source for p in decision.proposals} == {"a/1/1"} and len({p.target for p in decision.proposals}) == 1
+    for proposal in decision.proposals:
+        world.obey(proposal, 0.25)
+    assert 0.6 < world.pressure("a") < 0.75
+    assert all("a is kv-bound" in p.why and p.way == "precopy" for p in decision.proposals)
+    later = [world.tick(1.0 + 0.25 * i) for i in range(100)]
+    assert not any(d.proposals for d in later)
+
+
+@pytest.mark.parametrize(
+    ("policy", "code"),
+    [
+        (BalancePolicy(mode="Off"), "mode"),
+        (BalancePolicy(mode="Requeue"), "mode"),
+        (BalancePolicy(budgets=Budgets(moves_per_group=0)), "slots"),
+        (BalancePolicy(budgets=Budgets(tokens_share_per_s=0.0)), "tokens"),
+        (BalancePolicy(budgets=Budgets(bytes_per_s=0.0)), "no_victim"),
+    ],
+)
+def test_nothing_moves_without_leave(policy: BalancePolicy, code: str) -> None:
+    decision = first_moves(hot_world(policy))
+    assert not decision.proposals
+    assert [r.code for r in decision.refusals] == [code]
+
+
+ACTIONS: list[tuple[Mode, bool, Action]] = [
+    ("Off", False, "none"),
+    ("Off", True, "none"),
+    ("Route", False, "steer"),
+    ("Requeue", False, "requeue"),
+    ("Migrate", False, "migrate"),
+    ("Migrate", True, "scale"),
+]
+
+
+@pytest.mark.parametrize(("mode", "is_saturated", "action"), ACTIONS)
+def test_what_is_told_of_a_hotspot_is_what_is_done(mode: Mode, is_saturated: bool, action: Action) -> None:
+    world = hot_world(BalancePolicy(mode=mode))
+    if is_saturated:
+        demands = {"a": 400, "b": 860, "c": 860, "d": 800, "e": 800}
+        world.fields = {name: {"demand_pages": pages} for name, pages in demands.items()}
+    decision = [world.tick(0.25 * number) for number in range(4)][-1]
+    assert decision.is_saturated == is_saturated
+    assert ("a", action) in [(spot.group, spot.action) for spot in decision.hotspots]
+
+
+def test_nothing_moves_for_balance_when_all_are_full() -> None:
+    world = hot_world()
+    world.fields = {name: {"demand_pages": 900} for name in "bcd"}
+    world.fields["a"] = {"demand_pages": 200}
+    decision = first_moves(world)
+    assert decision.is_saturated and not decision.proposals
+
+
+UNFIT = {
+    "has not begun": {"generated": 0},
+    "was moved three times": {"moves": 3, "moved_s": -100.0},
+    "was moved just now": {"moves": 1, "moved_s": -2.0},
+    "is pinned": {"is_pinned": True},
+}
+
+
+@pytest.mark.parametrize("fields", UNFIT.values(), ids=UNFIT.keys())
+def test_a_stream_stays_that(fields: dict[str, object]) -> None:
+    world = hot_world()
+    world.records = {name: stream(name, "a", **fields) for name in world.where}
+    decision = first_moves(world)
+    assert decision.hotspots and not decision.proposals
+    assert decision.refusals[0].code == "no_victim"
+
+
+def test_a_stream_goes_only_where_the_same_model_is() -> None:
+    world = hot_world()
+    world.fields = {name: {"model_hash": "other"} for name in "bcde"}
+    assert first_moves(world).refusals[0].code == "no_target"
+
+
+def test_a_stream_about_to_end_is_no_victim() -> None:
+    world = hot_world()
+    world.fields = {"a": {"copy_bytes_per_s": 1e4, "mean_output_tokens": 2.0}}
+    world.records = {name: stream(name, "a", generated=1) for name in world.where}
+    assert not first_moves(world).proposals
+
+
+def test_moves_at_once_are_bounded_until_they_end() -> None:
+    world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)), count=15)
+    first = first_moves(world)
+    assert len(first.proposals) == 2
+    again = world.tick(1.0)
+    assert not again.proposals
+    for proposal in first.proposals:
+        world.obey(proposal, 1.0)
+    assert len(world.tick(1.25).proposals) == 2
+
+
+def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
+    budget = MoveBudget()
+    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.0)
+    rungs: list[tuple[Rung, float]] = [("migrate", 1000.0), ("evacuate", 2500.0)]
+    for rung, most in rungs:
+        assert budget.forbids("a", "b", rung) is None
+        budget.spend(PlannedMove("s", "a", "b", "precopy", rung, 100, None, ""), most + 500)
+        assert [budget.forbids(*pair, rung) for pair in (("a", "c"), ("c", "b"), ("c", "d"))] == ["bytes"] * 3
+    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.25)
+    assert [budget.forbids("a", "c", rung) for rung, _ in rungs] == ["bytes", None]
+    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.75)
+    assert budget.forbids("a", "c", "migrate") is None
+
+
+def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
+    world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
+    failed = first_moves(world).proposals
+    for proposal in failed:
+        assert not world.balancer.ended(proposal, False, 1.0)
+        assert not world.balancer.ended(proposal, True, 1.0), "an end counts once"
+    tired = {proposal.stream for proposal in failed}
+    again = world.tick(1.25).proposals
+    assert len(again) == 2 and not {p.stream for p in again} & tired, "they rest for a second"
+    assert world.balancer.guard.with_departed_load(group("a"), 1.0) == group("a")
+
+
+@pytest.mark.parametrize(("queued", "gives"), [(0, False), (60_000, True)])
+def test_streams_leave_a_group_whose_prompts_make_its_steps_long_only_if_these_last(queued: int, gives: bool) -> None:
+    """Its steps take 0.12 s with prompts and 0.02 s without; 60,000 queued tokens last for some 7 s."""
+    world = hot_world(BalancePolicy(budgets=FREE, itl_target_s=0.1), count=8)
+    world.fields = {name: {"total_pages": 10_000} for name in world.names}
+    world.fields["a"] |= {"prompt_tokens_per_step": 1000.0, "queued_prompt_tokens": queued, "room": 1000}
+    decision = first_moves(world)
+    assert [hotspot.cause for hotspot in decision.hotspots] == ["decode"]
+    assert bool(decision.proposals) == gives
+
+
+def test_a_very_slow_group_gives_away_though_it_has_room() -> None:
+    world = hot_world(count=6)
+    world.fields = {"a": {"speed": 2.5}}
+    found = [p for i in range(60) for p in world.tick(0.25 * i).proposals]
+    assert found and {p.source for p in found} == {"a/1/1"}
+    assert "straggler" in found[0].why
+
+
+def test_a_slow_group_is_only_weighed() -> None:
+    world = hot_world(count=6)
+    world.fields = {"a": {"speed": 1.5}}
+    decisions = [world.tick(0.25 * i) for i in range(60)]
+    assert not any(d.proposals for d in decisions)
+    assert decisions[-1].hotspots[0].action == "weigh"
+
+
+def test_an_emptied_group_gives_all_it_has_in_any_mode() -> None:
+    world = hot_world(BalancePolicy(mode="Off", empty=["a"], budgets=Budgets(moves_per_group=4)), count=10)
+    world.records["s03"] = stream("s03", "a", generated=0, context=0)
+    now, ways = 0.0, set()
+    while "a" in world.where.values():
+        now += 0.25
+        assert now < 5
+        proposals = world.tick(now).proposals
+        assert 0 < len(proposals) <= 4 and all(p.rung == "evacuate" for p in proposals)
+        for proposal in proposals:
+            ways.add((proposal.stream == "s03", proposal.way))
+            world.obey(proposal, now)
+    assert ways == {(True, "recompute"), (False, "precopy")}
+    assert max(world.pressure(name) for name in "bcde") < 0.3, "they are spread"
+
+
+def test_the_most_urgent_group_is_emptied_first_and_never_into_another_such() -> None:
+    world = hot_world(BalancePolicy(empty=["b", "a"]), count=4)
+    world.where |= {"t0": "b", "t1": "b"}
+    world.contexts |= {"t0": 900, "t1": 900}
+    proposals = world.tick(0.0).proposals
+    assert [p.source for p in proposals] == ["b/1/1"] * 2 + ["a/1/1"] * 4
+    assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+
+
+def test_a_group_that_says_that_it_leaves_is_emptied_after_those_that_are_named() -> None:
+    world = hot_world(BalancePolicy(mode="Off", empty=["b"]), count=2)
+    world.where |= {"t0": "b"}
+    world.contexts |= {"t0": 900}
+    world.fields = {"a": {"draining": True}}
+    proposals = world.tick(0.0).proposals
+    assert [(p.source, p.rung) for p in proposals] == [("b/1/1", "evacuate")] + [("a/1/1", "evacuate")] * 2
+    assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+
+
+def test_a_stream_whose_move_failed_rests_for_a_second() -> None:
+    world = hot_world(BalancePolicy(empty=["a"]), count=1)
+    (first,) = world.tick(0.0).proposals
+    world.balancer.ended(first, False, 0.5)
+    proposed = [bool(world.tick(now).proposals) for now in (0.75, 1.25, 1.5)]
+    assert proposed == [False, False, True]
+
+
+def test_a_group_stays_filled_where_nobody_has_room() -> None:
+    world = hot_world(BalancePolicy(empty=["a"]), count=4)
+    world.fields = {name: {"used_pages": 950} for name in "bcde"}
+    decision = world.tick(0.0)
+    assert not decision.proposals and decision.refusals[0].code == "no_target"
+
+
+def rescue(world: World, *, policy: BalancePolicy | None = None) -> PlannedMove | NoMove:
+    world.balancer.policy = policy or BalancePolicy()
+    return world.balancer.rescue("a/1/1", stream("s00", "a", 2000), world.views(), 0.0)
+
+
+def test_a_rescued_stream_goes_to_the_group_with_most_room() -> None:
+    world = hot_world()
+    world.fields = {name: {"used_pages": used} for name, used in zip("bcde", (700, 300, 500, 600), strict=True)}
+    found = rescue(world)
+    assert isinstance(found, PlannedMove)
+    assert (found.target, found.way, found.rung) == ("c/1/1", "stop", "rescue")
+
+
+RESCUE_REFUSED = {
+    "nobody has room": ({name: {"used_pages": 900} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "all would be full soon": (
+        {name: {"total_pages": 200, "used_pages": 40, "running": 20} for name in "bcde"},
+        BalancePolicy(),
+        "no_target",
+    ),
+    "nobody keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
+    "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "they are emptied": ({}, BalancePolicy(empty=list("bcde")), "no_target"),
+    "no slot": ({}, BalancePolicy(budgets=Budgets(moves_per_group=0)), "no_target"),
+}
+
+
+@pytest.mark.parametrize(("fields", "policy", "code"), RESCUE_REFUSED.values(), ids=RESCUE_REFUSED.keys())
+def test_nobody_is_rescued_when(fields: dict[str, dict[str, object]], policy: BalancePolicy, code: str) -> None:
+    world = hot_world()
+    world.fields = fields
+    found = rescue(world, policy=policy)
+    assert isinstance(found, NoMove) and found.code == code
+
+
+def test_a_running_request_goes_before_those_that_wait_at_its_target() -> None:
+    world = hot_world()
+    world.fields = {name: {"used_pages": 700, "demand_pages": 400} for name in "bcde"}
+    assert isinstance(rescue(world), PlannedMove)
+
+
+def test_a_stream_that_came_round_does_not_close_the_circle() -> None:
+    world = hot_world()
+    world.names = ["a", "b", "c"]
+    for source, target, now in (("a/1/1", "b/1/1", 0.0), ("b/1/1", "c/1/1", 4.0)):
+        world.balancer.pingpong.moved("s00", source, target, now)
+    world.where["s00"] = "c"
+    here = stream("s00", "c", 2000, moves=2, moved_s=4.0, left="b/1/1")
+    assert isinstance(world.balancer.rescue("c/1/1", here, world.views(), 8.0), NoMove)
+    found = world.balancer.rescue("c/1/1", here, world.views(), 12.0)
+    assert isinstance(found, PlannedMove) and found.target == "a/1/1"
+
+
+def test_a_rescue_counts_against_the_next_one() -> None:
+    world = hot_world()
+    world.names = ["a", "b"]
+    world.fields = {"b": {"used_pages": 740}}
+    assert isinstance(rescue(world), PlannedMove)
+    again = world.balancer.rescue("a/1/1", stream("s01", "a", 2000), world.views(), 0.0)
+    assert isinstance(again, NoMove) and again.code == "no_target", "125 pages of the first are promised"
+
+
+def test_a_stream_is_not_rescued_into_the_group_it_just_left() -> None:
+    world = hot_world()
+    world.names = ["a", "b"]
+    back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b/1/1")
+    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 5.0), NoMove)
+    assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 11.0), PlannedMove)
+
+
+WAYS = {
+    "pages are dear to compute": ({}, {}, 4000, "precopy"),
+    "a short one is computed": ({}, {}, 200, "recompute"),
+    "another layout": ({}, {"layout": "tp4"}, 4000, "recompute"),
+    "a thin wire": ({"copy_bytes_per_s": 1e5}, {}, 4000, "recompute"),
+    "a thin wire, but a busy target": ({"copy_bytes_per_s": 1.5e7}, {"running": 60}, 4000, "precopy"),
+}
+
+
+@pytest.mark.parametrize(("here", "there", "context", "way"), WAYS.values(), ids=WAYS.keys())
+def test_a_stream_takes_its_pages_along_where_that_is_cheaper(
+    here: dict[str, object], there: dict[str, object], context: int, way: str
+) -> None:
+    assert select_transfer(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == way
+
+
+def test_a_group_that_gave_away_does_not_look_free_at_once() -> None:
+    world, before = hot_world(), group("a", 0.5)
+    for proposal in first_moves(world).proposals:
+        world.obey(proposal, 10.0)
+    guard = world.balancer.guard
+    assert guard.with_departed_load(before, 10.0).running > before.running
+    burdens = [guard.with_departed_load(before, now).used_pages - before.used_pages for now in (10.0, 11.0, 12.0)]
+    assert burdens[0] > 100 and burdens[1] == pytest.approx(burdens[0] / 2, abs=1) and burdens[2] == 0
+    assert guard.with_departed_load(group("b"), 10.0) == group("b")
+
+
+def test_requests_that_go_back_and_forth_turn_moves_off_for_a_minute() -> None:
+    world = hot_world()
+    pingpong = world.balancer.pingpong
+    assert not pingpong.moved("x", "a", "b", 0.0) and pingpong.moved("x", "b", "a", 9.0)
+    assert not pingpong.is_off(9.0), "one is chance"
+    assert pingpong.moved("x", "a", "b", 10.0)
+    assert pingpong.total == 2
+    assert first_moves(world).refusals[0].code == "pingpong"
+    assert pingpong.is_off(69.0) and not pingpong.is_off(70.0)
+
+
+def test_few_returns_of_many_moves_do_not() -> None:
+    pingpong = Balancer().pingpong
+    for number in range(400):
+        pingpong.moved(f"s{number}", "a", "b", number * 0.1)
+    for number in (397, 398, 399):
+        assert pingpong.moved(f"s{number}", "b", "a", 40.5)
+    assert not pingpong.is_off(41.0)
+    assert not pingpong.moved("s399", "a", "b", 60.0), "after ten seconds it is no return"
+
+
+def test_waiting_requests_are_shed_band_by_band_while_saturation_lasts() -> None:
+    shedding = SheddingTimer()
+    late = [shedding.decide(True, 5.0, 2.0, now) for now in (0.0, 0.9, 1.0, 2.0)]
+    assert [shed.bands if shed else 0 for shed in late] == [0, 0, 1, 2]
+    assert isinstance(late[2], Shed) and late[2].retry_after_s == 3.0
+    assert shedding.decide(True, 1.0, 2.0, 3.0) is None
+    assert shedding.decide(True, 5.0, 2.0, 3.5) is None, "the second starts anew"
+    never: list[tuple[bool, float | None, float | None]] = [(False, 5.0, 2.0), (True, None, 2.0), (True, 5.0, None)]
+    for is_saturated, best_ttft_s, target_s in never:
+        shedding = SheddingTimer()
+        assert [shedding.decide(is_saturated, best_ttft_s, target_s, now) for now in (0.0, 5.0)] == [None, None]
+
+
+def test_a_saturated_fleet_sheds_through_the_tick() -> None:
+    balancer = Balancer(BalancePolicy(ttft_target_s=1.0))
+    views = [group(name, 0.5, queued_prompt_tokens=10**6) for name in "ab"]
+    sheds = [balancer.tick(views, lambda key: [], 0.25 * i).shed for i in range(12)]
+    assert sheds[0] is None and sheds[-1] is not None
+
+
+def test_a_policy_may_change_between_ticks() -> None:
+    world = hot_world(BalancePolicy(mode="Off"))
+    assert not first_moves(world).proposals
+    world.balancer.policy = replace_mode(world.balancer.policy)
+    assert world.tick(9.0).proposals
+
+
+def replace_mode(policy: BalancePolicy) -> BalancePolicy:
+    return BalancePolicy(number=policy.number + 1, budgets=FREE)
+
+
+def test_views_are_left_as_they_are() -> None:
+    world = hot_world()
+    views = world.views()
+    copies = [replace(view) for view in views]
+    for number in range(4):
+        world.balancer.tick(views, world.streams_of, 0.25 * number)
+    assert views == copies

@@ -1,0 +1,176 @@
+"""The tick of a running router: hotspots are shown and relieved, groups emptied, requests rescued, over real links."""
+
+import asyncio
+import dataclasses
+import logging
+
+import msgspec
+import pytest
+
+from phalanx_api import moves, wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_router.session import StreamSession
+from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
+from tests.router.moves.moving_leaders import SERVED, MoveScript, MovingLeader
+from tests.router.routing.test_queued_requests import reported
+
+PROMPT = list(range(1, 321))
+FULL = wire.Load(0, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0)
+TICKING = make_settings(tick_s=0.05)
+EMPTY = wire.Load(0, 0, 0, 100, 100)
+THIRD_FREE = wire.Load(0, 0, 0, 30, 100)
+LONG_PROMPTS = wire.Load(0, 4, 0, 700, 1000, context_tokens=3000, mean_output_tokens=200.0, running_prompt_tokens=9000)
+
+
+def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
+    """Both with room; the first one holds its streams after 5 steps."""
+    peers: list[MovingLeader] = []
+    leaders = MovingLeader("a", peers, Script(hold_at=5)), MovingLeader("b", peers, None, target)
+    for leader in leaders:
+        leader.load = EMPTY
+    return leaders
+
+
+async def begin(world: World) -> tuple[StreamSession, asyncio.Task[list[int]]]:
+    """A stream with 5 tokens in the first group, and the client that hears it."""
+
+    async def tokens() -> list[int]:
+        return (await hear(world.fleet, make_request(PROMPT, max_tokens=20))).tokens
+
+    client = asyncio.create_task(tokens())
+    await world.until(lambda: any(len(run.stream.journal.delivered) >= 5 for run in world.fleet.runs))
+    (run,) = world.fleet.runs
+    assert run.link is not None and run.link.endpoint.group == "a"
+    return run, client
+
+
+def moved(world: World, why: str) -> float:
+    return world.metric("phalanx_router_moves_total", outcome="moved", why=why)
+
+
+async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "phalanx_router.migration.balance_loop")
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        run, client = await begin(world)
+        source.load = FULL
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "hotspot") == 1
+        assert world.metric("phalanx_router_moves_proposed_total", rung="migrate") == 1
+        assert world.metric("phalanx_router_hotspot", group="a", cause="kv") == 1
+        assert (run.balanced, world.fleet.balancing.count.moved) == (1, 1)
+        source.load = EMPTY
+        await world.until(lambda: not world.fleet.balancing.last.hotspots)
+        assert world.registry.get_sample_value("phalanx_router_hotspot", {"group": "a", "cause": "kv"}) is None
+    told = [(r.getMessage(), r.__dict__["group"], r.__dict__["cause"]) for r in caplog.records if "hotspot" in r.getMessage()]
+    assert told == [("hotspot", "a", "kv"), ("hotspot over", "a", None)]
+
+
+async def test_a_hot_prefix_goes_to_another_group_with_a_stream_that_begins_with_it() -> None:
+    source, target = pair()
+    keys = PrefixKeys(root_key(SERVED.model_hash), 16).extend(PROMPT)
+    async with running_world(
+        source, target, settings=dataclasses.replace(TICKING, policy=BalancePolicy(ttft_target_s=0.5))
+    ) as world:
+        run, client = await begin(world)
+        await source.tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await world.until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
+        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HeavyPrefix(keys[-1], len(keys), 0.6)])
+        assert await client == expected(PROMPT, 20)
+        assert world.metric("phalanx_router_moves_proposed_total", rung="replicate") == 1
+        assert (moved(world, "hotspot"), run.balanced) == (1, 1)
+
+
+async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones() -> None:
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        run, client = await begin(world)
+        world.fleet.balancing.set_policy(BalancePolicy(1, mode="Off", empty=["a"]))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "drain") == 1 and run.balanced == 0
+        await hear(world.fleet, make_request([7, 8], max_tokens=4))
+        assert [submit.request.prompt for submit in source.submitted] == [PROMPT]
+
+
+async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        _, client = await begin(world)
+        await source.tell(wire.State(False, 1, "told to leave", draining=True, served=source.move.served))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "drain") == 1
+
+
+async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
+    async with running_world(*pair(), settings=TICKING) as world:
+        for policy in (BalancePolicy(4, mode="Route"), BalancePolicy(3, mode="Off", empty=["a"]), BalancePolicy(2)):
+            world.fleet.balancing.set_policy(policy)
+        assert world.fleet.balancing.policy == BalancePolicy(4, mode="Route")
+        assert world.fleet.links.fleet_view.emptied == frozenset()
+
+
+async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        run, client = await begin(world)
+        await source.tell(moves.AskRescue([run.handle], 0.5))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "rescue") == 1
+        assert [frame.mode for frame in source.frames if isinstance(frame, moves.MoveOut)] == ["stop"]
+
+
+async def test_a_group_that_just_gave_a_stream_away_gets_no_newcomer_at_once() -> None:
+    """Both tell the same all the time, and the draw is the first one's: only the router knows what left it."""
+    source, target = pair()
+    async with running_world(source, target, settings=TICKING) as world:
+        await asyncio.gather(*(reported(world, leader, THIRD_FREE) for leader in (source, target)))
+        run, client = await begin(world)
+        await source.tell(moves.AskRescue([run.handle], 0.5))
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "rescue") == 1
+        source.release()
+        await hear(world.fleet, make_request(PROMPT, max_tokens=4, id="newcomer"))
+        assert [submit.request.id for submit in source.submitted] == ["request"]
+        assert [submit.request.id for submit in target.submitted] == ["request", "newcomer"]
+
+
+async def test_a_request_stays_where_it_is_when_nobody_has_room() -> None:
+    source, target = pair()
+    target.load = FULL
+    async with running_world(source, target, settings=TICKING) as world:
+        run, client = await begin(world)
+        await source.tell(moves.AskRescue([run.handle], 0.5))
+        await world.until(lambda: world.metric("phalanx_router_moves_refused_total", rung="rescue", why="no_target") == 1)
+        source.release()
+        assert await client == expected(PROMPT, 20)
+        assert run.moved == 0
+
+
+async def test_a_move_that_the_target_refuses_is_tried_again() -> None:
+    source, target = pair(MoveScript(refuse="no_room"))
+    async with running_world(source, target, settings=TICKING) as world:
+        _, client = await begin(world)
+        world.fleet.balancing.set_policy(BalancePolicy(budgets=Budgets(tokens_share_per_s=10.0)))
+        source.load = FULL
+        await world.until(lambda: world.metric("phalanx_router_moves_total", outcome="refused", why="hotspot") >= 2)
+        target.move.refuse = None
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "hotspot") == 1
+        assert world.fleet.balancing.count.failed >= 2
+
+
+async def test_a_bug_costs_one_tick(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_world(*pair(), settings=TICKING) as world:
+        calls = []
+
+        def fail() -> None:
+            calls.append(1)
+            raise ValueError("a bug")
+
+        world.fleet.balancing.ticked.append(fail)
+        await world.until(lambda: len(calls) >= 2)
+        _, client = await begin(world)
+        world.leaders[0].release()
+        assert await client == expected(PROMPT, 20)
+    assert "balancing failed" in caplog.text and "a bug" in caplog.text

@@ -1,0 +1,337 @@
+"""The leader's side of the link, driven by a bare WebSocket client."""
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from phalanx_api import wire
+from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_runtime.server.link.endpoint import LinkEndpoint
+from phalanx_runtime.server.link.gateway import EngineSink
+from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
+from tests.router.fakes import ASSETS, TOKEN, expected, make_request
+
+HELLO = wire.Hello(PROTOCOL_VERSION, "router-0")
+
+
+def dial(address: str, token: str = TOKEN) -> connect:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return connect(
+        f"ws://{address}{wire.LINK_PATH}",
+        additional_headers=headers,
+        proxy=None,
+        compression=None,
+        max_size=None,
+        close_timeout=1,
+    )
+
+
+F = TypeVar("F", bound=wire.FromLeader)
+
+
+async def receive(connection: ClientConnection, kind: type[F]) -> F:
+    """The next frame of this kind."""
+    async with asyncio.timeout(10):
+        while True:
+            frame = wire.decode_from_leader(await connection.recv(decode=False))
+            if isinstance(frame, kind):
+                return frame
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def opened(engine: FakeEngine, **bounds: Any) -> AsyncIterator[tuple[ClientConnection, LinkEndpoint]]:
+    """A link whose handshake is done, Welcome read."""
+    settings = dataclasses.replace(make_link_settings(), **bounds)
+    async with running_leader(engine, settings) as (address, door):
+        async with dial(address) as connection:
+            await connection.send(wire.encode(HELLO))
+            await receive(connection, wire.Welcome)
+            yield connection, door
+
+
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "ünïcode"], ids=["none", "wrong", "longer", "not ASCII"])
+async def test_a_peer_without_the_token_gets_401(token: str) -> None:
+    async with running_leader(FakeEngine()) as (address, door):
+        with pytest.raises((InvalidStatus, UnicodeEncodeError)) as caught:
+            async with dial(address, token):
+                pass
+        if isinstance(caught.value, InvalidStatus):
+            assert caught.value.response.status_code == 401
+            assert door.turned_away["token"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "reason"),
+    [
+        (wire.encode(wire.Hello(99, "r")), 4426, "link version 1, the router 99"),
+        (wire.encode(wire.Abort([1])), 4400, "expected Hello"),
+        (b"\xc1", 4400, "no frame of the link"),
+        ("text", 4400, "no frame of the link"),
+        (None, 4400, "no Hello within"),
+    ],
+    ids=["version", "other frame", "no frame", "text", "nothing"],
+)
+async def test_a_peer_that_says_no_proper_hello_is_closed_with_the_reason(
+    first: bytes | str | None, code: int, reason: str
+) -> None:
+    async with running_leader(FakeEngine(), make_link_settings(hello_s=0.05)) as (address, door), dial(address) as connection:
+        if first is not None:
+            await connection.send(first)
+        with pytest.raises(ConnectionClosed) as caught:
+            await connection.recv()
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == code
+        assert reason in caught.value.rcvd.reason
+        assert sum(door.turned_away.values()) == 1
+
+
+async def test_a_peer_may_leave_before_hello() -> None:
+    async with running_leader(FakeEngine()) as (address, door):
+        async with dial(address):
+            pass
+        assert door.turned_away.total() == 0
+
+
+async def test_the_leader_says_who_it_is_then_its_state_then_its_load() -> None:
+    async with running_leader(FakeEngine()) as (address, door), dial(address) as connection:
+        await connection.send(wire.encode(HELLO))
+        frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
+        assert frames == [
+            wire.Welcome(PROTOCOL_VERSION, "group-a", "r1", 16, ASSETS.content_hash),
+            wire.State(True, 1),
+            wire.Load(0, 0, 0, 8, 8),
+        ]
+        assert door.routers == 1
+
+
+async def test_one_frame_carries_the_tokens_of_a_step_with_the_handles_of_the_router() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        for handle in (7, 8, 9):
+            await connection.send(wire.encode(wire.Submit(handle, make_request([handle], max_tokens=2))))
+        await until(lambda: len(engine.submitted) == 3)
+        engine.step()
+        assert await receive(connection, wire.Tokens) == wire.Tokens(
+            [7, 8, 9], [0, 0, 0], [0, 0, 0], [expected([h], 1)[0] for h in (7, 8, 9)], []
+        )
+        engine.step()
+        frame = await receive(connection, wire.Tokens)
+        assert [end.handle for end in frame.finished] == [7, 8, 9]
+
+
+async def test_details_stay_beside_their_tokens_when_frames_are_joined() -> None:
+    engine, detail = FakeEngine(), wire.TokenDetail(-1.0, 0, [], [])
+    async with opened(engine) as (connection, _):
+        for handle in (7, 8):
+            await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
+        await until(lambda: len(engine.submitted) == 2)
+        sink = engine.submitted[1000][1]
+        sink.tokens(wire.Tokens([1000], [0], [0], [5], []))
+        told = [wire.PromptDetails(1001, 0, 1, [detail])]
+        sink.tokens(wire.Tokens([1001], [0], [0], [6], [], details=[detail], prompt_details=told))
+        sink.tokens(wire.Tokens([1000], [0], [1], [7], [], cached=[wire.Cached(1000, 0, 4)]))
+        frame = await receive(connection, wire.Tokens)
+        assert frame.cached == [wire.Cached(7, 0, 4)]
+        assert (frame.handles, frame.tokens, frame.details) == ([7, 8, 7], [5, 6, 7], [None, detail, None])
+        assert frame.prompt_details == [wire.PromptDetails(8, 0, 1, [detail])]
+
+
+async def test_tokens_that_wait_together_leave_together() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(7, make_request(max_tokens=9))))
+        await until(lambda: len(engine.submitted) == 1)
+        for _ in range(4):
+            engine.step()
+        frame = await receive(connection, wire.Tokens)
+        assert (frame.indices, frame.tokens) == ([0, 1, 2, 3], expected([1, 2, 3], 4))
+
+
+async def test_aborted_requests_are_aborted_in_the_engine() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await connection.send(wire.encode(wire.Abort([7, 99])))
+        await until(lambda: engine.aborted == [1000])
+
+
+async def test_the_requests_of_a_router_that_left_are_aborted() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        connection.transport.abort()
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        assert len(engine.subscribers) == 1, "that of the orphans"
+
+
+async def test_refusals_carry_the_handle_of_the_router() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        engine.submitted[1000][1].refused(wire.Refused(1000, 0, 429, "queue_full", "full", 3.0))
+        assert await receive(connection, wire.Refused) == wire.Refused(7, 0, 429, "queue_full", "full", 3.0)
+
+
+async def test_a_group_that_does_not_serve_refuses() -> None:
+    engine = FakeEngine()
+    engine.present = wire.State(False, 1, "rank 1 loads")
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        assert await receive(connection, wire.Refused) == wire.Refused(7, 0, 503, "not_ready", "rank 1 loads")
+
+
+async def test_a_new_incarnation_is_told_at_once_and_frees_all_handles() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        await receive(connection, wire.State)
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        engine.change(engine.present)
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        assert await receive(connection, wire.State) == wire.State(False, 2, "rank 1 died")
+        engine.change(wire.State(True, 2))
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        assert engine.aborted == []
+
+
+async def test_assets_are_sent_when_asked_for_and_when_they_change() -> None:
+    engine = FakeEngine()
+    engine.known_assets = None
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Fetch("anything")))
+        engine.known_assets = ASSETS
+        engine.change(wire.State(True, 2))
+        assert await receive(connection, wire.Assets) == ASSETS
+        assert await receive(connection, wire.State) == wire.State(True, 2)
+        await connection.send(wire.encode(wire.Fetch(ASSETS.content_hash)))
+        assert await receive(connection, wire.Assets) == ASSETS
+
+
+async def test_the_last_report_is_sent_again_while_there_is_no_other() -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        assert await receive(connection, wire.Load) == await receive(connection, wire.Load) == engine.reported
+
+
+async def test_a_report_is_sent_when_it_is_made_and_the_latest_stands_for_those_before_it() -> None:
+    engine = FakeEngine()
+    async with opened(engine, heartbeat_s=1000) as (connection, _):
+        await receive(connection, wire.Load)
+        for sequence in range(1, 50):
+            engine.report(wire.Load(0, 1, 10, 4, 8, sequence=sequence))
+        assert (await receive(connection, wire.Load)).sequence == 49
+
+
+async def test_reports_tell_the_routers_own_handle_that_the_engine_has_seen() -> None:
+    engine = FakeEngine()
+    async with opened(engine, heartbeat_s=1000) as (connection, _):
+        await receive(connection, wire.Load)
+        told = []
+        for handle in (7, 8, 9):
+            await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
+            await until(lambda: len(engine.submitted) == handle - 6)  # noqa: B023
+            engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1000))
+            told.append((await receive(connection, wire.Load)).last_handle)
+        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        told.append((await receive(connection, wire.Load)).last_handle)
+        assert told == [7, 7, 7, 9]
+        engine.present = wire.State(False, 1, "rank 1 loads")
+        await connection.send(wire.encode(wire.Submit(10, make_request())))
+        await receive(connection, wire.Refused)
+        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        assert (await receive(connection, wire.Load)).last_handle == 10, "what was refused here waits for no engine"
+
+
+async def test_page_changes_come_after_a_snapshot_that_was_asked_for() -> None:
+    engine = FakeEngine()
+    keys = [bytes([i]) * 16 for i in range(4)]
+    async with opened(engine) as (connection, _):
+        engine.tell_pages(wire.PageChanges(0, [(True, keys[0]), (True, keys[1]), (False, keys[0])]))
+        await connection.send(wire.encode(wire.SendPages()))
+        snapshot = await receive(connection, wire.PageChanges)
+        assert snapshot == wire.PageChanges(3, [(True, keys[1])], is_snapshot=True)
+        engine.tell_pages(wire.PageChanges(3, [(True, keys[2])]))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(3, [(True, keys[2])])
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.tell_pages(wire.PageChanges(0, [(True, keys[3])]))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(0, [(True, keys[3])])
+        await connection.send(wire.encode(wire.SendPages()))
+        assert await receive(connection, wire.PageChanges) == wire.PageChanges(1, [(True, keys[3])], is_snapshot=True)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [wire.encode(HELLO), b"\xc1", "text", wire.encode(wire.Submit(7, make_request()))],
+    ids=["hello twice", "no frame", "text", "handle in use"],
+)
+async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> None:
+    engine = FakeEngine()
+    async with opened(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await connection.send(bad)
+        with pytest.raises(ConnectionClosed) as caught:
+            await receive(connection, wire.Assets)
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 4400
+        assert engine.aborted == [1000]
+
+
+async def test_a_bug_of_the_leader_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
+            if request.id == "bad":
+                raise KeyError("a bug")
+            return super().submit(request, sink, move)
+
+    engine = Broken()
+    async with opened(engine) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await connection.send(wire.encode(wire.Submit(8, make_request(id="bad"))))
+        with pytest.raises(ConnectionClosed) as caught:
+            await receive(connection, wire.Assets)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 1011
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+    assert "link failed" in caplog.text and "a bug" in caplog.text
+
+
+async def test_a_router_that_says_nothing_is_lost() -> None:
+    engine = FakeEngine()
+    async with opened(engine, silence_s=0.1) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"stall_s": 0.05}, {"max_waiting_tokens": 100_000}], ids=["reads nothing for long", "leaves too much"]
+)
+async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -> None:
+    engine = FakeEngine()
+    async with opened(engine, **bounds) as (connection, door):
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.transport.pause_reading()
+        sink = engine.submitted[1000][1]
+        size = 2_000_000
+        for _ in range(2):  # more than the socket takes
+            sink.tokens(wire.Tokens([1000] * size, [0] * size, [2**40] * size, [2**40] * size, []))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        connection.transport.abort()

@@ -1,0 +1,209 @@
+"""What a router knows of a group, over both real sockets: scheduler over fake ranks, engine client, link of both sides."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_frontend.metrics import RequestTotals
+from phalanx_router.links.endpoints import Endpoint
+from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.engine.channel import ZmqChannel
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.server.http.metrics import EngineMetrics
+from tests.router.api_servers import make_link_settings, running_leader
+from tests.router.fakes import ASSETS, TOKEN
+from tests.runtime.fake_runner import FakeRunner, make_request
+
+LIMITS = Limits(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+@dataclass(eq=False)
+class Router:
+    """A listener that keeps which pages are found; and a sink for its own requests."""
+
+    found: set[bytes] = field(default_factory=set)
+    snapshots: int = 0
+    ended: int = 0
+
+    def link_changed(self, link: LeaderLink) -> None:
+        pass
+
+    def assets_received(self, link: LeaderLink, assets: wire.Assets) -> None:
+        pass
+
+    def load_received(self, link: LeaderLink) -> None:
+        pass
+
+    def move_frame_received(self, link: LeaderLink, frame: MoveFrame) -> None:
+        pass
+
+    def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
+        if changes.is_snapshot:
+            self.snapshots += 1
+            self.found.clear()
+        for is_added, key in changes.changes:
+            (self.found.add if is_added else self.found.remove)(key)
+
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        pass
+
+    def prompt_details_received(self, told: wire.PromptDetails) -> None:
+        pass
+
+    def cached(self, found: wire.Cached) -> None:
+        pass
+
+    def finished(self, end: wire.Finished) -> None:
+        self.ended += 1
+
+    def refused(self, refused: wire.Refused) -> None:
+        self.ended += 1
+
+    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
+        self.ended += 1
+
+
+@dataclass
+class Group:
+    """A group whose incarnations the test starts. `loop` is the engine loop of the present one."""
+
+    client: EngineClient
+    address: str
+    folder: Path
+    pool: ThreadPoolExecutor
+    contexts: list[zmq.Context[zmq.Socket[bytes]]] = field(default_factory=list)
+    loop: EngineLoop | None = None
+
+    def start(self, num_pages: int = 40, depth: int = 1) -> None:
+        """The next incarnation, with an empty cache."""
+        self.end()
+        endpoint = f"ipc://{self.folder}/engine-{len(self.contexts)}"
+        self.client.end_incarnation(len(self.contexts) + 1, "it starts")
+        self.client.bind(endpoint)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.contexts.append(context)
+        channel = ZmqChannel(endpoint, context)
+        self.loop = EngineLoop(
+            FakeRunner(num_pages, 4, depth), LIMITS, channel, rules=SchedulerConfig(model="m", eviction_policy="lru")
+        )
+        self.pool.submit(self._run, self.loop, channel)
+        self.client.serve(ASSETS)
+
+    def end(self) -> None:
+        for context in self.contexts:
+            context.term()
+
+    @staticmethod
+    def _run(loop: EngineLoop, channel: ZmqChannel) -> None:
+        loop.run()
+        channel.close()
+
+    def keys(self) -> set[bytes]:
+        """What the cache finds. The engine is idle."""
+        assert self.loop is not None
+        return set(self.loop._scheduler.pool.keys())
+
+
+@asynccontextmanager
+async def running_group(folder: Path) -> AsyncIterator[Group]:
+    client = EngineClient(EngineMetrics(CollectorRegistry(), "tiny", RequestTotals()))
+    with ThreadPoolExecutor(4) as pool:
+        async with running_leader(client, make_link_settings(heartbeat_s=0.1)) as (address, _):
+            group = Group(client, address, folder, pool)
+            try:
+                yield group
+            finally:
+                group.end()
+                client.close()
+
+
+@asynccontextmanager
+async def linked(group: Group, router: Router) -> AsyncIterator[LeaderLink]:
+    settings = LinkSettings(TOKEN, "router-0", first_retry_s=0.01, last_retry_s=0.05)
+    link = LeaderLink(Endpoint("a", group.address, "a"), settings, router, lambda: 0.0)
+    task = asyncio.create_task(link.run())
+    try:
+        await until(lambda: link.is_serving and link.group_report.load is not None)
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def serve(link: LeaderLink, router: Router, count: int, first: int = 0) -> None:
+    """Some requests to their end."""
+    ended = router.ended
+    for seed in range(first, first + count):
+        link.submit(make_request(30, 8, seed=seed), router)
+    await until(lambda: router.ended == ended + count)
+
+
+async def test_every_router_knows_which_pages_a_group_finds(tmp_path: Path) -> None:
+    one, two = Router(), Router()
+    async with running_group(tmp_path) as group:
+        group.start()
+        async with linked(group, one) as link:
+            await serve(link, one, 8)
+            await until(lambda: one.found == group.keys())
+            assert len(one.found) > 20
+            async with linked(group, two) as other:
+                assert two.snapshots >= 1
+                await serve(other, two, 8, first=8)
+                await until(lambda: one.found == two.found == group.keys())
+            keys = PrefixKeys(root_key("m"), 4).extend(make_request(30, 8, seed=15).prompt)
+            assert set(keys) <= one.found, "a router that knows the model finds its own prompts"
+
+
+async def test_a_new_incarnation_has_other_pages_and_the_router_knows(tmp_path: Path) -> None:
+    router = Router()
+    async with running_group(tmp_path) as group:
+        group.start()
+        async with linked(group, router) as link:
+            await serve(link, router, 4)
+            before = set(router.found)
+            await until(lambda: link.group_report.load is not None and link.group_report.load.sequence > 1)
+            group.start(depth=2)
+            await until(lambda: link.is_serving and link.state.incarnation == 2 and link.group_report.load is not None)
+            assert router.found == set()
+            await serve(link, router, 4, first=20)
+            await until(lambda: router.found == group.keys())
+            assert not before & router.found
+
+
+async def test_a_report_covers_what_was_sent_before_it(tmp_path: Path) -> None:
+    router = Router()
+    async with running_group(tmp_path) as group:
+        group.start()
+        async with linked(group, router) as link:
+            await serve(link, router, 6)
+            await until(
+                lambda: (
+                    link.group_report.load is not None
+                    and link.group_report.load.last_handle == 6
+                    and not link.group_report.load.running
+                )
+            )
+            load = link.group_report.load
+            assert load is not None
+            assert (load.waiting, load.running_prompt_tokens, load.context_tokens) == (0, 0, 0)
+            assert load.prefix_queried_tokens == 6 * 30
+            assert load.cached_pages == len(router.found) > 0
+            assert load.step_s > 0 and load.mean_output_tokens == 8
+            assert load.max_num_batched_tokens == 32

@@ -1,0 +1,216 @@
+"""How routers choose when the service asks for something else than cost and caches, and what they do when groups tell nothing."""
+
+import asyncio
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
+from phalanx_router.routing import choose as turns
+from phalanx_router.routing.choose import Choice, NoChoice, RoundRobin, choose_round_robin
+from phalanx_router.routing.cost import RequestDemand
+from phalanx_router.routing.late_binding import DispatchInputs, next_dispatch
+from phalanx_router.routing.queue import QueuedRequest, RequestQueue
+from phalanx_router.routing.view import GroupView
+from phalanx_router.session import FleetSettings
+from tests.router.fakes import FakeLeader, Script, World, expected, hear, make_request, make_settings, running_world
+from tests.router.routing.test_queued_requests import FULL, ROOM, ids, reported, start
+
+NEWCOMER = RequestDemand(prompt_tokens=100, output_tokens=10)
+KEYS = ("a", "b", "c", "d")
+
+
+def group(key: str, **more: object) -> GroupView:
+    return GroupView(key, total_pages=1000, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("views", "last", "more", "key"),
+    [
+        ([group("a"), group("b")], {}, {}, "a"),
+        ([group("a"), group("b")], {"a": 1}, {}, "b"),
+        ([group("a"), group("b")], {"a": 2, "b": 1}, {}, "b"),
+        ([group("a", queued_prompt_tokens=90_000), group("b")], {"b": 1}, {}, "a"),
+        ([group("a"), group("b")], {"b": 1}, {"excluded": {"a"}}, "b"),
+        ([group("a"), group("b")], {"b": 1}, {"closed": {"a"}}, "b"),
+        ([group("a", draining=True), group("b")], {"b": 1}, {}, "b"),
+        ([group("a", state="suspect"), group("b"), group("c")], {"b": 1, "c": 2}, {}, "b"),
+        ([group("a", state="suspect"), group("b", state="dead")], {"a": 1}, {}, "b"),
+    ],
+    ids=[
+        *(
+            "at first",
+            "the other one",
+            "the one that waits longest",
+            "whatever it costs",
+            "not one that failed",
+            "not a full one",
+        ),
+        *("not one that leaves", "not one that tells nothing", "unless most tell nothing"),
+    ],
+)
+def test_whose_turn_it_is(views: list[GroupView], last: dict[str, int], more: dict[str, set[str]], key: str) -> None:
+    choice = choose_round_robin(views, NEWCOMER, last, hits={"a": 32}, **more)
+    assert isinstance(choice, Choice)
+    assert (choice.key, choice.reason, choice.hit_tokens) == (key, "turn", 32 if key == "a" else 0)
+
+
+def test_nobody_has_a_turn_where_all_are_full_or_failed() -> None:
+    assert isinstance(choose_round_robin([group("a"), group("b")], NEWCOMER, {}, closed={"a"}, excluded={"b"}), NoChoice)
+    assert isinstance(choose_round_robin([], NEWCOMER, {}), NoChoice)
+
+
+@given(st.lists(st.sets(st.sampled_from(KEYS)), min_size=1, max_size=60))
+def test_groups_that_are_always_able_get_equally_many(fulls: list[set[str]]) -> None:
+    """Those that are full now and then do not keep the others from taking turns."""
+    never_full = set(KEYS).difference(*fulls)
+    views, taken, given_to = [group(key) for key in KEYS], RoundRobin(), Counter[str]()
+    for full in fulls:
+        choice = choose_round_robin(views, NEWCOMER, taken.last, closed=full)
+        if isinstance(choice, Choice):
+            assert choice.key not in full
+            taken.take(choice.key)
+            given_to[choice.key] += 1
+    counts = [given_to[key] for key in never_full]
+    assert not counts or max(counts) - min(counts) <= 1
+
+
+def test_turns_of_groups_that_are_gone_are_forgotten_in_the_end() -> None:
+    taken = RoundRobin()
+    taken.take("here")
+    for number in range(turns.MAX_GROUPS):
+        taken.take(f"gone{number}")
+        taken.take("here")
+    assert len(taken.last) == turns.MAX_GROUPS and max(taken.last, key=lambda key: taken.last[key]) == "here"
+
+
+def test_a_newcomer_waits_where_all_are_full_and_a_begun_stream_does_not() -> None:
+    full = [group(key, waiting=5, running=8, max_num_seqs=8) for key in "ab"]
+    known = DispatchInputs(lambda _: full, lambda _: {}, lambda _: frozenset(), lambda: {"a": 1})
+    queue = RequestQueue()
+    queue.add(QueuedRequest(1, NEWCOMER, 0.0, "", 0, False, ""))
+    assert next_dispatch(queue, known, 0.0, 0.0) is None
+    queue.add(QueuedRequest(2, NEWCOMER, 0.0, "", 0, True, ""))
+    found = next_dispatch(queue, known, 0.0, 0.0)
+    assert found and (found.waiting.ticket, found.choice.key, found.choice.reason) == (2, "b", "turn")
+
+
+async def test_groups_take_turns_whatever_they_cost_and_the_operator_may_change_that() -> None:
+    leaders = [FakeLeader(name) for name in "abc"]
+    async with running_world(*leaders) as world:
+        await reported(world, leaders[0], msgspec.structs.replace(ROOM, running_prompt_tokens=2_000))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, routing="RoundRobin"))
+        for number in range(9):
+            assert (await hear(world.fleet, make_request(id=f"r{number}"))).tokens == expected([1, 2, 3], 16)
+        assert [len(leader.submitted) for leader in leaders] == [3, 3, 3]
+        assert world.metric("phalanx_router_choices_total", why="turn") == 9
+        world.fleet.balancing.set_policy(BalancePolicy(number=2))
+        for number in range(4):
+            await hear(world.fleet, make_request(id=f"later{number}"))
+        assert len(leaders[0].submitted) == 3, "it is the dearest one"
+
+
+async def test_a_group_that_is_full_is_passed_over() -> None:
+    leaders = [FakeLeader(name) for name in "ab"]
+    async with running_world(*leaders) as world:
+        await reported(world, leaders[0], FULL)
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, routing="RoundRobin"))
+        for number in range(3):
+            await hear(world.fleet, make_request(id=f"r{number}"))
+        assert [len(leader.submitted) for leader in leaders] == [0, 3]
+
+
+@pytest.mark.parametrize(("routing", "homes"), [("PrefixAware", 3), ("LeastLoad", 0)])
+async def test_only_the_policy_that_says_so_asks_what_caches_hold(routing: str, homes: int) -> None:
+    """And what the chosen group holds is known to the ledger all the same: it need not be computed there."""
+    leaders = [FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))]
+    for leader in leaders:
+        leader.load = ROOM
+    prompt = list(range(1, 66))
+    keys = PrefixKeys(root_key("hash"), 16).extend(prompt)
+    async with running_world(*leaders) as world:
+        for leader in leaders:
+            await leader.tell(wire.State(True, 1, served=wire.Served("hash", "layout", 1000)))
+            await leader.tell(wire.PageChanges(0, [(True, key) for key in keys[:1]], is_snapshot=True))
+        await leaders[1].tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 5)
+        policy = msgspec.convert({"number": 1, "routing": routing}, BalancePolicy)
+        world.fleet.balancing.set_policy(policy)
+        streams = [asyncio.create_task(hear(world.fleet, make_request(prompt, id=f"r{number}"))) for number in range(3)]
+        await world.until(lambda: sum(len(leader.submitted) for leader in leaders) == 3)
+        assert world.metric("phalanx_router_choices_total", why="home") == homes
+        sent = {link.endpoint.group: link.group_report.ledger.live for link in world.fleet.links.all()}
+        assert bool(sent["a"].requests) == (homes == 0), "without caches the load alone decides"
+        missing = {"a": 65 - 16, "b": 65 - 64}
+        assert all(sums.prompt_tokens == sums.requests * missing[name] for name, sums in sent.items())
+        for leader in leaders:
+            leader.release()
+        assert all(heard.tokens == expected(prompt, 16) for heard in await asyncio.gather(*streams))
+
+
+def quick() -> FleetSettings:
+    return make_settings(tick_s=0.02, heartbeat_timeout_s=30)
+
+
+def silent(name: str) -> FakeLeader:
+    """A group that tells nothing of its load, and holds what it is given until it is released."""
+    return FakeLeader(name, Script(silent=True, hold_at=0))
+
+
+async def until_suspect(world: World, count: int) -> None:
+    await world.until(lambda: world.metric("phalanx_router_groups", state="suspect") == count)
+
+
+async def test_a_service_that_fails_closed_sends_nothing_to_groups_that_tell_nothing() -> None:
+    leaders = [silent("a"), silent("b")]
+    async with running_world(*leaders, settings=quick()) as world:
+        streams = [start(world, name) for name in ("first", "second")]
+        await until_suspect(world, 2)
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, fails_open=False))
+        with pytest.raises(BackendError, match="no group reports its load") as caught:
+            await hear(world.fleet, make_request(id="closed"))
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "no_group_ready", 2.0)
+        assert sorted(ids(leaders[0]) + ids(leaders[1])) == ["first", "second"]
+        world.fleet.balancing.set_policy(BalancePolicy(number=2))
+        streams.append(start(world, "open"))
+        await world.until(lambda: "open" in ids(leaders[0]) + ids(leaders[1]))
+        for leader in leaders:
+            leader.release()
+        assert all(heard.tokens == expected([1, 2, 3], 16) for heard in await asyncio.gather(*streams))
+
+
+async def test_where_one_group_tells_its_load_a_service_that_fails_closed_uses_that_one() -> None:
+    mute, telling = silent("a"), FakeLeader("b")
+    async with running_world(mute, telling, settings=quick()) as world:
+        await reported(world, telling, FULL)
+        first = start(world, "first")
+        await until_suspect(world, 1)
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, fails_open=False))
+        telling.load = ROOM
+        for number in range(3):
+            assert (await start(world, f"r{number}")).tokens == expected([1, 2, 3], 16)
+        assert (ids(mute), len(ids(telling))) == (["first"], 3)
+        mute.release()
+        assert (await first).tokens == expected([1, 2, 3], 16)
+
+
+async def test_a_stream_that_has_begun_goes_on_in_a_group_that_tells_nothing() -> None:
+    dying, mute = FakeLeader("a", Script(hold_at=2)), silent("b")
+    async with running_world(dying, mute, settings=quick()) as world:
+        await reported(world, dying, FULL)
+        other = start(world, "other")
+        await until_suspect(world, 1)
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, fails_open=False))
+        await reported(world, dying, ROOM)
+        begun = start(world, "begun")
+        await world.until(lambda: dying.steps == 2)
+        await dying.stop()
+        await world.until(lambda: ids(mute) == ["other", "begun"])
+        mute.release()
+        assert (await begun).tokens == expected([1, 2, 3], 16) == (await other).tokens

@@ -1,0 +1,169 @@
+"""A request under which groups die is computed alone, and then ended; the streams beside it go on."""
+
+import asyncio
+from functools import partial
+
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from tests.router.api_servers import FakeEngine, running_leader
+from tests.router.fakes import FakeLeader, Heard, Script, expected, hear, make_request, make_settings, running_world
+from tests.router.resume.test_orphans import orphaned, resumable, until
+from tests.router.resume.test_resuming import running_router
+
+POISON = [6, 6, 6]
+
+
+def is_poison(request: wire.Request) -> bool:
+    return request.prompt == POISON
+
+
+def leaders(names: str) -> list[FakeLeader]:
+    return [FakeLeader(name, Script(kills=is_poison)) for name in names]
+
+
+def was_asked(group: FakeLeader, stream: asyncio.Task[Heard]) -> bool:
+    return bool(group.submitted) or stream.done()
+
+
+def has(group: FakeLeader, count: int) -> bool:
+    return len(group.submitted) >= count
+
+
+async def test_a_request_that_kills_groups_ends_after_the_third_and_takes_no_stream_along() -> None:
+    groups = leaders("abcd")
+    async with running_world(*groups) as world:
+        streams = [make_request([i, 1], max_tokens=60, id=f"r{i}") for i in range(6)]
+        others = [asyncio.create_task(hear(world.fleet, request)) for request in streams]
+        with pytest.raises(BackendError) as caught:
+            await hear(world.fleet, make_request(POISON, max_tokens=60, id="poison"))
+        heard = await asyncio.gather(*others)
+        assert (caught.value.status, caught.value.code) == (500, "groups_died")
+        assert "3 groups died while they computed this request" in caught.value.message
+        assert [h.tokens for h in heard] == [expected(r.prompt, 60) for r in streams]
+        assert sum(group.deaths for group in groups) == 3
+        excused = {group.group: world.fleet.excused[group.endpoint().key] for group in groups if group.deaths}
+        assert excused == {group.group: group.deaths for group in groups if group.deaths}, "none of them is to blame"
+    sent = [submit.request for group in groups for submit in group.submitted if is_poison(submit.request)]
+    assert sorted((request.epoch, request.alone) for request in sent) == [(0, False), (1, False), (2, True)]
+    last = next(group for group in groups for submit in group.submitted if is_poison(submit.request) and submit.request.alone)
+    others_alone = [s.request for s in last.submitted if s.request.alone and not is_poison(s.request)]
+    assert all(request.epoch >= 2 for request in others_alone)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_counted"), [("", True), ("outside", False), ("alone", False)], ids=["unknown", "outside", "another's"]
+)
+async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_counted: bool) -> None:
+    groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
+    async with running_world(*groups, settings=make_settings(max_replays=5)) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for group in groups[:3]:
+            await world.until(partial(was_asked, group, stream))
+            await group.tell(wire.State(False, 2, "rank 1 died", cause=cause))
+        if is_counted:
+            with pytest.raises(BackendError, match="3 groups died"):
+                await stream
+        else:
+            assert (await stream).tokens == expected([1, 2, 3], 16)
+        sent = [submit.request.alone for group in groups for submit in group.submitted]
+        assert sent == ([False, False, True] if is_counted else [False] * 4)
+        assert sum(world.fleet.excused.values()) == (2 if is_counted else 0), "the leader of the last one knows it by itself"
+
+
+async def test_deaths_of_one_group_alone_stay_charged() -> None:
+    """Its hardware may be broken: then every request is under some of its deaths."""
+    group = FakeLeader("a", Script(hold_at=1))
+    async with running_world(group) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for count in range(3):
+            await world.until(partial(has, group, count + 1))
+            await group.tell(wire.State(False, 2 + count, "rank 1 died"))
+            await group.tell(wire.State(True, 2 + count))
+        with pytest.raises(BackendError, match="3 groups died"):
+            await stream
+        assert not +world.fleet.excused
+
+
+async def test_a_death_is_excused_once_however_many_requests_it_took() -> None:
+    first, second, *last = [FakeLeader(name, Script(hold_at=1)) for name in "abcd"]
+    async with running_world(first, second, *last) as world:
+        world.source.change(first.endpoint())
+        streams = [asyncio.create_task(hear(world.fleet, make_request([i, 1], id=f"r{i}"))) for i in range(2)]
+        for group, *others in ([first, second], [second, *last]):
+            await world.until(partial(has, group, 2))
+            world.source.change(*(one.endpoint() for one in (first, second, *others)))
+            await world.until_ready(len({first, second, *others}) - (group is second))
+            await group.tell(wire.State(False, 2, "rank 1 died"))
+        for group in last:
+            await world.until(partial(has, group, 1))
+            await group.tell(wire.State(False, 2, "rank 1 died"))
+        found = await asyncio.gather(*streams, return_exceptions=True)
+        assert [getattr(one, "code", one) for one in found] == ["groups_died"] * 2
+        assert world.fleet.excused == {first.endpoint().key: 1, second.endpoint().key: 1}, "the last ones know it by themselves"
+
+
+async def test_a_leader_that_leaves_the_list_did_not_die() -> None:
+    groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
+    async with running_world(*groups) as world:
+        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        for count, group in enumerate(groups[:3], 1):
+            await world.until(partial(was_asked, group, stream))
+            world.source.change(*(other.endpoint() for other in groups[count:]))
+        assert (await stream).tokens == expected([1, 2, 3], 16)
+        assert not any(submit.request.alone for group in groups for submit in group.submitted)
+
+
+async def test_of_two_that_are_computed_alone_each_has_a_group_of_its_own() -> None:
+    groups = [FakeLeader(name, Script(hold_at=2)) for name in "ab"]
+    for group in groups:
+        group.release()
+    async with running_world(*groups) as world:
+        asked = [make_request([i, 1], max_tokens=30, id=f"r{i}") for i in range(2)]
+        alone = [wire.Request(r.id, 1, r.prompt, [], r.sampling, alone=True) for r in asked]
+        heard = await asyncio.gather(*(hear(world.fleet, request) for request in alone))
+        assert [h.tokens for h in heard] == [expected(r.prompt, 30) for r in alone]
+    assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
+
+
+async def test_an_adopted_request_that_is_computed_alone_is_blamed_and_none_beside_it() -> None:
+    engine = FakeEngine()
+    engine.hold = 2
+    alone = msgspec.structs.replace(resumable(), alone=True)
+    async with running_leader(engine) as (address, _), running_router(address) as router:
+        await orphaned(engine, address, alone)
+        found = await router.fleet.find(["a"], "")
+        streams = [asyncio.create_task(hear(router.fleet, r)) for r in (found["a"].request, make_request(id="beside"))]
+        await until(lambda: len(engine.submitted) == 2)
+        engine.change(wire.State(False, 2, "rank 1 died"))
+        with pytest.raises(BackendError, match="3 groups died"):
+            await streams[0]
+        [beside] = router.fleet.runs
+        assert (beside.losses, beside.deaths) == (1, 0)
+        streams[1].cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_no_other_is_computed_alone_where_an_adopted_one_is() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    first.hold = second.hold = 2
+    second.reported = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, waiting_prompt_tokens=50_000)
+    alone = msgspec.structs.replace(resumable(), alone=True)
+    async with (
+        running_leader(first) as (one, _),
+        running_leader(second) as (other, _),
+        running_router(one, other) as router,
+    ):
+        await router.until_linked(2)
+        await orphaned(first, one, alone)
+        found = await router.fleet.find(["a"], "")
+        streams = [asyncio.create_task(hear(router.fleet, found["a"].request))]
+        await until(lambda: len(router.fleet.runs) == 1)
+        streams.append(asyncio.create_task(hear(router.fleet, msgspec.structs.replace(alone, id="b", epoch=1))))
+        await until(lambda: len(first.submitted) + len(second.submitted) == 2)
+        assert len(second.submitted) == 1
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)

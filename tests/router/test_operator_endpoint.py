@@ -1,0 +1,91 @@
+"""The operator's own part asks a real router: what one of them tells is what the other one reads."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from phalanx_api import wire
+from phalanx_api.spec.lifecycle import RestartPolicy
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
+from phalanx_operator.decide.groups import recovery
+from phalanx_operator.decide.groups.drain import why_over
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import DrainMark
+from phalanx_operator.kube.client import SECRETS
+from phalanx_operator.kube.store import Key
+from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
+from tests.control.builders import NOW, make_group
+from tests.control.fake_kube import FakeKube
+from tests.router.fakes import TOKEN, FakeLeader, Script, hear, make_request
+from tests.router.streams.test_alone import POISON, leaders
+from tests.router.test_summary import Router, running_router
+
+KEY = ("team", "chat")
+
+
+@asynccontextmanager
+async def asking(router: Router, woken: list[Key]) -> AsyncIterator[tuple[RouterPoller, RouterTarget]]:
+    kube = FakeKube()
+    secret = {"token": base64.b64encode(TOKEN.encode()).decode()}
+    kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": secret})
+    async with aiohttp.ClientSession() as http:
+        part = RouterPoller(kube, http, woken.append, PollTiming(pause_s=0.01))
+        try:
+            yield part, RouterTarget("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
+        finally:
+            await part.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hears_it_at_once() -> None:
+    leader = FakeLeader("a", Script(hold_at=3))
+    woken: list[Key] = []
+    going = make_group("a", draining=DrainMark(NOW, "2 groups, 1 wanted"))
+    async with running_router(leader) as router, asking(router, woken) as (part, target):
+
+        def fleet() -> Fleet:
+            return part.fleet(KEY, [target])
+
+        stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
+        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
+        await until(lambda: fleet().is_heard and fleet().groups["a"].streams == 1)
+        part.tell(KEY, [target], BalancePolicy(number=6, empty=["a"]), 15.0)
+        await until(lambda: router.fleet.balancing.policy.number == 6)
+        assert why_over(going, fleet(), 300, NOW) == ""
+        woken.clear()
+        leader.release()
+        assert len((await stream).tokens) == 8
+        await until(lambda: woken)
+        await until(lambda: why_over(going, fleet(), 300, NOW) == "it has no streams")
+
+
+async def test_deaths_under_one_request_cost_their_groups_nothing_and_another_death_does() -> None:
+    groups = leaders("abcd")
+    async with running_router(*groups) as router, asking(router, []) as (part, target):
+
+        def restarts() -> dict[str, recovery.RestartCount]:
+            seen = part.fleet(KEY, [target])
+            return {group.group: recovery.counted(make_group(group.group), seen, RestartPolicy(), NOW) for group in groups}
+
+        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
+        with pytest.raises(BackendError, match="3 groups died"):
+            await hear(router.fleet, make_request(POISON, max_tokens=60))
+        await router.until_ready(4)
+        died = {group.group: group.deaths or 1 for group in groups}
+        for group in groups:
+            await group.tell(wire.State(True, 2, deaths=died[group.group], death="pod 0: rank 0 ended"))
+        await until(lambda: {name: counted.note.deaths for name, counted in restarts().items()} == died)
+        assert sum(group.deaths for group in groups) == 3
+        assert {name: counted.recent for name, counted in restarts().items()} == {
+            group.group: 0 if group.deaths else 1 for group in groups
+        }

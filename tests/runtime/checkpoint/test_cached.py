@@ -1,0 +1,110 @@
+"""Caches that are only read: what is in them is served, and no source is asked."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx_api.conditions import Reason
+from phalanx_operator.decide.conditions.model import cause_of
+from phalanx_runtime.__main__ import main
+from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.commands import FetchSettings
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.settings import ServeSettings, read_settings
+from tests.runtime.checkpoint.hub import HubServer, running_hub
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b"{}",
+    "model.safetensors": b"weights",
+}
+URI = "hf://org/tiny"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        yield hub
+
+
+def lock(folder: Path) -> None:
+    """Nobody may write there any more; who runs as root may all the same, so what is there is compared too."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            os.chmod(path, stat.S_IRUSR | stat.S_IXUSR)
+
+
+def unlock(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            os.chmod(path, stat.S_IRWXU)
+
+
+def test_what_was_fetched_is_served_without_asking_and_without_a_write(
+    server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    commit = server.add("org/tiny", FILES)
+    assert main(["fetch", URI, "--download-dir", str(cache)]) == 0
+    assert capsys.readouterr().out.strip().endswith(commit)
+    before, asked = sorted(cache.rglob("*")), len(server.seen)
+    lock(cache)
+    try:
+        found = locate(URI, cache_dir=cache, cached_only=True)
+    finally:
+        unlock(cache)
+    assert found.dir.name == commit
+    assert sorted(cache.rglob("*")) == before
+    assert len(server.seen) == asked
+
+
+def test_a_branch_that_moved_is_served_as_it_was_when_fetched(server: HubServer, tmp_path: Path) -> None:
+    first = server.add("org/tiny", FILES)
+    locate(URI, cache_dir=tmp_path)
+    server.add("org/tiny", FILES | {"model.safetensors": b"others"})
+    told: list[str] = []
+    assert locate(URI, cache_dir=tmp_path, cached_only=True, progress=told.append).dir.name == first
+    assert "when last fetched" in told[-1]
+
+
+def test_a_model_that_is_not_there_is_told_in_words_that_the_status_knows(server: HubServer, tmp_path: Path) -> None:
+    server.add("org/tiny", FILES)
+    with pytest.raises(ModelError, match=r"there is no copy of org/tiny at revision main in .*phalanx-runtime fetch") as told:
+        locate(URI, cache_dir=tmp_path, cached_only=True)
+    assert cause_of(str(told.value)) is Reason.NOT_FOUND
+    assert server.seen == [] and list(tmp_path.rglob("*")) == []
+
+
+def test_what_cannot_be_fetched_ends_with_the_reason(
+    server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 1
+    assert "phalanx-runtime fetch: there is no model org/tiny" in capsys.readouterr().err
+
+
+def test_an_exit_is_fetched_with_its_model(server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.add("org/tiny", FILES)
+    server.add("org/exits", {"exit.safetensors": b"the map"})
+    exit = "hf://org/exits/exit.safetensors"
+    assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 0
+    with pytest.raises(ModelError, match=r"there is no copy of .*phalanx-runtime fetch \(an exit: with --exit\)") as told:
+        locate_exit(exit, cache_dir=tmp_path, cached_only=True)
+    assert cause_of(str(told.value)) is Reason.NOT_FOUND
+    capsys.readouterr()
+    assert main(["fetch", URI, "--exit", exit, "--download-dir", str(tmp_path)]) == 0
+    asked = len(server.seen)
+    found = locate_exit(exit, cache_dir=tmp_path, cached_only=True)
+    assert found.read_bytes() == b"the map" and len(server.seen) == asked
+    assert capsys.readouterr().out.splitlines()[1:] == [str(found)]
+
+
+def test_flags(tmp_path: Path) -> None:
+    served = read_settings(["serve", URI, "--cached-only"], {})
+    assert isinstance(served, ServeSettings) and served.model.cached_only
+    fetched = read_settings(["fetch", URI, "--revision", "v1", "--download-dir", str(tmp_path)], {"HF_TOKEN": "t"})
+    assert fetched == FetchSettings(model=URI, revision="v1", download_dir=tmp_path, hf_token="t")

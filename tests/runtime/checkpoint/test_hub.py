@@ -1,0 +1,143 @@
+"""Downloads from a hub, over real HTTP: what is fetched, of which revision, and where it ends up."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime.checkpoint.assets import read_assets
+from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.sources.hub import download
+from phalanx_runtime.checkpoint.sources.remote import wanted
+from phalanx_runtime.checkpoint.sources.remote_file import RemoteFile, mismatch
+from phalanx_runtime.errors import ModelError
+from tests.runtime.checkpoint.gguf_files import TinyGguf
+from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, names, server
+
+__all__ = ["server"]
+
+
+def test_only_what_serving_needs_is_fetched(server: HubServer, tmp_path: Path) -> None:
+    commit = server.add(NAME, FILES)
+    snapshot = fetch(server, tmp_path)
+    assert snapshot.version == commit
+    assert names(snapshot.dir) == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+    assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_second_download_fetches_no_file_again(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    first = fetch(server, tmp_path)
+    asked = len(server.asked_for("config.json"))
+    assert fetch(server, tmp_path) == first
+    assert len(server.asked_for("config.json")) == asked
+
+
+def test_a_branch_with_a_slash_is_a_revision(server: HubServer, tmp_path: Path) -> None:
+    commit = server.add(NAME, FILES, branch="feature/x")
+    assert fetch(server, tmp_path, revision="feature/x").version == commit
+
+
+def test_a_moved_branch_is_fetched_anew(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    first = fetch(server, tmp_path)
+    server.add(NAME, FILES | {"config.json": b"{}"})
+    second = fetch(server, tmp_path)
+    assert first.dir != second.dir
+    assert (second.dir / "config.json").read_bytes() == b"{}"
+
+
+def listed(*names: str) -> list[RemoteFile]:
+    return [RemoteFile(name, "") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["config.json", "model.safetensors", "consolidated.safetensors"], ["config.json", "model.safetensors"]),
+        (
+            [
+                "model.safetensors.index.json",
+                "model-00001-of-00002.safetensors",
+                "model-00002-of-00002.safetensors",
+                "x.safetensors",
+            ],
+            ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
+        (["weights.safetensors", "tokenizer.model"], ["tokenizer.model", "weights.safetensors"]),
+        (
+            ["chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "sub/config.json", "model.safetensors"],
+            ["chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "model.safetensors"],
+        ),
+    ],
+    ids=["one-file", "sharded", "odd-name", "companions"],
+)
+def test_wanted_files(files: list[str], expected: list[str]) -> None:
+    assert [file.name for file in wanted(listed(*files), None, "here", "hf://org/name")] == expected
+
+
+def test_a_gguf_file_is_fetched_only_when_asked_for(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, {"sub/a.gguf": b"GGUF", "b.gguf": b"GGUF", "config.json": b"{}"})
+    snapshot = download(hub_at(server.endpoint), NAME, None, tmp_path, "sub/a.gguf")
+    assert names(snapshot.dir) == {"sub", "sub/a.gguf"}
+    with pytest.raises(ModelError, match=r"has no file c.gguf"):
+        download(hub_at(server.endpoint), NAME, None, tmp_path, "c.gguf")
+    with pytest.raises(ModelError, match=r"has no \*.safetensors; to serve a GGUF file, write hf://org/tiny/b.gguf"):
+        fetch(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../config.json", "/etc/passwd", "tokenizer/../../x.json", "tokenizer\\..\\x", "tokenizer\n.json", "a/.."],
+    ids=["parent", "absolute", "inner-parent", "backslash", "control", "ends-in-parent"],
+)
+def test_names_that_leave_the_folder_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="unsafe name"):
+        wanted(listed("model.safetensors", name), None, "here", "hf://org/name")
+
+
+def test_locate_downloads_from_the_endpoint_of_the_environment(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = server.add(NAME, FILES)
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    found = locate(NAME, cache_dir=tmp_path / "cache", progress=told.append)
+    assert found == locate(f"hf://{NAME}", revision=commit, cache_dir=tmp_path / "cache")
+    assert (found.source, found.version) == (f"hf://org/tiny@{commit}", commit)
+    assert (found.dir / "model.safetensors").read_bytes() == WEIGHTS
+    assert told == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
+
+
+def test_a_downloaded_repository_without_a_tokenizer_is_told(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(NAME, {"config.json": b"{}", "model.safetensors": WEIGHTS})
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    with pytest.raises(ModelError, match=r"it has no tokenizer.json"):
+        locate(f"hf://{NAME}", cache_dir=tmp_path)
+
+
+def test_a_gguf_file_of_a_repository_is_fetched_and_converted(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = server.add(NAME, {"q/tiny.gguf": TinyGguf().write(tmp_path / "tiny.gguf").read_bytes()})
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    found = locate(f"hf://{NAME}/q/tiny.gguf", cache_dir=tmp_path / "cache")
+    assert (found.source, found.version) == (f"hf://org/tiny@{commit}/q/tiny.gguf", commit)
+    assert read_assets(found.dir, ["tiny"], None).eos_token_ids == [1]
+
+
+def test_a_long_download_says_how_far_it_is(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    told: list[str] = []
+    hub = hub_at(server.endpoint, progress=told)
+    download(replace(hub, work=replace(hub.work, report_every_s=0.0)), NAME, None, tmp_path)
+    assert told[-1] == "downloading org/tiny: 1 of 1 MB"
+
+
+def test_a_file_of_which_the_hub_lists_no_hash_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"any")
+    assert mismatch(RemoteFile("x", ""), tmp_path / "x") is None
+    assert mismatch(RemoteFile("x", "", size=4), tmp_path / "x") == "3 bytes instead of 4"

@@ -1,0 +1,241 @@
+"""Downloads from a hub with the faults that networks, hubs, tokens and disks have: mended, or told with their reason."""
+
+import errno
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx_api.conditions import Reason
+from phalanx_operator.decide.conditions.model import cause_of
+from phalanx_runtime.checkpoint.folder import make_once
+from phalanx_runtime.checkpoint.sources.hub import download
+from phalanx_runtime.errors import ModelError
+from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, server
+
+__all__ = ["server"]
+
+
+def test_a_pinned_commit_is_fetched_and_then_needs_no_hub(server: HubServer, tmp_path: Path) -> None:
+    old = server.add(NAME, FILES)
+    server.add(NAME, FILES | {"config.json": b'{"model_type": "newer"}'})
+    snapshot = fetch(server, tmp_path, revision=old)
+    assert (snapshot.dir / "config.json").read_bytes() == FILES["config.json"]
+    asked = len(server.seen)
+    assert fetch(server, tmp_path, revision=old) == snapshot
+    assert len(server.seen) == asked
+
+
+def test_an_unreachable_hub_serves_what_was_fetched_before(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    first = fetch(server, tmp_path)
+    server.trouble["main"] = [503] * 9
+    told: list[str] = []
+    assert download(hub_at(server.endpoint, progress=told), NAME, None, tmp_path) == first
+    assert "when last fetched" in told[-1]
+
+
+def test_an_unreachable_hub_without_a_snapshot_is_an_error_that_names_it(server: HubServer, tmp_path: Path) -> None:
+    server.trouble["main"] = [503] * 9
+    with pytest.raises(ModelError, match=rf"{server.endpoint}: gave up after 5 attempts: HTTP 503"):
+        fetch(server, tmp_path)
+
+
+@pytest.mark.parametrize("with_etag", [True, False], ids=["etag", "no-etag"])
+def test_a_cut_download_goes_on_where_it_was_cut(server: HubServer, tmp_path: Path, with_etag: bool) -> None:
+    server.without_etag = not with_etag
+    server.add(NAME, FILES)
+    server.cut_after["model.safetensors"] = [100_000, 100_000]
+    snapshot = fetch(server, tmp_path)
+    assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
+    ranges = [seen.range for seen in server.asked_for("model.safetensors")]
+    assert ranges == [None, "bytes=100000-", "bytes=200000-"]
+    assert all((seen.if_range is not None) == with_etag for seen in server.asked_for("model.safetensors")[1:])
+
+
+def test_a_later_process_goes_on_where_a_killed_one_was(server: HubServer, tmp_path: Path) -> None:
+    commit = server.add(NAME, FILES)
+    part = tmp_path / "org--tiny" / f"{commit}.part"
+    part.mkdir(parents=True)
+    (part / "model.safetensors.incomplete").write_bytes(WEIGHTS[:77_777])
+    snapshot = fetch(server, tmp_path)
+    assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
+    assert [seen.range for seen in server.asked_for("model.safetensors")] == ["bytes=77777-"]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [WEIGHTS[:10].swapcase() + b"x" * 1000, WEIGHTS + b"too long"],
+    ids=["other-bytes", "longer-than-the-file"],
+)
+def test_a_useless_left_over_is_thrown_away(server: HubServer, tmp_path: Path, left_over: bytes) -> None:
+    commit = server.add(NAME, FILES)
+    part = tmp_path / "org--tiny" / f"{commit}.part"
+    part.mkdir(parents=True)
+    (part / "model.safetensors.incomplete").write_bytes(left_over)
+    assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_file_that_changed_since_the_cut_is_fetched_from_the_start(server: HubServer, tmp_path: Path) -> None:
+    server.new_etag_each_time = True
+    server.add(NAME, FILES)
+    server.cut_after["model.safetensors"] = [1000]
+    assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
+    assert [seen.status for seen in server.asked_for("model.safetensors")] == [200, 200]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"], ids=["sha256", "git-sha1"])
+def test_a_wrong_hash_is_refused_and_leaves_no_snapshot(server: HubServer, tmp_path: Path, name: str) -> None:
+    commit = server.add(NAME, FILES)
+    server.wrong.add(name)
+    with pytest.raises(ModelError, match=rf"{name} arrived wrong: its (git )?SHA-\d+ is"):
+        fetch(server, tmp_path)
+    assert not (tmp_path / "org--tiny" / commit).exists()
+    server.wrong.clear()
+    assert (fetch(server, tmp_path).dir / name).read_bytes() == FILES[name]
+
+
+def test_a_hub_that_always_cuts_at_once_is_given_up(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.cut_after["model.safetensors"] = [0] * 99
+    with pytest.raises(ModelError, match=r"model.safetensors: gave up after 5 attempts"):
+        fetch(server, tmp_path)
+    assert len(server.asked_for("model.safetensors")) == 5
+
+
+def test_passing_trouble_is_waited_out(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.trouble = {"main": [503, 429], "config.json": [500, 502, 429]}
+    assert (fetch(server, tmp_path).dir / "config.json").read_bytes() == FILES["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        (None, r"org/tiny at revision main .* private, gated or does not exist: set HF_TOKEN .*spec.model.secretRef"),
+        ("bad", r"refuses the token for org/tiny at revision main .*: check HF_TOKEN"),
+    ],
+    ids=["no-token", "wrong-token"],
+)
+def test_a_private_repository_without_its_token_names_the_secret(
+    server: HubServer, tmp_path: Path, token: str | None, reason: str
+) -> None:
+    server.add(NAME, FILES)
+    server.private[NAME] = "good"
+    with pytest.raises(ModelError, match=reason) as caught:
+        fetch(server, tmp_path, token=token)
+    assert token is None or token not in str(caught.value)
+    assert cause_of(str(caught.value)) is Reason.AUTH_FAILED, "the operator knows it by these words"
+
+
+def test_a_private_repository_opens_with_its_token(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.private[NAME] = "good"
+    assert (fetch(server, tmp_path, token="good").dir / "config.json").exists()
+
+
+def test_the_token_is_not_given_to_the_host_that_files_are_redirected_to(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.private[NAME] = "good"
+    server.redirect_to = server.endpoint.replace("127.0.0.1", "localhost")
+    server.cut_after["model.safetensors"] = [1000]
+    assert (fetch(server, tmp_path, token="good").dir / "model.safetensors").read_bytes() == WEIGHTS
+    served = [seen for seen in server.asked_for("model.safetensors") if seen.status in (200, 206)]
+    assert [seen.authorization for seen in served] == [None, None]
+    assert [seen.range for seen in served] == [None, "bytes=1000-"]
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "reason"),
+    [
+        ("org/other", None, "there is no model org/other at revision main on http"),
+        (NAME, "v9", "there is no model org/tiny at revision v9 on http"),
+    ],
+    ids=["repository", "revision"],
+)
+def test_what_is_not_there_is_named(server: HubServer, tmp_path: Path, name: str, revision: str | None, reason: str) -> None:
+    server.add(NAME, FILES)
+    with pytest.raises(ModelError, match=reason) as caught:
+        download(hub_at(server.endpoint), name, revision, tmp_path)
+    assert cause_of(str(caught.value)) is Reason.NOT_FOUND
+
+
+def test_a_file_that_is_listed_but_gone_is_named_and_ends_the_others(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.trouble["tokenizer.json"] = [404]
+    with pytest.raises(ModelError, match=r"there is no file tokenizer.json in org/tiny"):
+        fetch(server, tmp_path)
+
+
+def test_an_unexpected_answer_is_told(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    server.trouble["main"] = [418]
+    with pytest.raises(ModelError, match="answers HTTP 418 for org/tiny"):
+        fetch(server, tmp_path)
+
+
+def test_something_that_is_no_hub_is_told(server: HubServer, tmp_path: Path) -> None:
+    server.trouble["main"] = [200]
+    with pytest.raises(ModelError, match="is no model hub"):
+        fetch(server, tmp_path)
+
+
+@pytest.mark.parametrize("endpoint", ["http://[broken", "nonsense"], ids=["no-url", "no-scheme"])
+def test_a_bad_endpoint_is_told(tmp_path: Path, endpoint: str) -> None:
+    with pytest.raises(ModelError, match=r"nonsense|broken"):
+        download(hub_at(endpoint), NAME, None, tmp_path)
+
+
+def test_stop_ends_a_download(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    hub = hub_at(server.endpoint)
+    stopping = replace(hub, work=replace(hub.work, progress=lambda message: hub.work.stop.set()))
+    with pytest.raises(ModelError, match="stopped"):
+        download(stopping, NAME, None, tmp_path)
+    assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_stop_ends_the_wait_before_another_attempt(server: HubServer, tmp_path: Path) -> None:
+    server.trouble["main"] = [503] * 9
+    hub = hub_at(server.endpoint)
+    hub.work.stop.set()
+    with pytest.raises(ModelError, match="stopped"):
+        download(hub, NAME, None, tmp_path)
+    assert len(server.seen) == 1
+
+
+def test_too_little_room_is_told_before_the_first_byte(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    listing = json.loads(server.listing(NAME, server.branches[(NAME, "main")]))
+    listing["siblings"][3]["size"] = 10**18
+    server.listing = lambda repository, commit: json.dumps(listing).encode()  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match=r"too full for org/tiny: 1000000000.0 GB are needed"):
+        fetch(server, tmp_path)
+    assert not server.asked_for("model.safetensors")
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    def full(part: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ModelError, match=r"disk of .* is full .* GB free"):
+        make_once(tmp_path / "x", full, threading.Event())
+
+
+def test_a_cache_that_cannot_be_written_is_told(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    (tmp_path / "cache").write_bytes(b"a file")
+    with pytest.raises(ModelError, match=r"cannot write .*cache"):
+        fetch(server, tmp_path / "cache")
+
+
+def test_references_that_cannot_be_written_are_told(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES)
+    (tmp_path / "org--tiny").mkdir()
+    (tmp_path / "org--tiny" / "refs").write_bytes(b"a file")
+    with pytest.raises(ModelError, match=r"cannot write .*refs"):
+        fetch(server, tmp_path)

@@ -1,0 +1,213 @@
+"""Where a model is found, and what is said when it is not."""
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.checkpoint.assets import read_assets
+from phalanx_runtime.checkpoint.folder import make_once
+from phalanx_runtime.checkpoint.locate import LocalModel, locate
+from phalanx_runtime.errors import ModelError
+from tests.runtime.checkpoint.gguf_files import TinyGguf
+
+CONFIG = {"model_type": "llama", "max_position_embeddings": 64}
+
+
+def model_folder(folder: Path, *leave_out: str, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = {"config.json": json.dumps(CONFIG), "tokenizer.json": '{"model": {}}', "model.safetensors": "weights"}
+    for name, text in (content | files).items():
+        if name not in leave_out:
+            (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("written", ["{}", "file://{}", "file://localhost{}"])
+def test_a_folder_is_itself(tmp_path: Path, written: str) -> None:
+    folder = model_folder(tmp_path / "a model")
+    assert locate(written.format(folder), cache_dir=tmp_path / "cache") == LocalModel(folder, str(folder))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_percent_escape_in_a_file_url_is_undone(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "a model")
+    assert locate(f"file://{tmp_path}/a%20model", cache_dir=tmp_path).dir == folder
+
+
+def test_a_path_wins_over_a_repository_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    model_folder(tmp_path / "org" / "name")
+    assert locate("org/name", cache_dir=tmp_path / "cache").dir == Path("org/name")
+
+
+def test_a_gguf_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    gguf = TinyGguf().write(tmp_path / "tiny.gguf")
+    told: list[str] = []
+    first = locate(str(gguf), cache_dir=tmp_path / "cache", progress=told.append)
+    assert locate(f"file://{gguf}", cache_dir=tmp_path / "cache", progress=told.append) == first
+    assert told == [f"converting {gguf}"]
+    assert read_assets(first.dir, ["tiny"], None).max_model_len == 128
+    status = os.stat(gguf)
+    TinyGguf(tied=False).write(gguf)
+    os.utime(gguf, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert locate(str(gguf), cache_dir=tmp_path / "cache").dir != first.dir
+
+
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+BAD_FOLDERS = {
+    "nothing": (
+        ("config.json", "tokenizer.json", "model.safetensors"),
+        {},
+        r"no config.json and no tokenizer.json and no \*.safe",
+    ),
+    "no-config": (("config.json",), {}, "is no model folder: it has no config.json$"),
+    "no-tokenizer": (("tokenizer.json",), {}, "it has no tokenizer.json$"),
+    "no-weights": (("model.safetensors",), {}, r"it has no \*.safetensors$"),
+    "pickled": (("model.safetensors",), {"pytorch_model.bin": "x"}, "convert them to safetensors"),
+    "gguf-inside": (("config.json", "model.safetensors"), {"x.gguf": "GGUF"}, "name the file: .*/x.gguf"),
+    "missing-shard": (
+        (),
+        {"model.safetensors.index.json": INDEX, "model-1.safetensors": "x"},
+        "it has no model-2.safetensors$",
+    ),
+    "index-not-json": ((), {"model.safetensors.index.json": "{"}, "index.json is not JSON"),
+    "index-without-map": ((), {"model.safetensors.index.json": "{}"}, "weight_map must be an object"),
+    "index-a-list": ((), {"model.safetensors.index.json": "[]"}, "must hold a JSON object"),
+}
+
+
+@pytest.mark.parametrize(("leave_out", "files", "reason"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
+def test_what_a_folder_lacks_is_named(tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], reason: str) -> None:
+    folder = model_folder(tmp_path / "model", *leave_out, **files)
+    with pytest.raises(ModelError, match=reason):
+        locate(str(folder), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("/no/such/model", "model /no/such/model: no such file or folder"),
+        ("just-a-name", r"no such file or folder \(a model of the hub is written hf://org/name\)"),
+        ("file:///no/such", "no such file or folder"),
+        ("file://host/x", "a file URL has three slashes"),
+        ("file://relative", "a file URL has three slashes"),
+        ("pvc://claim/x", "pvc:// cannot be opened here"),
+        ("ftp://host/x", "ftp:// cannot be opened here"),
+        ("hf://name", "hf://org/name or hf://org/name/file.gguf is expected"),
+        ("hf://org/name/readme.md", "hf://org/name or hf://org/name/file.gguf is expected"),
+        ("hf://../name", "hf://org/name or hf://org/name/file.gguf is expected"),
+        ("", "is no model folder"),
+    ],
+)
+def test_what_is_no_model_is_told(tmp_path: Path, model: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        locate(model, cache_dir=tmp_path)
+
+
+def test_a_file_that_is_no_gguf_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"is a file, but no \.gguf file"):
+        locate(str(tmp_path / "model.bin"), cache_dir=tmp_path)
+
+
+def test_a_folder_that_another_process_made_meanwhile_stands(tmp_path: Path) -> None:
+    def make(part: Path) -> None:
+        raise AssertionError("it is there already")
+
+    (tmp_path / "x").mkdir()
+    assert make_once(tmp_path / "x", make, threading.Event()) == tmp_path / "x"
+
+
+def test_two_that_want_the_same_folder_make_it_once(tmp_path: Path) -> None:
+    making, go_on, makers = threading.Event(), threading.Event(), list[str]()
+
+    def slow(part: Path) -> None:
+        makers.append("first")
+        making.set()
+        assert go_on.wait(30)
+
+    def never(part: Path) -> None:
+        makers.append("second")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make_once, tmp_path / "x", slow, threading.Event())
+        assert making.wait(30)
+        stopped = threading.Event()
+        stopped.set()
+        with pytest.raises(ModelError, match="stopped while another process makes"):
+            make_once(tmp_path / "x", never, stopped)
+        second = pool.submit(make_once, tmp_path / "x", never, threading.Event())
+        go_on.set()
+        assert first.result(30) == second.result(30) == tmp_path / "x"
+    assert makers == ["first"]
+
+
+def test_stop_ends_a_conversion_and_leaves_nothing(tmp_path: Path) -> None:
+    gguf = TinyGguf().write(tmp_path / "tiny.gguf")
+    stop = threading.Event()
+    with pytest.raises(ModelError, match="the conversion was stopped"):
+        locate(str(gguf), cache_dir=tmp_path / "cache", progress=lambda message: stop.set(), stop=stop)
+    assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
+
+
+def test_assets_hold_what_the_door_needs(tmp_path: Path) -> None:
+    folder = model_folder(
+        tmp_path / "model",
+        **{"chat_template.jinja": "{{ x }}", "generation_config.json": '{"eos_token_id": [5, 6]}', "notes.txt": ""},
+    )
+    assets = read_assets(folder, ["a", "b"], 32)
+    assert set(assets.files) == {"tokenizer.json", "chat_template.jinja", "generation_config.json"}
+    assert (assets.served_names, assets.max_model_len, assets.eos_token_ids) == (["a", "b"], 32, [5, 6])
+    assert assets == wire.make_assets(assets.files, ["a", "b"], 32, [5, 6])
+
+
+TOKENIZER = json.dumps({"added_tokens": [{"content": "</s>", "id": 7}], "model": {"vocab": {"<end>": 8}}})
+EOS = {
+    "generation-config": ({"generation_config.json": '{"eos_token_id": 3}'}, {"eos_token_id": 4}, [3]),
+    "config": ({"generation_config.json": "{}"}, {"eos_token_id": [4, 5]}, [4, 5]),
+    "by-name": ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, {}, [7]),
+    "by-record": ({"tokenizer_config.json": '{"eos_token": {"content": "</s>"}}'}, {"eos_token_id": None}, [7]),
+    "in-vocabulary": ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, {}, [8]),
+    "unknown": ({"tokenizer_config.json": '{"eos_token": "<?>"}'}, {}, []),
+    "none": ({}, {}, []),
+}
+
+
+@pytest.mark.parametrize(("files", "config", "ids"), EOS.values(), ids=EOS)
+def test_end_of_sequence_ids(tmp_path: Path, files: dict[str, str], config: dict[str, object], ids: list[int]) -> None:
+    files = {"tokenizer.json": TOKENIZER, "config.json": json.dumps(CONFIG | config)} | files
+    assert read_assets(model_folder(tmp_path / "model", **files), ["m"], None).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "expected"),
+    [(64, None, 64), (64, 32, 32), (64, 64, 64), (None, 32, 32)],
+    ids=["all", "less", "same", "unknown"],
+)
+def test_maximum_length(tmp_path: Path, config: int | None, asked: int | None, expected: int) -> None:
+    folder = model_folder(tmp_path / "model", **{"config.json": json.dumps({"max_position_embeddings": config})})
+    assert read_assets(folder, ["m"], asked).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "files", "asked", "reason"),
+    [
+        (("tokenizer.json",), {}, None, "has no tokenizer.json"),
+        (("config.json",), {}, None, "cannot read .*config.json: No such file"),
+        ((), {"config.json": "{}"}, None, "max_position_embeddings must be a positive integer, it is None"),
+        ((), {}, 65, "--max-model-len 65 is more than the model's max_position_embeddings, 64"),
+    ],
+    ids=["tokenizer", "config", "positions", "too-long"],
+)
+def test_assets_that_cannot_be_read_are_told(
+    tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], asked: int | None, reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        read_assets(model_folder(tmp_path / "model", *leave_out, **files), ["m"], asked)

@@ -1,0 +1,112 @@
+"""oci:// over real HTTP, against a small registry: tokens, manifests, archives, layers, credentials."""
+
+import gzip
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.sources import oci
+from phalanx_runtime.checkpoint.sources.oci import Credentials, RegistryAuth, credentials_of
+from phalanx_runtime.errors import ModelError
+from tests.runtime.checkpoint.store_kinds import FILES, WEIGHTS, Kind, each, kind, layer, manifest, tar
+
+__all__ = ["kind"]
+
+
+@each("oci")
+def test_a_token_that_ends_during_a_download_is_asked_for_again(kind: Kind) -> None:
+    kind.store.secret = "right"
+    kind.put(FILES)
+    kind.tell("right")
+    kind.store.cut_after[kind.fault(WEIGHTS, "")] = [40_000]
+    assert (kind.locate().dir / "model.safetensors").read_bytes() == WEIGHTS
+    assert len(kind.store.asked_for("pull")) >= 2
+    assert kind.store.fetched(kind.path_end(WEIGHTS, "")) == len(WEIGHTS)
+
+
+@each("oci")
+def test_a_digest_pins_the_manifest_and_then_needs_no_registry(kind: Kind) -> None:
+    digest = manifest(kind.store, [layer(kind.store, content, name) for name, content in FILES.items()])
+    uri = kind.uri.replace(":v1", f"@{digest}")
+    found = locate(uri, cache_dir=kind.cache)
+    assert (found.source, found.version) == (uri, digest)
+    asked = len(kind.store.seen)
+    assert locate(uri, cache_dir=kind.cache) == found and len(kind.store.seen) == asked
+
+
+@each("oci")
+def test_another_manifest_than_the_digest_is_refused(kind: Kind) -> None:
+    digest = manifest(kind.store, [])
+    kind.store.objects[f"/v2/team/tiny/manifests/{digest}"] = b'{"layers": []}'
+    with pytest.raises(ModelError, match="the manifest arrived wrong"):
+        locate(kind.uri.replace(":v1", f"@{digest}"), cache_dir=kind.cache)
+
+
+@each("oci")
+def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
+    first = tar({"etc/config.json": b"{}", "etc/passwd": b"x", "./models/config.json": b"old", "../../evil": b"x"})
+    second = {"./models/config.json": b"{}", "./models/model.safetensors": WEIGHTS, "./models/notes.txt": b"x"}
+    kinds = ("application/vnd.oci.image.layer.v1.tar", "application/vnd.oci.image.layer.v1.tar+gzip")
+    layers = [layer(kind.store, first, None, kind=kinds[0]), layer(kind.store, gzip.compress(tar(second)), None, kind=kinds[1])]
+    inner = manifest(kind.store, [*layers, layer(kind.store, b"{}", "tokenizer.json")], "inner")
+    others: dict[str, object] = {"manifests": [{"digest": "no", "platform": {"os": "unknown"}}, {"digest": inner}]}
+    kind.store.objects["/v2/team/tiny/manifests/v1"] = json.dumps(others).encode()
+    found = kind.locate().dir
+    assert sorted(path.name for path in found.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (found / "config.json").read_bytes() == b"{}" and (found / "model.safetensors").read_bytes() == WEIGHTS
+    assert not list(kind.cache.rglob("evil"))
+
+
+@each("oci")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (tar({"../config.json": b"{}", "../model.safetensors": b"x"}), "unsafe name"),
+        (tar({"config.json": b"{}", "model.safetensors": b""}, link="model.safetensors"), "is a link or a device"),
+        (tar({"model.safetensors": b"x"}), "hold no config.json"),
+        (tar({"config.json": b"{}"}), r"has no \*.safetensors"),
+        (b"no archive", "cannot be read"),
+    ],
+    ids=["climbs", "link", "no-config", "no-weights", "no-archive"],
+)
+def test_an_archive_that_is_not_to_be_unpacked_is_told(kind: Kind, content: bytes, words: str) -> None:
+    manifest(kind.store, [layer(kind.store, content, None, kind="application/vnd.oci.image.layer.v1.tar")])
+    with pytest.raises(ModelError, match=words):
+        kind.locate()
+    assert not list(kind.cache.rglob("model.safetensors"))
+
+
+@each("oci")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"digest": "sha512:00"}, "only sha256 is known"), ({"annotations": {}}, "neither a named file nor tar")],
+)
+def test_a_layer_that_is_not_known_is_told(kind: Kind, change: dict[str, object], words: str) -> None:
+    manifest(kind.store, [layer(kind.store, b"x", "config.json") | change])
+    with pytest.raises(ModelError, match=words):
+        kind.locate()
+
+
+def test_the_big_registry_is_asked_by_its_other_name() -> None:
+    address = oci.address("docker.io/team/tiny:v1")
+    assert address.base_url == "https://registry-1.docker.io/v2/team/tiny"
+
+
+@pytest.mark.parametrize("content", ["[]", '{"auths": {"r.example": {"auth": "%"}}}', '{"auths": {"r.example": {}}}'])
+def test_credentials_that_cannot_be_read_are_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"credentials for r\.example cannot be read"):
+        credentials_of({"DOCKER_CONFIG": str(tmp_path)}, "r.example")
+
+
+def test_credentials_go_to_no_plain_address() -> None:
+    def challenge(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, headers={"WWW-Authenticate": 'Bearer realm="http://elsewhere.example/token"'}, request=request)
+
+    auth = RegistryAuth("oci://r.example/a:b", "r.example", Credentials("bot", "secret"))
+    client = httpx.Client(transport=httpx.MockTransport(challenge), auth=auth)
+    with client, pytest.raises(ModelError, match="which is no https address"):
+        client.get("https://r.example/v2/")

@@ -1,0 +1,94 @@
+"""The local engine behind the door: deltas in order, the end, refusals, losses, silence."""
+
+import asyncio
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_runtime.engine.backend import LocalBackend
+from tests.runtime.engine.engine_rig import Rig, drain, rig
+from tests.runtime.fake_runner import make_request
+
+__all__ = ["rig"]
+
+
+async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [2], [7], []))
+    await rig.engine.say(wire.Tokens([handle], [0], [3], [8], [wire.Finished(handle, 0, "stop", 4)]))
+    deltas = [delta for delta in await reading if isinstance(delta, Delta)]
+    assert deltas[0].index == 2
+    assert [token for delta in deltas for token in delta.tokens] == [7, 8]
+    assert (deltas[-1].finish, deltas[-1].cached_tokens) == ("stop", 4)
+
+
+async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    assert await first == Delta(0, [5])
+    for index in range(1, 4):
+        backend.tokens(wire.Tokens([handle], [0], [index], [index], []))
+    assert await anext(stream) == Delta(1, [1, 2, 3])
+    backend.tokens(wire.Tokens([], [], [], [], [wire.Finished(handle, 0, "length")]))
+    assert await anext(stream) == Delta(4, [], "length")
+    assert [delta async for delta in stream] == []
+
+
+async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
+    stream = LocalBackend(rig.client).generate(make_request())
+    reading = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await rig.engine.take() == wire.Abort([handle])
+
+
+async def test_a_refusal_reaches_the_door(rig: Rig) -> None:
+    reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
+    with pytest.raises(BackendError) as caught:
+        await reading
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
+
+
+async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await first
+    backend.tokens(wire.Tokens([handle], [0], [1], [6], []))
+    rig.client.end_incarnation(2, "rank 0 was killed")
+    assert await anext(stream) == Delta(1, [6])
+    with pytest.raises(BackendError, match="rank 0 was killed") as caught:
+        await anext(stream)
+    assert (caught.value.status, caught.value.code) == (503, "group_restarting")
+    assert backend.not_ready() == "rank 0 was killed"
+
+
+async def test_a_finished_stream_does_not_care_for_a_lost_engine(rig: Rig) -> None:
+    backend = LocalBackend(rig.client)
+    stream = backend.generate(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    handle = (await rig.engine.take_submit()).handle
+    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await first
+    backend.tokens(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")]))
+    rig.client.end_incarnation(2, "rank 0 was killed")
+    assert await anext(stream) == Delta(1, [6], "stop")
+    assert [delta async for delta in stream] == []
+
+
+async def test_a_silent_stream_is_kept_alive(rig: Rig) -> None:
+    stream = LocalBackend(rig.client, keep_alive_s=0.001).generate(make_request())
+    assert await anext(stream) == KeepAlive()
+    await stream.aclose()

@@ -1,0 +1,157 @@
+"""With --batch-invariant a request in bf16 gets the tokens, and the bits of their logprobs, that it gets alone."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_api.speculation import Tree
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.native.library import library
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.drafts import save_draft, save_exit
+from tests.runtime.equality.test_sampling import requests
+from tests.runtime.pods import make_spec, with_settings
+from tests.runtime.ranks import with_group
+from tests.runtime.served import Served, Watched, serve
+from tests.runtime.tiny import save_tiny
+
+CPU = torch.device("cpu")
+MADE = library()
+here = pytest.mark.skipif(MADE is None or not MADE.has_runs, reason="this processor does not multiply pairs of bf16")
+ROOMY = Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=1024)
+SIZES: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 1024}
+
+
+def save(folder: Path, family: str) -> Path:
+    """Its last layers change little, so that its first ones tell what it will say."""
+    return save_tiny(folder, family, **SIZES, **({"sliding_window": 70} if family == "mistral" else {}))
+
+
+@pytest.fixture(scope="module", params=["qwen2", "mistral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param) / "model", request.param)
+
+
+def asked() -> list[wire.Request]:
+    """One for each way to sample, two that begin with the same 80 tokens, one that repeats itself, a long one first."""
+    common = [(7 * at + 3) % 40 for at in range(40)] * 2
+    longest = [(11 * at * at + 5) % 250 for at in range(700)]
+    more: list[tuple[list[int], dict[str, Any]]] = [
+        (longest, {"temperature": 0.0}),
+        (common, {"temperature": 0.0}),
+        ([*common, 9], {"temperature": 0.9}),
+        ([3, 4, 5, 3, 4, 5, 3, 4], {"temperature": 0.6, "allowed_token_ids": [3, 4, 5]}),
+    ]
+    begun = [
+        wire.Request(f"more{n}", 1, prompt, [], wire.Sampling(40, n, logprobs=2, **ways)) for n, (prompt, ways) in enumerate(more)
+    ]
+    longer = [msgspec.structs.replace(one.sampling, max_tokens=50) for one in requests()]
+    return begun + [msgspec.structs.replace(one, sampling=how) for one, how in zip(requests(), longer, strict=True)]
+
+
+def load(folder: Path, group: Collective | None = None, **told: Any) -> ModelRunner:
+    fields = {"dtype": "bfloat16", "page_size": 16, "max_model_len": 768, "kv_cache_memory_bytes": 4 << 20, **told}
+    group = group or SoloCollective()
+    spec = with_settings(make_spec(folder, group.rank, group.world_size), batch_invariant=True, **fields)
+    return load_rank(spec, group, CPU, System())[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Served]:
+    """What each gets alone, without proposals."""
+    runner = load(folder)
+    return [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
+
+
+def chains(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> SchedulerConfig:
+    return SchedulerConfig(
+        speculating=SpeculationConfig(
+            method, num_tokens, is_adaptive=False, drafts=frozenset({method}), tree=tree or Tree(), may_branch=False
+        )
+    )
+
+
+WAYS: dict[str, tuple[Limits, SchedulerConfig, dict[str, Any]]] = {
+    "all at once": (ROOMY, SchedulerConfig(), {}),
+    "in chunks": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37), SchedulerConfig(), {}),
+    "one after the other": (Limits(max_model_len=768, max_num_seqs=1, max_num_batched_tokens=300), SchedulerConfig(), {}),
+    "preempted": (Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=256), SchedulerConfig(), {"pages": 50}),
+    "lookups": (ROOMY, chains("ngram"), {}),
+    "lookups that would branch": (ROOMY, chains("ngram", 6, Tree([3, 2])), {}),
+    "drafts": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64), chains("draft"), {"draft": 0.02}),
+    "first layers": (ROOMY, chains("self_draft"), {"exit": True}),
+}
+
+
+@here
+@pytest.mark.parametrize(("limits", "rules", "more"), WAYS.values(), ids=WAYS.keys())
+def test_tokens_and_logprobs_are_those_of_a_request_alone(
+    folder: Path, alone: list[Served], tmp_path: Path, limits: Limits, rules: SchedulerConfig, more: dict[str, Any]
+) -> None:
+    told: dict[str, Any] = {}
+    if "draft" in more:
+        draft = save_draft(folder, tmp_path / "draft", noise=more["draft"])
+        told = {"speculative_method": "draft", "draft_dir": str(draft)}
+    elif "exit" in more:
+        told = {"speculative_method": "self_draft", "draft_exit": str(save_exit(folder, tmp_path / "exit"))}
+    elif "pages" in more:
+        told = {"kv_cache_memory_bytes": more["pages"] * 16 * 2 * 2 * 32 * 2 * 3}
+    runner = load(folder, **told)
+    watched = Watched(runner)
+    served = serve(watched, asked(), limits, rules, runner.fitting)
+    for one, other in zip(served, alone, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish)
+        assert one.details == other.details, "to the last bit"
+    if rules.speculating.method != "none":
+        assert 0 < watched.num_accepted < watched.num_proposed and watched.num_branched == 0
+    if "pages" in more:
+        assert len(watched.admitted) > len(served), "some were preempted"
+
+
+@here
+@pytest.mark.parametrize("stages", [1, 2], ids=["tp2", "pp2"])
+def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, stages: int) -> None:
+    draft = save_draft(folder, tmp_path / "draft", noise=0.02)
+    told = {"speculative_method": "draft", "draft_dir": str(draft), "pipeline_parallel_size": stages}
+
+    def work(group: Collective) -> tuple[list[Served], list[Served], int]:
+        runner = load(folder, group, **told)
+        if group.rank:
+            runner.follow()
+            return [], [], 0
+        alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
+        watched = Watched(runner)
+        limits = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64)
+        served = serve(watched, asked(), limits, chains("draft"), runner.fitting)
+        runner.dismiss()
+        return served, alone, watched.num_accepted
+
+    served, alone, accepted = with_group([2], work)[0]
+    assert [(one.tokens, one.details) for one in served] == [(one.tokens, one.details) for one in alone]
+    assert accepted > 0
+
+
+@here
+@pytest.mark.parametrize(
+    ("family", "fields", "why"),
+    [
+        ("llama", {"dtype": "float32"}, "the attention kernel needs bf16"),
+        ("llama", {"page_size": 8}, "pages of a multiple of 16"),
+        ("qwen3", {}, "query and key norms"),
+        ("gemma", {}, "logit softcap|activation"),
+        ("llama", {"model_impl": "transformers"}, "only models of the fused decoder"),
+    ],
+)
+def test_what_is_not_fixed_is_refused(tmp_path: Path, family: str, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=f"batch-invariant: .*{why}"):
+        load(save(tmp_path / "model", family), **fields)

@@ -1,0 +1,122 @@
+"""Models of `transformers` around our attention give its own greedy tokens, as the fused decoder does; others are refused."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.generic.source import GenericModel
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.source import open_model
+from tests.runtime.model.equal import compare
+from tests.runtime.model.test_parity import generate, prompts, reference
+from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group
+from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
+
+Models = Callable[[str], Path]
+GENERIC = Build(level="transformers")
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+"""What three ranks can share."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cache(lambda family: save_tiny(tmp_path_factory.mktemp(family) / "model", family, **HEADS))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_families_give_the_tokens_of_transformers(models: Models, family: str, world_size: int) -> None:
+    outputs = generate(models(family), [world_size], GENERIC)
+    outcome = compare(reference(models(family), outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_levels_and_transformers_give_the_same_tokens(models: Models, family: str) -> None:
+    fused, generic = (generate(models(family), [1], build) for build in (Build(level="fused"), GENERIC))
+    wanted = reference(models(family), fused)
+    assert compare(wanted, fused).holds and compare(wanted, generic).holds
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_every_way_of_batching_gives_the_same_tokens(models: Models, family: str) -> None:
+    wide = Build(dtype=torch.float64, level="transformers")
+    whole = generate(models(family), [1], wide)
+    assert generate(models(family), [1], wide, chunk=3) == whole, "chunked prefill"
+    assert generate(models(family), [1], wide, lag=2) == whole, "prefill beside decode"
+    assert generate(models(family), [1], wide, chunk=7, lag=500) == whole, "one by one"
+
+
+def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
+    def tokens(spoil: bool) -> list[list[int]]:
+        def work(runner: Any) -> list[list[int]]:
+            driver = Driver(runner)
+            driver.generate([Asked(prompts()[-1])], 1)
+            if spoil:
+                runner._caches[0].k[driver.pages[0][2]] = 0
+            return driver.resume(12)
+
+        return on_ranks(models("mixtral"), [1], GENERIC, work)
+
+    assert tokens(spoil=False) != tokens(spoil=True)
+
+
+def test_the_level_is_chosen_by_the_architecture(models: Models) -> None:
+    def level(family: str, build: Build) -> type:
+        return with_group([1], lambda group: type(make_model_runner(models(family), group, build)._model))[0]
+
+    assert level("llama", Build()) is Decoder
+    assert level("llama", GENERIC) is GenericModel
+    assert level("mixtral", Build()) is GenericModel
+    with pytest.raises(ModelError, match="MixtralForCausalLM is not supported"):
+        open_model(models("mixtral"), "fused")
+
+
+def test_ranks_share_the_parameters(models: Models) -> None:
+    def held(world_size: int) -> list[int]:
+        return with_group([world_size], lambda group: make_model_runner(models("mixtral"), group, GENERIC)._model.num_bytes)
+
+    (whole,) = held(1)
+    assert max(held(2)) < 0.7 * whole and sum(held(2)) < 1.1 * whole
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "state space": ("mamba", {}, "AttentionInterface|layers of the kind|outside of attention"),
+    "attention of its own": ("bloom", {"n_layer": 2, "n_head": 4}, "AttentionInterface"),
+    "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "s_aux"),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_our_attention_cannot_do_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, changes: dict[str, Any], said: str
+) -> None:
+    folder = save_tiny(tmp_path / "model", kind, **changes)
+    with pytest.raises(ModelError, match=said):
+        generate(folder, [1], Build())
+
+
+def test_what_cannot_be_split_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="4 is more than the model's 3 KV heads"):
+        generate(models("mixtral"), [4], GENERIC)
+    folder = save_tiny(tmp_path / "model", "gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=256)
+    with pytest.raises(ModelError, match="plan"):
+        generate(folder, [2], GENERIC)
+
+
+def test_int8_weights_are_refused(models: Models) -> None:
+    with pytest.raises(ModelError, match="quantization"):
+        generate(models("mixtral"), [1], Build(kernels=Kernels(precision="int8")))
+
+
+def test_a_model_that_brings_code_is_refused(models: Models, tmp_path: Path) -> None:
+    config = (models("mixtral") / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoModel": "own.Own"},', 1))
+    with pytest.raises(ModelError, match="code of its own"):
+        open_model(tmp_path)

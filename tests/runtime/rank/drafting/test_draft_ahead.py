@@ -1,0 +1,226 @@
+"""What drafts and lookups know of a request beside its scores: penalties, bias, bans, allowed tokens, grammar, along the path."""
+
+import tracemalloc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_api import wire
+from phalanx_api.speculation import Tree
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.core.step_plan import Path as Proposed
+from phalanx_runtime.rank.drafting.draft_passes import draft
+from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampling.draw import Rivals, draw_of
+from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
+from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.paths import NO_TOKEN
+from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.equality.test_sampling import FIELDS, ROOMY
+from tests.runtime.rank.drafting.test_draft_models import rules, run
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.served import Served, Watched, serve
+from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tokenizer
+
+TOKENS = 30
+WORDS = wire.Grammar("regex", "([a-p]{3} ){99}")
+STATELESS = {
+    "seeded": {"temperature": 1.0},
+    "bias": {"temperature": 0.9, "logit_bias": {3: 5.0, 9: -100.0}, "bad_words": [[3], [11]]},
+    "few": {"temperature": 0.6, "allowed_token_ids": [3, 4, 5, 6]},
+    "min tokens": {"temperature": 1.0, "min_tokens": TOKENS, "logit_bias": {EOS_ID: 50.0}, "stop_token_ids": [EOS_ID]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("ahead") / "model")
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> dict[str, str]:
+    """A draft that is the target itself: it is right where it knows what the target's draw knows."""
+    return {"speculative_method": "draft", "draft_dir": str(save_draft(folder, folder.parent / "twin", noise=0.0))}
+
+
+def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
+    prompts = [[(7 * n + 3 * at) % 200 for at in range(5 + 4 * n)] for n in range(len(ways))]
+    return [
+        wire.Request(str(n), 1, prompt, [], wire.Sampling(TOKENS, 7 + n, **way))
+        for n, (prompt, way) in enumerate(zip(prompts, ways.values(), strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ways", "pods", "stages"),
+    [
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [1], 1),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [2], 1),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [2], 2),
+        (FIELDS | {"grammar": {"temperature": 1.0, "grammar": WORDS}}, [4], 2),
+        (STATELESS, [1], 1),
+        (STATELESS, [3], 3),
+    ],
+    ids=["every way", "every way, tp2", "every way, pp2", "every way, pp2 x tp2", "without state", "without state, pp3"],
+)
+def test_a_draft_that_is_the_target_is_never_wrong(
+    folder: Path, twin: dict[str, str], ways: dict[str, Any], pods: list[int], stages: int
+) -> None:
+    [plain, _] = run(folder, requests(ways), Build(torch.float64, num_pages=200), SchedulerConfig())
+    made = Build(torch.float64, num_pages=200, stages=stages, speculative=twin)
+    served, watched = run(folder, requests(ways), made, rules("draft"), pods=pods)
+    assert [one.tokens for one in served] == [one.tokens for one in plain]
+    assert watched.num_accepted == watched.num_proposed > 60
+
+
+def test_self_drafts_know_it_too(folder: Path) -> None:
+    """An exit that is wrong about scores is right where little may be drawn."""
+    exit = save_exit(folder, folder.parent / "exit.safetensors")
+    made = Build(torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "draft_exit": str(exit)})
+    ways: dict[str, dict[str, Any]] = {"one": {"allowed_token_ids": [5]}, "words": {"grammar": wire.Grammar("regex", "(ab){99}")}}
+    served, watched = run(folder, requests(ways), made, rules("self_draft"))
+    assert [len(one.tokens) for one in served] == [TOKENS, TOKENS]
+    assert watched.num_accepted == watched.num_proposed > 30
+
+
+@pytest.mark.parametrize("widths", [[], [2, 2]], ids=["chain", "tree"])
+def test_places_behind_the_end_of_a_grammar_are_no_proposals(folder: Path, twin: dict[str, str], widths: list[int]) -> None:
+    """Three letters follow the first one, where eight tokens are asked for."""
+    ways: dict[str, dict[str, Any]] = {"one": {"grammar": wire.Grammar("regex", "ab[a-c]c"), "stop_token_ids": [EOS_ID]}}
+    how = SchedulerConfig(
+        speculating=SpeculationConfig("draft", 8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths))
+    )
+    served, watched = run(folder, requests(ways), Build(torch.float64, num_pages=200, speculative=twin), how)
+    assert served[0].finish == "stop" and 0 < watched.num_accepted < 5
+    assert watched.num_undrafted >= (4 if not widths else 1)
+    assert watched.num_accepted + watched.num_undrafted <= watched.num_proposed
+
+
+def sampler(tmp_path: Path) -> Sampler:
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    return Sampler(VOCAB_SIZE, RankGrammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE))
+
+
+def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
+    drawn, chance = sampler(tmp_path), torch.Generator().manual_seed(2)
+    asked = wire.Sampling(50, 3, 1.0, repetition_penalty=1.5, frequency_penalty=0.7, bad_words=[[97, 98]], grammar=WORDS)
+    new = NewRow(0, asked, 2, [1, 2, 97, 97])
+    scores = 3 * torch.randn((7, VOCAB_SIZE), generator=chance)
+    drawn.admit(new)
+    along = [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)]
+    drawn.admit(new)
+    ahead = DraftSampler(drawn.rows)
+    path: list[int] = []
+    for at in range(6):
+        path += ahead.draw(scores[at : at + 1], [DraftPosition(0, draw_of(asked, 2 + at), tuple(path))])[0].tokens
+    assert path == along
+    for count in (1, 4):
+        [again] = ahead.draw(scores[:1], [DraftPosition(0, draw_of(asked, 2))], count)
+        assert again.tokens[:1] == along[:1], "any place again, in any order"
+        [again] = ahead.draw(scores[2:3], [DraftPosition(0, draw_of(asked, 4), tuple(along[:2]))], count)
+        assert again.tokens[:1] == along[2:3] and len(again.tokens) == len(again.shares) == count
+    assert [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)] == along
+
+
+def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
+    drawn = sampler(tmp_path)
+    new = NewRow(0, wire.Sampling(9, 1, 0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
+    drawn.admit(new)
+    scores = torch.zeros((1, VOCAB_SIZE))
+    for count in (1, 3):
+        places = [DraftPosition(0, draw_of(new.sampling, 2))]
+        assert DraftSampler(drawn.rows).draw(scores, places, count) == [Rivals([], [])]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "count"),
+    [
+        ({}, [5, 6, 7], 3),
+        ({"allowed_token_ids": [5, 6]}, [5, 6, 7, 5], 2),
+        ({"bad_words": [[6]]}, [5, 6, 7], 1),
+        ({"bad_words": [[2, 5, 6]]}, [5, 6, 7], 1),
+        ({"bad_words": [[5, 7]]}, [5, 6, 7], 3),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, [7, 5], 0),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, [5, 5, 7], 3),
+        ({"grammar": wire.Grammar("regex", "[ab]+c")}, [97, 98, 100, 97], 2),
+        ({"grammar": wire.Grammar("regex", "[ab]+c"), "bad_words": [[97, 98]]}, [97, 98, 99], 1),
+        ({"bad_words": [[VOCAB_SIZE]]}, [5], 0),
+    ],
+    ids=["plain", "allowed", "word", "word begun before", "no word", "too early an end", "an end", "grammar", "both", "wrong"],
+)
+def test_how_many_tokens_of_a_lookup_may_be_drawn(
+    tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int
+) -> None:
+    drawn = sampler(tmp_path)
+    drawn.admit(NewRow(0, wire.Sampling(9, 1, **sampling), 2, [1, 2]))
+    assert drawn.num_fitting(0, tokens, 1) == count
+    assert drawn.num_fitting(0, tokens, 1) == count, "the place stays"
+    assert drawn.num_fitting(1, tokens, 1) == len(tokens), "a row that is not known here"
+
+
+class Unsearched(list[int]):
+    """Tokens that are not looked through one by one."""
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("looked through")
+
+
+def test_what_may_follow_is_found_without_looking_through_all_that_is_known(tmp_path: Path) -> None:
+    """Neither the context nor the bans are copied for it, and the allowed tokens are not searched."""
+    drawn = sampler(tmp_path)
+    few = Unsearched(range(VOCAB_SIZE - 1))
+    banned = [[token] for token in range(VOCAB_SIZE - 10)] * 200
+    words = [*banned, [VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 4]]
+    history = [7] * 200_000 + [VOCAB_SIZE - 3]
+    drawn.admit(NewRow(0, wire.Sampling(9, 1, allowed_token_ids=few, bad_words=words), len(history) - 1, history))
+    tracemalloc.start()
+    count = drawn.num_fitting(0, [VOCAB_SIZE - 2, VOCAB_SIZE - 4, VOCAB_SIZE - 3], 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 1, "the word began before"
+    assert peak < 50_000
+
+
+def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
+    asked = [
+        wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 5, 0.7, allowed_token_ids=[3, 4, 5])),
+        wire.Request("words", 1, [97, 98, 99, 97, 98], [], wire.Sampling(24, 4, grammar=wire.Grammar("regex", "([abc]{2}d)*"))),
+    ]
+    how = SchedulerConfig(speculating=SpeculationConfig("ngram", 5, is_adaptive=False))
+
+    def work(knows: bool, runner: ModelRunner) -> tuple[list[Served], Watched]:
+        watched = Watched(runner)
+        return serve(watched, asked, ROOMY, how, runner.fitting if knows else None), watched
+
+    (blind, before), (knowing, after) = (
+        on_ranks(folder, [1], Build(torch.float64, num_pages=200), partial(work, knows)) for knows in (False, True)
+    )
+    assert [one.tokens for one in knowing] == [one.tokens for one in blind]
+    assert after.num_accepted == before.num_accepted > 0
+    assert after.num_proposed < before.num_proposed
+
+
+def test_a_draft_stops_behind_a_token_that_ends_its_request() -> None:
+    """Of two paths one is over after its second token: the third pass is the other's alone."""
+    new = {row: NewRow(row, wire.Sampling(9, row, 0.0, stop_token_ids=[7], min_tokens=2)) for row in (0, 1)}
+    paths = [Proposed(0, 3, True), Proposed(1, 3, True)]
+    plan = StepPlan(1, [], [0, 1], [4, 4], [4, 4], [[], []], [1, 0, 0, 0, 2, 0, 0, 0], [(0, 1), (1, 0)], paths=paths)
+    passes: list[list[int]] = []
+
+    def states(small: StepPlan) -> torch.Tensor:
+        passes.append(list(small.rows))
+        return torch.zeros((len(small.rows), 1))
+
+    def choose(hidden: torch.Tensor, places: Any, count: int) -> list[Rivals]:
+        return [Rivals([7], [0.0]) for _ in places]
+
+    drafted = [one.tokens for one in draft(plan, new, states, choose)]
+    assert drafted == [[7, NO_TOKEN, NO_TOKEN], [7, 7, NO_TOKEN]]
+    assert passes == [[0, 1], [1]]

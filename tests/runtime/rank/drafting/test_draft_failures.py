@@ -1,0 +1,159 @@
+"""A draft that fails in a step is forgotten: its group goes on without, says why, and every token is the one without a draft."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.core.step_plan import PoolShape
+from phalanx_runtime.errors import DraftLost
+from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.decoder.exit import Exit, read_exit
+from phalanx_runtime.model.partition import Stage
+from phalanx_runtime.model.protocol import Form, Model
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.rank.drafting.draft_model import DraftModel, RemoteDraft
+from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.drafting.self_draft import SelfDraft
+from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
+from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from tests.runtime.drafts import save_draft, save_exit, save_target
+from tests.runtime.equality.test_sampling import ROOMY, assert_equal, requests
+from tests.runtime.rank.drafting.test_draft_models import GROUPS, groups, rules
+from tests.runtime.ranks import PAGE_SIZE, PLAIN, Build, on_ranks
+from tests.runtime.served import Served, Watched, serve
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("dies") / "model")
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Path) -> Path:
+    return save_draft(folder, folder.parent / "draft")
+
+
+@pytest.fixture(scope="module")
+def exit(folder: Path) -> Path:
+    return save_exit(folder, folder.parent / "exit.safetensors")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Served]:
+    return on_ranks(folder, [1], Build(torch.float64, num_pages=200), lambda runner: serve(runner, requests(), ROOMY))
+
+
+class Failing:
+    """A model that fails after so many steps."""
+
+    def __init__(self, inner: Model, steps: int) -> None:
+        self._inner = inner
+        self.steps = steps
+        self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
+        self.vocab_size, self.width = inner.vocab_size, inner.width
+
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+        self.steps -= 1
+        if self.steps < 0:
+            raise RuntimeError("out of memory")
+        return self._inner.hidden(batch, caches, before)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        return self._inner.scores(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class FailingExit(Exit):
+    """An exit that fails once `left` is at its end."""
+
+    left: Iterator[int]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if next(self.left, None) is None:
+            raise RuntimeError("out of memory")
+        return Exit.__call__(self, states)
+
+
+def failing_model(
+    draft: Path, steps: int, target: Model, caches: list[LayerCache], pool: PoolShape, peers: Collective
+) -> Proposer:
+    if peers.rank:
+        return RemoteDraft(peers)
+    form = Form(torch.float64, CPU, PLAIN, 256)
+    model = Failing(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
+    own = make_caches(model.kv, pool.num_pages, PAGE_SIZE, torch.float64, CPU)
+    shape = CacheShape(PAGE_SIZE, model.kv.kv_heads, page_bytes(model.kv, PAGE_SIZE, torch.float64) // 4)
+    return DraftModel(model, own, BatchBuilder(shape, torch.float64, CPU), model.vocab_size, peers)
+
+
+def failing_exit(exit: Path, steps: int, target: Model, caches: list[LayerCache], pool: PoolShape, peers: Collective) -> Proposer:
+    assert isinstance(target, Decoder)
+    whole = read_exit(exit, torch.float64, CPU)
+    through = FailingExit(whole.card, whole.weight, whole.bias, iter(range(steps)))
+    return SelfDraft(target, caches, peers, whole.card.num_layers, through)
+
+
+def run(folder: Path, method: str, made: Build, pods: list[int]) -> tuple[list[Served], Watched]:
+    def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
+        watched = Watched(runner)
+        served = serve(watched, requests(), ROOMY, rules(method))
+        assert runner.lost_draft == watched.lost
+        assert runner.draft_pages() is None, "what it has computed since is nothing to carry"
+        return served, watched
+
+    return on_ranks(folder, pods, made, work)
+
+
+def assert_went_on(watched: Watched, messages: list[str], steps: int, why: str) -> None:
+    assert watched.lost == why
+    assert sum("the group goes on without speculation" in message for message in messages) == 1
+    made = watched.most_in_flight + steps // 4  # plans with 4 passes each, and those that were made before it was known
+    assert watched.num_proposed <= 8 * 4 * made, "no plan asks for drafts any more"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+@groups
+def test_a_draft_model_that_fails_is_forgotten(
+    folder: Path, draft: Path, plain: list[Served], caplog: pytest.LogCaptureFixture, pods: list[int], stages: int, steps: int
+) -> None:
+    """The rank that drafts tells the others of the stage that there is nothing, and those behind it too."""
+    made = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_model, draft, steps))
+    with caplog.at_level(logging.ERROR):
+        served, watched = run(folder, "draft", made, pods)
+    assert_equal(served, plain)
+    assert_went_on(watched, caplog.messages, steps, "a step of the draft model failed: out of memory")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+@pytest.mark.parametrize("group", ["one", "pp2"])
+def test_first_layers_that_fail_are_no_draft_any_more(
+    folder: Path, exit: Path, plain: list[Served], caplog: pytest.LogCaptureFixture, group: str, steps: int
+) -> None:
+    pods, stages = GROUPS[group]
+    made = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_exit, exit, steps))
+    with caplog.at_level(logging.ERROR):
+        served, watched = run(folder, "self_draft", made, pods)
+    assert_equal(served, plain)
+    assert_went_on(watched, caplog.messages, steps, "a step of the self-draft failed: out of memory")
+
+
+def test_first_layers_that_fail_on_several_ranks_end_the_incarnation(
+    folder: Path, exit: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None can leave the pass that the others are in; the supervisor starts the group again without the draft."""
+    made = Build(torch.float64, num_pages=200, make_proposer=partial(failing_exit, exit, 3))
+    with pytest.raises(DraftLost, match="a step of the self-draft failed: out of memory"):
+        run(folder, "self_draft", made, [2])
+    assert any("the group starts anew without speculation" in message for message in caplog.messages)
+    assert not any("goes on" in message for message in caplog.messages)

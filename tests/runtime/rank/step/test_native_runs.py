@@ -1,0 +1,212 @@
+"""Attention over a whole step of bf16 in one kernel gives the numbers of the definition, however prompts are cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_runtime.model.attention.cpu import NativeAttention, attends
+from phalanx_runtime.model.attention.paged import (
+    Attention,
+    AttentionChunk,
+    AttentionForm,
+    DecodeBand,
+    DenseAttention,
+    LayerCache,
+    StepBatch,
+)
+from phalanx_runtime.model.native.library import Library, library
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from tests.runtime.rank.step.test_draft_trees import plan_of
+
+Runs = list[tuple[int, int]]
+"""Of each request how many tokens are computed, and how long its context is then."""
+
+
+def compiled() -> Library:
+    made = library()
+    if made is None or not made.has_runs:
+        pytest.skip("this processor does not multiply pairs of bf16")
+    return made
+
+
+class Case:
+    """A step of these runs over pages dealt at random; what no token was written to is not a number."""
+
+    def __init__(self, runs: Runs, page: int = 16, kv_heads: int = 2, group: int = 3, dim: int = 64, seed: int = 0) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        counts = [-(-length // page) for _, length in runs]
+        pages = torch.randperm(sum(counts) + 2, generator=chance)
+        shape = (len(pages), kv_heads, page, dim)
+        self.cache = LayerCache(*(torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(2)))
+        self.tables = list(torch.split(pages[: sum(counts)], counts))
+        tokens, none = sum(size for size, _ in runs), torch.empty(0, dtype=torch.int64)
+        for table, (_, length) in zip(self.tables, runs, strict=True):
+            for part in (self.cache.k, self.cache.v):
+                whole = torch.randn(length, kv_heads, dim, generator=chance).bfloat16()
+                at = torch.arange(length)
+                part[table[at // page], :, at % page] = whole
+        wide = torch.randn(tokens, group * kv_heads + 2 * kv_heads, dim, generator=chance).bfloat16()
+        self.q, self.k, self.v = torch.split(wide, [group * kv_heads, kv_heads, kv_heads], 1)
+        bands, chunks, slots, first = [], [], [], 0
+        for table, (size, length) in zip(self.tables, runs, strict=True):
+            at = torch.arange(length - size, length)
+            rows = (table[at // page][:, None] * kv_heads + torch.arange(kv_heads)) * page + (at % page)[:, None]
+            slots.append(rows.reshape(-1))
+            if size == 1:
+                bands.append(DecodeBand(first, 1, none, {}, table[None], [length], torch.tensor([length])))
+            else:
+                chunks.append(AttentionChunk(first, size, length, None, {}, table))
+            first += size
+        self.batch = StepBatch(none, none, torch.cat(slots), bands, chunks, none)
+
+    def attended(self, attention: Attention, form: AttentionForm) -> torch.Tensor:
+        return attention(self.q, self.k, self.v, self.cache, self.batch, form)
+
+    def defined(self, form: AttentionForm) -> torch.Tensor:
+        """In float, by the twin. Runs of one token come before the others there."""
+        cache = LayerCache(self.cache.k.float(), self.cache.v.float())
+        return DenseAttention()(self.q.float(), self.k.float(), self.v.float(), cache, self.batch, form)
+
+
+def check(one: Case, form: AttentionForm) -> None:
+    native = NativeAttention(compiled())
+    given = one.attended(native, form).float()
+    torch.testing.assert_close(given, one.defined(form), rtol=1e-2, atol=2e-2)
+    decoded = len(one.batch.bands)
+    assert (native.num_decoded, native.num_prefilled) == (decoded, len(one.q) - decoded), "the kernel was not used"
+
+
+FORMS = [
+    AttentionForm(),
+    AttentionForm(window=7),
+    AttentionForm(window=100),
+    AttentionForm(scale=0.3),
+    AttentionForm(softcap=3.0),
+]
+MIXED: Runs = [(1, 1), (1, 64), (1, 700), (1, 1300), (5, 5), (17, 40), (130, 130), (70, 333)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "wide window", "scale", "softcap"])
+@pytest.mark.parametrize("dim", [32, 64, 96, 256])
+def test_runs_equal_the_definition(dim: int, form: AttentionForm) -> None:
+    check(Case(MIXED, dim=dim), form)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 6), (2, 7), (1, 30)])
+def test_any_number_of_heads_shares_a_kv_head(kv_heads: int, group: int) -> None:
+    check(Case(MIXED, kv_heads=kv_heads, group=group, dim=32), AttentionForm())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 150)), min_size=1, max_size=6),
+    page=st.sampled_from([16, 32, 48]),
+    window=st.none() | st.integers(1, 90),
+    seed=st.integers(0, 9),
+)
+def test_runs_of_any_length_after_anything(sizes: Runs, page: int, window: int | None, seed: int) -> None:
+    runs = sorted([(size, before + size) for size, before in sizes], key=lambda run: run[0] > 1)
+    check(Case(runs, page=page, dim=32, seed=seed), AttentionForm(window=window))
+
+
+def test_a_token_gives_the_same_bits_however_its_prompt_is_cut() -> None:
+    attention = NativeAttention(compiled())
+    whole = Case([(150, 300)])
+    wanted = whole.attended(attention, AttentionForm())
+    for cut in (2, 7, 64, 148):
+        for first, last in ((0, cut), (cut, 150)):
+            part = Case([(last - first, 150 + last)])
+            part.cache, part.tables = whole.cache, whole.tables
+            table, none = whole.tables[0], whole.batch.tokens
+            chunk = AttentionChunk(0, last - first, 150 + last, None, {}, table)
+            slots = whole.batch.slots.view(150, -1)[first:last].reshape(-1)
+            part.batch = StepBatch(none, none, slots, [], [chunk], none)
+            part.q, part.k, part.v = whole.q[first:last], whole.k[first:last], whole.v[first:last]
+            assert torch.equal(part.attended(attention, AttentionForm()), wanted[first:last])
+
+
+def test_shapes_that_the_kernel_does_not_know_are_told() -> None:
+    made = compiled()
+    assert attends(made, 16, 64, torch.bfloat16)
+    assert not attends(made, 16, 64, torch.float32)
+    assert not attends(made, 24, 64, torch.bfloat16), "16 keys are read at once"
+    assert not attends(made, 16, 48, torch.bfloat16), "32 dimensions are read at once"
+
+
+trees = st.lists(st.integers(0, 15), min_size=1, max_size=16).map(
+    lambda raw: [at - 1 - min(far, at) for at, far in enumerate(raw)]
+)
+
+
+def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, seed: int) -> Case:
+    """A step of these runs, then a tree of this shape behind so many tokens of a request, of which `own` are computed now."""
+    size, length = own + len(shape), runs[-1][1] + own + len(shape)
+    made = Case([*runs, (size, length)], page=page, group=group, dim=32, seed=seed)
+    last = made.batch.chunks[-1] if made.batch.chunks else None
+    if last is None or last.size != size:  # one token alone: it is a tree still
+        band = made.batch.bands.pop()
+        last = AttentionChunk(band.start, 1, length, None, {}, band.tables[0])
+    else:
+        made.batch.chunks.pop()
+    made.batch.chunks.append(replace(last, parents=tuple(shape)))
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=trees,
+    own=st.integers(0, 2),
+    computed=st.integers(0, 3),
+    before=st.integers(1, 200),
+    page=st.sampled_from([16, 32]),
+    group=st.sampled_from([1, 3, 8]),
+    window=st.none() | st.integers(16, 90),
+    softcap=st.none() | st.just(3.0),
+    seed=st.integers(0, 9),
+)
+def test_trees_equal_the_definition(
+    shape: list[int],
+    own: int,
+    computed: int,
+    before: int,
+    page: int,
+    group: int,
+    window: int | None,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Each token sees its own branch alone, as when a part of the tree was computed in the step before."""
+    made = tree_case([(1, 9), (3, before)] if before > 2 else [(1, 9), (1, before)], shape, own, page, group, seed)
+    if not own and computed < len(shape):
+        made = without_first(made, computed)
+    form = AttentionForm(window=window, softcap=softcap)
+    given = made.attended(NativeAttention(compiled()), form).float()
+    torch.testing.assert_close(given, made.defined(form), rtol=1e-2, atol=2e-2)
+
+
+def without_first(made: Case, computed: int) -> Case:
+    """The same step where so many tokens of the tree were computed before: the pages have them."""
+    last = made.batch.chunks[-1]
+    made.batch.chunks[-1] = replace(last, size=last.size - computed)
+    end = len(made.q) - computed
+    kept = [*range(last.start), *range(last.start + computed, len(made.q))]
+    made.q, made.k, made.v = made.q[kept], made.k[kept], made.v[kept]
+    slots = made.batch.slots.view(end + computed, -1)[kept].reshape(-1)
+    made.batch = replace(made.batch, slots=slots)
+    return made
+
+
+@pytest.mark.parametrize(("window", "num_kernel"), [(40, 6), (4, 0)], ids=["wide", "narrow"])
+def test_a_window_narrower_than_a_tree_is_left_to_the_twin(window: int, num_kernel: int) -> None:
+    batch = BatchBuilder(CacheShape(16, 2, 1 << 10), torch.bfloat16, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 60))
+    chance = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, 32, generator=chance).bfloat16() for heads in (4, 2, 2))
+    cache = LayerCache(*(torch.randn(10, 2, 16, 32, generator=chance).bfloat16() for _ in range(2)))
+    native, form = NativeAttention(compiled()), AttentionForm(window=window)
+    given = native(q, k, v, cache, batch, form).float()
+    wide = LayerCache(cache.k.float(), cache.v.float())
+    torch.testing.assert_close(given, DenseAttention()(q.float(), k.float(), v.float(), wide, batch, form), rtol=1e-2, atol=2e-2)
+    assert native.num_prefilled == num_kernel

@@ -1,0 +1,161 @@
+"""Pods that are told to leave: what runs goes on for its time, nothing new is taken, and the group follows."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+import websockets
+
+from phalanx_api import wire
+from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_runtime.server.serve import make_server
+from tests.runtime.fake_rank import command
+from tests.runtime.pods import is_alive, make_model, mark_of, until
+from tests.runtime.server.serving_pods import ask, client_of, make_settings, served, two_pods
+
+
+@pytest.mark.parametrize(("timeout", "signals"), [("0", 1), ("0.1", 1), ("600", 2)], ids=["at once", "after a time", "twice"])
+async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path: Path, timeout: str, signals: int) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder, "--shutdown-timeout", timeout), "mute") as running:
+        await running.ready()
+        asking = asyncio.create_task(ask(running))
+        client = client_of(running)
+        await until(lambda: client.is_busy)
+        for _ in range(signals):
+            running.server.handle_exit(signal.SIGTERM, None)
+        answer = await asking
+        assert answer.status_code == 503
+        assert (answer.json()["error"]["code"], answer.json()["error"]["message"]) == ("shutting_down", "the pod is stopping")
+        await running.task
+        assert running.server.exit_code == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_a_signal_before_the_server_has_begun_is_obeyed(tmp_path: Path) -> None:
+    """As when a group that found no room is deleted while its first pod still starts."""
+    server = make_server(make_settings(make_model(tmp_path / "tiny")), command("mute"))
+    former = signal.signal(signal.SIGTERM, server.handle_exit)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert server.exit_code == 0
+
+
+async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
+        await running.ready()
+        asking = asyncio.create_task(ask(running))
+        client = client_of(running)
+        await until(lambda: client.is_busy)
+        running.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: not client.state().serving)
+        refused = await ask(running)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await running.get("/readyz")).status_code == 503
+        health = await running.get("/v1/health")
+        assert (health.status_code, health.json()["alive"], health.json()["ready"]) == (503, True, False)
+        assert client.is_busy and not asking.done() and not running.task.done()
+        asking.cancel()  # the last one is over: the server waits for nobody
+        async with asyncio.timeout(30):
+            await running.task
+        assert running.server.exit_code == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its_streams(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
+        await running.ready()
+        client = client_of(running)
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
+            request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
+            await link.send(wire.encode(wire.Submit(1, request)))
+            await until(lambda: client.is_busy)
+            running.server.handle_exit(signal.SIGTERM, None)
+            states: list[wire.State] = []
+            while len(states) < 2:
+                frame = wire.decode_from_leader(bytes(await link.recv(decode=False)))
+                states += [frame] if isinstance(frame, wire.State) else []
+            assert [(state.serving, state.draining) for state in states] == [(True, False), (False, True)]
+            assert (await running.get("/readyz")).status_code == 503
+            assert client.is_busy
+            await link.send(wire.encode(wire.Abort([1])))
+            async with asyncio.timeout(30):
+                await running.task
+
+
+async def test_a_signal_to_all_pods_of_a_group_lets_open_streams_finish(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder) as (leader, member):
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        member.server.handle_exit(signal.SIGTERM, None)  # deleting a StatefulSet tells all pods together
+        leader.server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: client_of(leader).state().draining)
+        async with asyncio.timeout(20):
+            while (health := await member.get("/readyz")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert health.json()["error"]["message"] == "the pod is stopping"
+        await asyncio.wait([asking, member.task], timeout=0.5)  # a member that did not stay would be gone by then
+        assert not asking.done() and not member.task.done() and not member.server.should_exit
+        (folder / "marks" / "go").touch()
+        answer = await asking
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 16)
+        async with asyncio.timeout(30):
+            await asyncio.gather(leader.task, member.task)
+        assert (leader.server.exit_code, member.server.exit_code) == (0, 0)
+    assert not any(is_alive(mark_of(folder, 1, rank)["pid"]) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("member_s", "signals"), [("0.1", 1), ("600", 2)], ids=["its time is over", "told twice"])
+async def test_a_member_leaves_though_its_group_serves_when(tmp_path: Path, member_s: str, signals: int) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder, member_s=member_s) as (leader, member):
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        for _ in range(signals):
+            member.server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(30):
+            await member.task
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "group_restarting")
+
+
+async def test_a_member_that_alone_is_told_to_leave_waits_for_open_streams_and_its_group_for_a_successor(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with two_pods(folder) as (leader, member):
+        asking = asyncio.create_task(ask(leader))
+        await until(lambda: client_of(leader).is_busy)
+        member.server.handle_exit(signal.SIGTERM, None)  # as an eviction does
+        await until(lambda: client_of(leader).state().draining)
+        assert (await ask(leader)).status_code == 503
+        assert not asking.done() and not member.server.should_exit
+        (folder / "marks" / "go").touch()
+        assert (await asking).json()["usage"]["completion_tokens"] == 16
+        async with asyncio.timeout(30):
+            await member.task
+        assert (member.server.exit_code, leader.server.should_exit) == (0, False)
+        reason = (await leader.get("/readyz")).json()["error"]["message"]
+        assert reason.startswith("waiting for pod 1")
+        async with served(member.settings, "held") as successor:
+            await leader.ready()
+            await successor.ready()
+            assert (await leader.get("/v1/health")).json()["incarnation"] == 2
+            assert (await ask(leader)).status_code == 200
+
+
+async def test_a_member_without_a_group_that_serves_leaves_at_once(tmp_path: Path) -> None:
+    flags = ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--shutdown-timeout", "600", "--master-port", "1"]
+    async with served(make_settings(make_model(tmp_path / "tiny"), *flags), "ready") as member:
+        member.server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(30):
+            await member.task

@@ -1,0 +1,288 @@
+"""A pod's server: what it answers while it starts and serves, who is let in, and what it leaves behind."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import websockets
+
+from phalanx_api import wire
+from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_api.wire.leader import MemoryAccount
+from phalanx_frontend.app import create_health_app
+from phalanx_frontend.health import RankHealth
+from phalanx_frontend.metrics import RequestTotals
+from phalanx_runtime.server.http.health import PodHealthSource
+from phalanx_runtime.server.serve import make_rank_specs, make_server
+from phalanx_runtime.server.supervision.pod import Launch, LauncherView, why_stuck
+from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
+from phalanx_runtime.settings import ServeSettings
+from tests.runtime.fake_rank import command
+from tests.runtime.pods import is_alive, make_model, mark_of, until
+from tests.runtime.server.serving_pods import Running, ask, client_of, make_settings, served
+
+
+async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder), "ready") as running:
+        assert (await running.get("/healthz")).status_code == 200
+        ready = await running.ready()
+        assert (ready["alive"], ready["ready"], ready["reason"], ready["incarnation"]) == (True, True, None, 1)
+        assert [(rank["rank"], rank["alive"]) for rank in ready["ranks"]] == [(0, True)]
+        models = (await running.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["tiny"]
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+        answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        await until(lambda: client_of(running).load().total_pages > 0)
+        metrics = (await running.get("/metrics")).text
+        for line in [
+            'vllm:num_requests_running{model_name="tiny"} 0.0',
+            'phalanx_kv_cache_usage_perc{model_name="tiny"} 0.0',
+            'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+            'vllm:prompt_tokens_total{model_name="tiny"} 5.0',
+            'vllm:request_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
+            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
+            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'phalanx_requests_finished_total{finished_reason="length",model_name="tiny"} 1.0',
+        ]:
+            assert line in metrics
+        totals = (await running.get("/v1/metrics")).json()
+        assert (totals["total_requests"], totals["total_tokens_generated"]) == (1, 4)
+        assert totals["avg_latency_ms"] > 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_a_pod_is_ready_only_when_its_door_has_the_tokenizer(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    (folder / "tokenizer.json").write_text("{}")
+    async with served(make_settings(folder), "ready") as running:
+        await until(lambda: client_of(running).state().serving)
+        assert (await running.get("/readyz")).status_code == 500
+
+
+async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> None:
+    class Held:
+        """A supervisor whose launcher waits for a killed rank that the kernel holds."""
+
+        def status(self) -> SupervisorStatus:
+            return SupervisorStatus(False, 2, "pod 0: rank 1 is hung: silent for 5.1 s")
+
+        def stuck(self) -> str | None:
+            return why_stuck(LauncherView("ending", 31.0))
+
+        def ranks(self) -> list[RankHealth]:
+            return [RankHealth(0, False, 1.0), RankHealth(1, True, 36.0)]
+
+        def memory(self) -> list[MemoryAccount]:
+            return []
+
+    app = create_health_app(PodHealthSource(Held(), RequestTotals()).health)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as http:
+        alive, health = await http.get("/healthz"), await http.get("/v1/health")
+    assert (alive.status_code, alive.json()["error"]["code"]) == (503, "not_alive")
+    assert (health.status_code, health.json()["alive"], health.json()["ready"]) == (503, False, False)
+    assert health.json()["reason"].startswith("the launcher has been ending for 31 s")
+    assert health.json()["ranks"][1] == {"rank": 1, "alive": True, "silent_s": 36.0}
+
+
+async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_so(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    async with served(make_settings(folder), "hang") as running:
+        assert (await running.get("/healthz")).status_code == 200
+        response = await running.get("/readyz")
+        reason = "loading the model, 0 of 1 pods are ready"
+        assert (response.status_code, response.json()["error"]["message"]) == (503, reason)
+        health = (await running.get("/v1/health")).json()
+        assert (health["alive"], health["ready"], health["reason"]) == (True, False, reason)
+        body = {"model": "tiny", "prompt": "hello"}
+        answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
+            frames = [wire.decode_from_leader(bytes(await link.recv(decode=False))) for _ in range(2)]
+        assert isinstance(frames[0], wire.Welcome)
+        assert frames[0].assets_hash == ""
+        assert isinstance(frames[1], wire.State)
+        assert not frames[1].serving
+
+
+async def test_a_router_is_welcomed_with_the_token(tmp_path: Path) -> None:
+    async with served(make_settings(make_model(tmp_path / "tiny")), "ready") as running:
+        await running.ready()
+        url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            await websockets.connect(url)
+        assert caught.value.response.status_code == 401
+        async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
+            await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
+            message = await link.recv()
+            assert isinstance(message, bytes)
+            welcome = wire.decode_from_leader(message)
+        assert isinstance(welcome, wire.Welcome)
+        assert (welcome.group, welcome.revision, welcome.page_size) == ("tiny-g-abcde", "r1", 16)
+
+
+def with_group(settings: ServeSettings, **changes: Any) -> ServeSettings:
+    return replace(settings, group=replace(settings.group, **changes))
+
+
+async def test_without_a_token_there_is_no_link(tmp_path: Path) -> None:
+    settings = with_group(make_settings(make_model(tmp_path / "tiny")), token=None)
+    async with served(settings, "ready") as running:
+        await running.ready()
+        with pytest.raises(websockets.InvalidStatus):
+            await websockets.connect(f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}")
+
+
+async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    async with served(make_settings(folder, *flags), "ready") as leader:
+        response = await leader.get("/readyz")
+        assert response.json()["error"]["message"] == "waiting for pod 1 of the group's 2"
+        async with served(make_settings(folder, *flags, "--node-rank", "1"), "ready") as member:
+            assert (await member.ready())["incarnation"] == 1
+            assert [rank["rank"] for rank in (await leader.ready())["ranks"]] == [0]
+            os.kill(mark_of(folder, 1, 1)["pid"], signal.SIGSTOP)
+            async with asyncio.timeout(30):
+                for pod in (leader, member):
+                    while (await pod.get("/readyz")).status_code == 200:
+                        await asyncio.sleep(0.01)
+                    assert (await pod.get("/healthz")).status_code == 200
+            assert (await member.ready())["incarnation"] == 2
+            assert (await member.get("/v1/models")).status_code == 404
+            assert (await member.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(tmp_path: Path, rank: int) -> None:
+    """In the leader's pod or another: all ranks of the start that is ready are told why nothing drafts.
+
+    It is the second, or the third where a pod tells of its lost peer long before the other one tells of the draft.
+    """
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    words = ("draft-fails", str(rank))
+    async with (
+        served(make_settings(folder, *flags), *words) as leader,
+        served(make_settings(folder, *flags, "--node-rank", "1"), *words) as member,
+    ):
+        incarnation = (await leader.ready())["incarnation"]
+        assert (await member.ready())["incarnation"] == incarnation in (2, 3)
+        told = [mark_of(folder, incarnation, one)["draft_missing"] for one in range(2)]
+        assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
+
+
+async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    keys = tmp_path / "keys"
+    keys.write_text("alice sk-alice -1")
+    async with served(make_settings(folder, "--api-key", "sk-1", "sk-2", "--api-keys-file", str(keys)), "ready") as running:
+        await running.ready()
+        assert (await ask(running)).status_code == 401
+        for key in ("sk-1", "sk-2", "sk-alice"):
+            running.http.headers["authorization"] = f"Bearer {key}"
+            assert (await ask(running)).status_code == 200
+
+
+async def test_a_pod_of_another_statefulset_of_that_name_is_not_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["-tp", "2", "--nnodes", "2", "--master-port", port]
+    settings = with_group(make_settings(folder, *flags), key="of this one")
+    member = make_settings(folder, *flags, "--node-rank", "1")
+    with caplog.at_level(logging.WARNING):
+        async with served(settings, "ready") as leader:
+            async with served(with_group(member, key="of a lost one"), "ready"):
+                await until(lambda: "the service token is wrong" in caplog.text)
+            async with served(with_group(member, key="of this one"), "ready"):
+                await leader.ready()
+
+
+async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
+    port = str(taken.sockets[0].getsockname()[1])
+    settings = make_settings(folder, "-tp", "2", "--nnodes", "2", "--master-port", port)
+    running = Running(make_server(settings, command("ready")), settings)
+    async with asyncio.timeout(20):
+        await running.task
+    await running.http.aclose()
+    taken.close()
+    assert running.server.exit_code == 1
+
+
+def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
+    flags = ["-tp", "4", "--nnodes", "2", "--node-rank", "1", "--dtype", "bfloat16", "--max-model-len", "99"]
+    specs = make_rank_specs(
+        make_settings(make_model(tmp_path / "tiny"), *flags),
+        Launch(3, ("a", "b"), "key", "ipc://x"),
+        tmp_path,
+        model_version="c0ffee",
+    )
+    assert [(s.rank, s.local_rank, s.local_world_size, s.world_size, s.engine_socket) for s in specs] == [
+        (2, 0, 2, 4, ""),
+        (3, 1, 2, 4, ""),
+    ]
+    assert {s.model_version for s in specs} == {"c0ffee"}
+    assert specs[0].hosts == ["a", "a", "b", "b"]
+    assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].engine.dtype) == (8100, "key", 3, "bfloat16")
+    stages = ["-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
+    second = make_rank_specs(make_settings(tmp_path / "tiny", *stages), Launch(1, ("a", "b"), "key", "ipc://x"), tmp_path)
+    assert [(s.rank, s.world_size, s.pipeline_parallel_size) for s in second] == [(2, 4, 2), (3, 4, 2)]
+    leader = make_rank_specs(make_settings(tmp_path / "tiny", "-tp", "2"), Launch(1, ("a",), "key", "ipc://x"), tmp_path)
+    assert [s.engine_socket for s in leader] == ["ipc://x", ""]
+
+
+PROGRAM = (
+    "import sys; from phalanx_runtime.server import serve as s; from phalanx_runtime.__main__ import main;"
+    "make = s.make_server; s.make_server = lambda settings: make(settings, sys.argv[1].split());"
+    "code = main(sys.argv[2:]); assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
+)
+"""The command line with fake ranks."""
+
+
+async def test_the_command_serves_until_sigterm_and_leaves_no_rank(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, " ".join(command("ready")), "serve", str(folder), "--port", "0"),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        while b"group serves" not in (line := await process.stderr.readline()):
+            assert line, "the program ended"
+        process.send_signal(signal.SIGTERM)
+        await process.stderr.read()
+        assert await process.wait() == 0
+    assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_ranks_leave_when_the_server_is_killed(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, " ".join(command("ready")), "serve", str(folder), "--port", "0"),
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    await until(lambda: (folder / "marks" / "1-0.json").exists())
+    process.kill()
+    await process.wait()
+    await until(lambda: not is_alive(mark_of(folder, 1, 0)["pid"]))

@@ -1,0 +1,233 @@
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError, Delta
+from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
+from phalanx_runtime.server.supervision.pod import Launch
+from phalanx_runtime.server.supervision.rendezvous_wire import Timing
+from phalanx_runtime.server.supervision.supervisor import (
+    LeaderSupervisor,
+    MemberSupervisor,
+    PodPlace,
+    SupervisorParts,
+    SupervisorStatus,
+)
+from tests.runtime.engine.engine_rig import FakeMeter
+from tests.runtime.fake_rank import command
+from tests.runtime.fake_runner import expected_output, make_request
+from tests.runtime.pods import is_alive, make_spec, mark_of, until
+
+QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
+
+
+PATIENT = SilenceBounds(silence_s=2.0)
+"""Twenty beats of a fake rank: a machine that is that busy lets none run."""
+
+
+def make_parts(folder: Path, pod: int, pods: int, *words: str) -> SupervisorParts:
+    """One rank in each pod."""
+
+    async def locate() -> Path:
+        return folder
+
+    def specs(launch: Launch, where: Path) -> list[RankSpec]:
+        spec = make_spec(where, pod, pods, launch.incarnation)
+        changes = {"engine_socket": launch.engine_socket, "token": launch.key, "hosts": list(launch.hosts)}
+        return [RankSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | changes)]
+
+    def assets(where: Path, ready: RankReady) -> wire.Assets:
+        return wire.make_assets({}, ["tiny"], ready.max_model_len, [])
+
+    return SupervisorParts(locate, specs, assets, command(*words), PATIENT)
+
+
+class Group:
+    """A group of pods with fake ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.client = EngineClient(FakeMeter())
+        self.backend = LocalBackend(self.client)
+        self.leader: LeaderSupervisor | None = None
+        self.members: dict[int, MemberSupervisor] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    def status(self) -> list[SupervisorStatus]:
+        assert self.leader is not None
+        return [self.leader.status(), *(member.status() for member in self.members.values())]
+
+    async def serving(self, incarnation: int) -> None:
+        await until(lambda: all(status == SupervisorStatus(True, incarnation, "") for status in self.status()))
+
+    async def lead(self, pods: int, *words: str) -> None:
+        self.leader = LeaderSupervisor(
+            PodPlace(0, pods, "127.0.0.1", 0, "t", QUICK, "127.0.0.1"), make_parts(self.folder, 0, pods, *words), self.client
+        )
+        self.tasks[0] = asyncio.create_task(self.leader.run())
+        if pods > 1:
+            await until(lambda: self.leader is not None and self.leader.port is not None)
+
+    def join(self, pod: int, pods: int, *words: str) -> None:
+        assert self.leader is not None and self.leader.port is not None
+        place = PodPlace(pod, pods, "127.0.0.1", self.leader.port, "t", QUICK)
+        self.members[pod] = MemberSupervisor(place, make_parts(self.folder, pod, pods, *words))
+        self.tasks[pod] = asyncio.create_task(self.members[pod].run())
+
+    async def end(self, pod: int) -> None:
+        self.tasks[pod].cancel()
+        await asyncio.wait([self.tasks.pop(pod)])
+
+    async def answer(self, request: wire.Request) -> list[int]:
+        async with asyncio.timeout(20):
+            return [t async for delta in self.backend.generate(request) if isinstance(delta, Delta) for t in delta.tokens]
+
+
+@asynccontextmanager
+async def group_in(folder: Path) -> AsyncIterator[Group]:
+    group = Group(folder)
+    async with AsyncExitStack() as stack:
+        stack.callback(group.client.close)
+        try:
+            yield group
+        finally:
+            for pod in list(group.tasks):
+                await group.end(pod)
+    pids = [mark_of(folder, *map(int, mark.stem.split("-")))["pid"] for mark in (folder / "marks").glob("*.json")]
+    assert not [pid for pid in pids if is_alive(pid)], "a rank outlived its pod"
+
+
+async def test_one_pod_serves_and_a_killed_rank_means_a_new_incarnation(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "ready")
+        await group.serving(1)
+        request = make_request(5, 6)
+        assert await group.answer(request) == expected_output(request)
+        assert group.client.assets().max_model_len == 200
+        os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
+        await group.serving(2)
+        state = group.client.state()
+        served = wire.Served("a model", "a layout", 64)
+        assert state == wire.State(True, 2, served=served, deaths=1, death=state.death), "as rank 0 said"
+        assert "rank 0 was killed by signal 9" in state.death
+        assert await group.answer(request) == expected_output(request)
+
+
+async def test_open_streams_hear_of_the_loss(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "mute")
+        await group.serving(1)
+        stream = group.backend.generate(make_request(5, 6))
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: bool(group.client._open))
+        os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
+        with pytest.raises(BackendError, match="was killed by signal 9") as caught:
+            async with asyncio.timeout(20):
+                await first
+        assert caught.value.code == "group_restarting"
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("silent-at", "pod 1: rank 1 is hung: silent for"), ("slow-at", "pod 1: rank 1 is hung: step 7 has taken 11.0 s")],
+)
+async def test_a_hung_rank_ends_all_and_the_group_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, word: str, why: str
+) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, word, "1")
+        await group.serving(1)
+        await group.serving(2)
+        assert not [rank for rank in (0, 1) if is_alive(mark_of(tmp_path, 1, rank)["pid"])]
+        assert f"group stopped: {why}" in caplog.text
+        request = make_request(5, 6)
+        assert await group.answer(request) == expected_output(request)
+
+
+async def test_streams_end_and_readiness_goes_when_a_rank_is_stopped(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "mute")
+        await group.serving(1)
+        stream = group.backend.generate(make_request(5, 6))
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: bool(group.client._open))
+        os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGSTOP)
+        with pytest.raises(BackendError, match="rank 0 is hung: silent for") as caught:
+            async with asyncio.timeout(20):
+                await first
+        assert caught.value.code == "group_restarting"
+        assert not group.status()[0].ready
+        await group.serving(2)
+
+
+async def test_three_pods_start_together_and_start_again_when_any_rank_dies(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(3, "ready")
+        group.join(1, 3, "ready")
+        await until(lambda: group.status()[0].reason == "waiting for pod 2 of the group's 3")
+        assert not (tmp_path / "marks").exists()
+        group.join(2, 3, "ready")
+        await group.serving(1)
+        assert {mark_of(tmp_path, 1, rank)["token"] for rank in range(3)} == {mark_of(tmp_path, 1, 0)["token"]}
+        assert mark_of(tmp_path, 1, 2)["hosts"] == ["127.0.0.1"] * 3
+        os.kill(mark_of(tmp_path, 1, 2)["pid"], signal.SIGKILL)
+        await group.serving(2)
+        assert mark_of(tmp_path, 2, 0)["token"] != mark_of(tmp_path, 1, 0)["token"]
+        request = make_request(5, 6)
+        assert await group.answer(request) == expected_output(request)
+
+
+async def test_a_pod_that_leaves_stops_the_group_until_it_is_back(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        await group.end(1)
+        await until(lambda: not group.status()[0].ready)
+        assert "pod 1 left: the connection was closed" in group.status()[0].reason
+        await until(lambda: not is_alive(mark_of(tmp_path, 1, 0)["pid"]))
+        group.join(1, 2, "ready")
+        await group.serving(2)
+
+
+async def test_the_other_pods_stop_when_the_leader_leaves_and_meet_the_next_one(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        await group.end(0)
+        await until(lambda: not group.members[1].status().ready)
+        await until(lambda: not is_alive(mark_of(tmp_path, 1, 1)["pid"]))
+        assert "leader 127.0.0.1" in group.members[1].status().reason
+
+
+async def test_a_model_that_cannot_be_loaded_is_the_reason_everywhere_and_backs_off(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "exit", "4", "no such tensor")
+        await until(lambda: "waiting 1 s before start 2" in group.status()[0].reason)
+        assert group.status()[0].reason.endswith("pod 1: rank 1 ended with code 4: no such tensor")
+        await until(lambda: "no such tensor" in group.status()[1].reason)
+        with pytest.raises(BackendError, match="no such tensor"):
+            await group.answer(make_request())
+
+
+async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
+    port = taken.sockets[0].getsockname()[1]
+    client = EngineClient(FakeMeter())
+    leader = LeaderSupervisor(PodPlace(0, 2, "127.0.0.1", port, "t"), make_parts(tmp_path, 0, 2, "ready"), client)
+    with pytest.raises(OSError, match="in use"):
+        await leader.run()
+    taken.close()
+    client.close()
